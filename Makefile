@@ -1,6 +1,6 @@
-# `make help` lists what there is. Each target does its own set-up, in .venv.
+# `make help` lists the targets. Each target sets up what it needs, in .venv.
 
-# The Python that .venv is made with, and further arguments for pip (an index with CPU builds of torch, say).
+# The Python that creates .venv, and extra arguments for pip (an index with CPU builds of torch, for example).
 PYTHON ?= python3
 PIP_ARGS ?=
 
@@ -14,83 +14,85 @@ PIP_INSTALL_ARGS = python -m pip install --disable-pip-version-check -c constrai
 PIP_INSTALL = $(BIN)/$(PIP_INSTALL_ARGS)
 NATIVE_SOURCES = $(shell find csrc_cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-# As many tests at once as there are cores.
+# One test per core at a time, at most eight.
 PYTEST_PARALLEL = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-# A stamp is written when its step is complete, so a set-up that was interrupted goes on where it stopped.
+# A stamp is written when its step is complete, so an interrupted setup resumes at the step where it stopped.
 STAMPS := .venv/stamps
-# What the installed package is built from; its Python files are used in place.
+# The inputs of the package build; its Python files are used in place.
 BUILT_FROM = pyproject.toml setup.py torchbagua/native/recipe.py torchbagua/native/cuda_toolkit.py $(NATIVE_SOURCES)
 
 .PHONY: help
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-17s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name help; do printf '  make %-17s %s\n' "$$name" "$$help"; done
 	@echo
-	@echo "  PYTHON=python3.12     the Python that .venv is made with (3.10 or newer); remove .venv to change it"
-	@echo "  PIP_ARGS='...'        further arguments for pip, such as --index-url or --find-links with a CPU build of torch"
-	@echo "  ARGS='...'            further arguments for the command that the target runs"
+	@echo "  PYTHON=python3.12     the Python that creates .venv (3.10 or newer); remove .venv to change it"
+	@echo "  PIP_ARGS='...'        extra arguments for pip, such as --index-url or --find-links with a CPU build of torch"
+	@echo "  ARGS='...'            extra arguments for the command that the target runs"
 
 .PHONY: demo
-demo: $(STAMPS)/package ## train a small GPT over 2 processes, plain DDP beside ByteGrad
+demo: $(STAMPS)/package ## train a small GPT on 2 processes with plain DDP and with ByteGrad
 	$(BIN)/torchbagua demo $(ARGS)
 
 .PHONY: test
-test: lint ## lint and run the tests, one a core; some minutes
+test: lint ## lint and run the tests, one per core; takes a few minutes
 	$(PYTEST_PARALLEL) $(ARGS)
 
 .PHONY: test-all
-test-all: test ## then those that take longer, and those that nothing may run beside: faults, tutorials, networks
+test-all: test ## run the tests, then the slow tests and the tests that must run alone: faults, tutorials, networks
 	$(PYTEST_PARALLEL) -m '(slow or docs) and not alone and not gpu' $(ARGS)
 	$(BIN)/pytest -m alone $(ARGS)
 
 .PHONY: test-docs
-test-docs: $(STAMPS)/dev ## run every code block of README and docs, each alone
+test-docs: $(STAMPS)/dev ## run every code block of README and docs in isolation
 	$(PYTEST_PARALLEL) -m docs $(ARGS)
 
 .PHONY: test-integrations
-test-integrations: $(STAMPS)/integrations ## run the programs that use other people's frameworks
+test-integrations: $(STAMPS)/integrations ## run the tests with third-party frameworks
 	.venv-integrations/bin/python -m pytest -m integrations $(ARGS) tests/integrations tests/test_docs.py
 
-# Where Horovod's wheel is kept: to build it takes about ten minutes, cmake and a C++ compiler.
+# The cache of Horovod's wheel: building it takes about ten minutes, cmake and a C++ compiler.
 HOROVOD_WHEELS ?= $(HOME)/.cache/torchbagua-horovod
 
 .PHONY: test-horovod
-test-horovod: $(STAMPS)/horovod ## build Horovod, and run the tests that need it
+test-horovod: $(STAMPS)/horovod ## build Horovod and run the tests that need it
 	.venv-horovod/bin/python -m pytest -m horovod $(ARGS) tests/test_horovod.py
 
-# What shows where another torch differs: its private names, DDP, FSDP2 and torch.compile.
+# The tests that depend on the torch version: private names of torch, DDP, FSDP2 and torch.compile.
 TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded.py sharded_weights.py compiled.py)
 
-# The package is installed, built against that torch; `python -m pytest` would take that of the working tree instead.
+# The package is built against that torch and installed; `python -m pytest` would import the working tree instead.
 .PHONY: test-torch
-test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run what depends on torch's private names with another torch: VERSION=2.12.0; 5 GB
-	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION=... names a version of torch, such as VERSION=2.12.0'; exit 1; }
+test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run the tests of torch's private names with another torch: VERSION=2.12.0; needs 5 GB
+	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION must be a version of torch, such as VERSION=2.12.0'; exit 1; }
 	.venv-torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	.venv-torch-$(VERSION)/bin/pytest -m 'not gpu' $(ARGS) $(TORCH_TESTS)
 
-# The package is read for the reference, and not imported: this needs neither torch nor a compiler.
+# The API reference is built without importing the package, so neither torch nor a compiler is needed.
 .PHONY: docs
-docs: $(STAMPS)/docs ## build the documentation in site/, and check it
+docs: $(STAMPS)/docs ## build the documentation in site/ and check it
 	$(BIN)/python docs_build/vendor.py
+	$(BIN)/python docs_build/words.py
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python docs_build/check.py site
 
 .PHONY: tables
-tables: $(STAMPS)/dev ## write the documentation's lists of algorithms, after one was added
+tables: $(STAMPS)/dev ## update the documentation's lists of algorithms and errors after a change
 	$(BIN)/python docs_build/tables.py
 	$(BIN)/python docs_build/errors.py
 
 .PHONY: docs-serve
-docs-serve: $(STAMPS)/docs ## show the documentation on localhost:8000, anew whenever a page changes
+docs-serve: $(STAMPS)/docs ## serve the documentation on localhost:8000, and rebuild it when a page changes
 	$(BIN)/python docs_build/vendor.py
 	$(BIN)/zensical serve $(ARGS)
 
 .PHONY: lint
-lint: $(STAMPS)/dev ## ruff, mypy, import-linter, clang-format
+lint: $(STAMPS)/dev ## run ruff, mypy, import-linter, clang-format and the word check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict torchbagua
 	$(BIN)/lint-imports
+	$(BIN)/python docs_build/words.py
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
 .PHONY: format
@@ -100,31 +102,31 @@ format: $(STAMPS)/dev ## format the Python and C++ sources in place
 	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
 .PHONY: bench-codec
-bench-codec: $(STAMPS)/package ## time the native kernels against a copy
+bench-codec: $(STAMPS)/package ## time the native kernels relative to a memory copy
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 
 .PHONY: bench-host-time
-bench-host-time: $(STAMPS)/package ## count what a gradient bucket launches over NCCL, and time its host; without a GPU
+bench-host-time: $(STAMPS)/package ## count a gradient bucket's launches with NCCL and time the host; needs no GPU
 	$(BIN)/python benchmarks/host_time.py $(ARGS)
 
 .PHONY: bench-low-rank
-bench-low-rank: $(STAMPS)/package ## time what PowerSGD computes beside torch's two products
+bench-low-rank: $(STAMPS)/package ## time PowerSGD's computation relative to torch's two matrix products
 	$(BIN)/python benchmarks/low_rank.py $(ARGS)
 
 .PHONY: bench-plain-torch
-bench-plain-torch: $(STAMPS)/package ## time the codecs in plain torch, and compiled, beside the native kernels
+bench-plain-torch: $(STAMPS)/package ## compare the codecs in plain torch, compiled, and as native kernels
 	$(BIN)/python benchmarks/plain_torch.py $(ARGS)
 
 .PHONY: bench-page-faults
-bench-page-faults: $(STAMPS)/package ## time what users can do about page faults of training on CPUs
+bench-page-faults: $(STAMPS)/package ## time the ways to avoid page faults when training on CPUs
 	$(BIN)/python benchmarks/page_faults.py $(ARGS)
 
 .PHONY: bench-startup
-bench-startup: $(STAMPS)/package ## measure what attaching costs with 8 to 64 ranks: seconds, sockets, threads, memory
+bench-startup: $(STAMPS)/package ## measure the cost of attach with 8 to 64 ranks: seconds, sockets, threads, memory
 	$(BIN)/python benchmarks/startup.py $(ARGS)
 
 .PHONY: bench-optimizer
-bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused Adam
+bench-optimizer: $(STAMPS)/package ## time QAdam's update against torch's fused Adam
 	$(BIN)/python benchmarks/optimizer.py $(ARGS)
 
 .PHONY: bench-network
@@ -132,47 +134,47 @@ bench-network: $(STAMPS)/package ## time training steps over emulated slow netwo
 	$(BIN)/python benchmarks/network.py $(ARGS)
 
 .PHONY: bench-docs
-bench-docs: $(STAMPS)/package ## one more run of what the pages show, 20 minutes (as root, on Linux); ARGS=--write writes pages and charts
+bench-docs: $(STAMPS)/package ## rerun the measurements of the pages, 20 minutes (as root, on Linux); ARGS=--write updates pages and charts
 	$(BIN)/python docs_build/figures.py $(ARGS)
 
 .PHONY: bench-step
-bench-step: $(STAMPS)/package ## time what each thread does in a step over an emulated network, and draw one (as root, on Linux)
+bench-step: $(STAMPS)/package ## profile each thread in a step over an emulated network, and draw a step (as root, on Linux)
 	$(BIN)/python benchmarks/step_profile.py $(ARGS)
 
 .PHONY: bench-revisions
-bench-revisions: $(STAMPS)/package ## time two revisions of the package over emulated networks, in turns (as root, on Linux)
+bench-revisions: $(STAMPS)/package ## time two revisions of the package alternately over emulated networks (as root, on Linux)
 	$(BIN)/python benchmarks/two_revisions.py $(ARGS)
 
 .PHONY: bench-convergence
-bench-convergence: $(STAMPS)/bench ## train four models with every algorithm at its best learning rate; hours, goes on where it ended
+bench-convergence: $(STAMPS)/bench ## train four models with every algorithm at its best learning rate; takes hours, resumes after a stop
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
 
 .PHONY: bench-convergence-times
-bench-convergence-times: $(STAMPS)/bench ## time the steps of these models over emulated slow networks (as root, on Linux)
+bench-convergence-times: $(STAMPS)/bench ## time the steps of the convergence models over emulated slow networks (as root, on Linux)
 	$(BIN)/python benchmarks/convergence_times.py $(ARGS)
 
 .PHONY: bench-tracing
 bench-tracing: $(STAMPS)/package ## time training steps with and without observers
 	$(BIN)/python benchmarks/tracing.py $(ARGS)
 
-# With the Python of the machine and what it has, since a CUDA torch is a matter of its own; builds the libraries in place.
+# Uses PYTHON and its packages instead of .venv, since a CUDA torch is installed separately; builds the libraries in place.
 .PHONY: gpu
-gpu: ## build, tests, sanitizers and benchmarks on an NVIDIA GPU, with the torch of PYTHON; ten minutes
-	@$(PYTHON) -c 'import torch, pytest, hypothesis, numpy, tqdm, tensorboard' || { echo 'make gpu: PYTHON=... names a Python that has torch with CUDA and what its tests need'; exit 1; }
+gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of PYTHON; takes ten minutes
+	@$(PYTHON) -c 'import torch, pytest, hypothesis, numpy, tqdm, tensorboard' || { echo 'make gpu: PYTHON must be a Python with a CUDA torch and the packages that its tests need'; exit 1; }
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 .PHONY: soak
-soak: $(STAMPS)/dev ## the tests that take minutes
+soak: $(STAMPS)/dev ## run the soak tests, which take minutes
 	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)
 
-# Debian calls it chromium; it is installed where that takes no password.
+# Debian's package is chromium; root installs it, since that needs no password.
 .PHONY: test-browser
-test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the documentation, with headless Chromium
+test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the documentation, in headless Chromium
 	command -v chromium || { test "$$(id -u)" = 0 && apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/pytest -m browser $(ARGS)
 
 .PHONY: clean
-clean: ## remove .venv and everything built
+clean: ## remove .venv and all build outputs
 	rm -rf .venv .venv-integrations .venv-horovod .venv-torch-* build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -181,7 +183,7 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv .venv
 	mkdir -p $(STAMPS) && touch $@
 
-# torch alone and first: the package is built against it, without isolation.
+# torch is installed separately and first: the package is built against it, without isolation.
 $(STAMPS)/torch: $(STAMPS)/venv constraints.txt
 	$(PIP_INSTALL) torch setuptools wheel ninja
 	touch $@
@@ -198,14 +200,14 @@ $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $(STAMPS)/package $(STAMPS)/bench $@
 
-# An environment of its own, so that no other test finds a framework; the package is that of the working tree.
+# A separate environment, so that no other test finds a framework; it uses the package in the working tree.
 $(STAMPS)/integrations: $(STAMPS)/dev
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/$(PIP_INSTALL_ARGS) torch
 	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest 'ray[train]' tensorboard transformers
 	touch $@
 
-# An environment of its own: Horovod needs an older setuptools.
+# A separate environment: Horovod needs an older setuptools.
 $(STAMPS)/horovod: $(STAMPS)/dev tests/build_horovod.sh
 	$(PYTHON) -m venv .venv-horovod
 	.venv-horovod/bin/$(PIP_INSTALL_ARGS) torch
@@ -213,15 +215,15 @@ $(STAMPS)/horovod: $(STAMPS)/dev tests/build_horovod.sh
 	PATH="$(CURDIR)/.venv-horovod/bin:$$PATH" bash tests/build_horovod.sh $(HOROVOD_WHEELS)
 	touch $@
 
-# An environment for each version of torch. It chooses what it needs itself: CUDA's packages, which are most of the 5 GB, and
-# setuptools.
+# One environment per version of torch. pip resolves torch's own dependencies: CUDA's packages, which are most of the 5 GB,
+# and setuptools.
 .venv-torch-%/stamp: constraints.txt
 	$(PYTHON) -m venv .venv-torch-$*
 	sed -E '/^(torch|setuptools|cuda-|nvidia-)/d' constraints.txt > .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$*/constraints.txt $(PIP_ARGS) torch==$* filelock hypothesis ninja numpy pytest 'setuptools>=77' tensorboard wheel
 	touch $@
 
-# They need a newer Python than the package does.
+# The documentation tools need a newer Python than the package.
 $(STAMPS)/docs: $(STAMPS)/venv constraints.txt
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11, 5) and "make docs needs Python 3.11.5 or newer, .venv has " + sys.version)'
 	$(PIP_INSTALL) zensical mkdocstrings-python ruff

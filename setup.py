@@ -1,9 +1,9 @@
-"""Builds torchbagua: ahead of time where torch and a C++ compiler are at hand, else as a pure wheel.
+"""Builds torchbagua: ahead of time if torch and a C++ compiler are available, else as a pure wheel.
 
-Everything else stands in pyproject.toml. torch is no build requirement, because pip would download it to build: so an
-isolated build (the default) never sees it and gives a pure wheel, which ships `csrc_cuda` and compiles at first use;
-`--no-build-isolation` gives a wheel with the library for the CPU and, where a torch with CUDA and its nvcc are, the one
-for CUDA. A compiler that is there and fails, fails the build.
+pyproject.toml contains all other settings. torch is not a build requirement, because pip would download it to build.
+An isolated build (the default) therefore never sees torch, and builds a pure wheel, which ships `csrc_cuda` and
+compiles at first use. `--no-build-isolation` builds a wheel with the CPU library and, with a CUDA build of torch and
+its nvcc, the CUDA library. If a compiler exists but fails, the build fails.
 """
 
 import os
@@ -17,10 +17,11 @@ from typing import Any
 import setuptools
 from setuptools import find_packages, setup
 
-# pyproject.toml asks for it too, but without isolation pip does not look, and an older one fails with a riddle.
+# pyproject.toml requires it too, but without isolation pip does not check it, and an older setuptools fails with an
+# obscure error.
 if int(setuptools.__version__.split(".")[0]) < 77:
     raise SystemExit(
-        f"torchbagua needs setuptools 77 or newer to be built, here is {setuptools.__version__}: "
+        f"torchbagua needs setuptools 77 or newer to build, found {setuptools.__version__}: "
         "pip install --upgrade setuptools"
     )
 
@@ -30,30 +31,30 @@ RECIPE = runpy.run_path(str(NATIVE / "recipe.py"))
 TOOLKIT = runpy.run_path(str(NATIVE / "cuda_toolkit.py"))
 
 
-def built_ahead() -> dict[str, Any]:
-    """The arguments of `setup` that build the libraries; none, with a line that says why, where that cannot be."""
+def configure_build() -> dict[str, Any]:
+    """Returns the arguments of `setup` that build the libraries; if this is impossible, prints why and returns none."""
     # torch compiles with $CXX, or c++; setuptools links with another compiler unless CXX is set.
     compiler = os.environ.setdefault("CXX", "c++")
     try:
         import torch
     except ImportError as error:
-        return pure(f"torch cannot be imported here ({error}); use --no-build-isolation, with torch installed")
+        return use_pure_wheel(f"torch cannot be imported ({error}); use --no-build-isolation, with torch installed")
     if shutil.which(shlex.split(compiler)[0]) is None:
-        return pure(f"there is no C++ compiler ({compiler}, set by CXX, is not on PATH)")
+        return use_pure_wheel(f"no C++ compiler was found ({compiler}, set by CXX, is not on PATH)")
     try:
         toolkit = TOOLKIT["usable_toolkit"](torch.version.cuda)
-    except TOOLKIT["Unavailable"] as why:
-        print(f"torchbagua: no library for CUDA is built, its kernels will be compiled at first use: {why}")
+    except TOOLKIT["Unavailable"] as reason:
+        print(f"torchbagua: no CUDA library is built, its kernels will be compiled at first use: {reason}")
         libraries = [library(RECIPE["CPU"])]
     else:
-        # torch.utils.cpp_extension reads it when it is imported.
+        # torch.utils.cpp_extension reads CUDA_HOME at import.
         os.environ["CUDA_HOME"] = str(toolkit.folder)
         libraries = [library(RECIPE["CPU"]), library(RECIPE["CUDA"], toolkit)]
 
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildLibrary(BuildExtension):
-        """torch's build_ext, which for an editable install first removes the libraries of earlier sources."""
+        """torch's build_ext, which in an editable install first removes the libraries of earlier sources."""
 
         def run(self) -> None:
             if self.inplace:
@@ -66,13 +67,14 @@ def built_ahead() -> dict[str, Any]:
 
 
 def library(binary: Any, toolkit: Any = None) -> setuptools.Extension:
-    """What builds `binary`, which for CUDA needs a toolkit."""
+    """Returns the extension that builds `binary`; CUDA needs a toolkit."""
     # Not CUDAExtension: it links the CUDA runtime as a shared library, which ties the build to one CUDA version.
     from torch.utils.cpp_extension import CppExtension
 
     nvcc_flags, folders, libraries = list(binary.nvcc_flags), [], []
     if toolkit is not None:
-        nvcc_flags += RECIPE["gencode_flags"]([one for one in RECIPE["ARCHITECTURES"] if one in toolkit.architectures])
+        architectures = [name for name in RECIPE["ARCHITECTURES"] if name in toolkit.architectures]
+        nvcc_flags += RECIPE["gencode_flags"](architectures)
         folders, libraries = list(map(str, toolkit.library_folders())), ["torch_cuda"]
     return CppExtension(
         name="torchbagua.native." + RECIPE["stem"](binary, ROOT / "csrc_cuda"),
@@ -86,18 +88,18 @@ def library(binary: Any, toolkit: Any = None) -> setuptools.Extension:
     )
 
 
-def pure(why: str) -> dict[str, Any]:
-    """Says on pip's log (`pip -v` shows it) that the library is left to the first use."""
-    print(f"torchbagua: pure wheel, the native library will be compiled at first use: {why}")
+def use_pure_wheel(reason: str) -> dict[str, Any]:
+    """Prints to pip's log (`pip -v` shows it) that the library will be compiled at first use."""
+    print(f"torchbagua: pure wheel, the native library will be compiled at first use: {reason}")
     return {}
 
 
-ahead = built_ahead()
-# setuptools packs all that lies in its build folder: in one that is kept, files that are long gone from the sources.
+ahead = configure_build()
+# setuptools packs everything in its build folder. A persistent folder would contain files deleted from the sources.
 with tempfile.TemporaryDirectory() as build_folder:
     setup(
         packages=[*find_packages(include=["torchbagua", "torchbagua.*"]), "torchbagua._csrc"],
-        # The C++ sources travel in every wheel, as the data of a package that holds no Python.
+        # Every wheel contains the C++ sources, as the data of a package without Python code.
         package_dir={"torchbagua._csrc": "csrc_cuda"},
         package_data={"torchbagua": ["py.typed"], "torchbagua._csrc": ["**/*"]},
         include_package_data=False,

@@ -1,4 +1,4 @@
-"""The control of asynchronous averaging: as many bytes move beside training, by torch's own all-reduce, to no use."""
+"""The control of asynchronous averaging: torch's own all-reduce sends as many bytes during training, without a use."""
 
 import threading
 
@@ -7,17 +7,17 @@ import torch.distributed as dist
 
 
 class BackgroundAllReduce:
-    """Between `resume` and `pause`, sums a tensor over all ranks, again and again, on a thread of its own.
+    """Between `resume` and `pause`, repeatedly sums a tensor over all ranks on a separate thread.
 
-    Making one, and both methods, are collective.
+    The constructor and both methods are collective.
 
     Args:
-        num_elements: of the tensor, float32.
+        num_elements: number of elements of the tensor, float32.
         interval_s: pause between two sums.
     """
 
     def __init__(self, num_elements: int, interval_s: float) -> None:
-        self._group = dist.new_group()  # the training thread's is not shared
+        self._group = dist.new_group()  # the training thread's group is not shared
         self._values = torch.zeros(num_elements)
         self._interval_s = interval_s
         self._stops = threading.Event()
@@ -29,7 +29,7 @@ class BackgroundAllReduce:
         self._thread.start()
 
     def pause(self) -> None:
-        """Go on until all ranks are here, as asynchronous averaging does."""
+        """Continue until all ranks have called this, as asynchronous averaging does."""
         self._stops.set()
         if self._thread is not None:
             self._thread.join()

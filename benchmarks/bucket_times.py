@@ -1,4 +1,4 @@
-"""When each bucket of a training step was sent, beside the earliest time at which that could be done."""
+"""Determines when each bucket of a training step was sent, and the earliest time at which that was possible."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from torchbagua.observe.events import CommEvent
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket on one rank. Times are in ms since the step began, and medians over some steps.
+    """One bucket on one rank. Times are in ms since the step began, medians over several steps.
 
     Attributes:
-        sent_bytes: what this rank sends for it, without headers.
-        ready_ms: when the last of its gradients is ready, as recorded without communication.
+        sent_bytes: bytes that this rank sends for the bucket, without headers.
+        ready_ms: when the bucket's last gradient is ready, as recorded without communication.
         first_byte_ms: when the first message was passed to the transport.
         last_byte_ms: when the lane had received the last message.
-        done_ms: when its gradients were averaged.
-        earliest_ms: when its last byte can have been sent, if the wire is never idle while a bucket is ready.
+        done_ms: when the bucket's gradients were averaged.
+        earliest_ms: when the bucket's last byte can have been sent, if the wire is never idle while a bucket is ready.
     """
 
     sent_bytes: int
@@ -36,23 +36,23 @@ def measure_buckets(
     ready_s: Sequence[float],
     bits_per_second: float | None,
 ) -> list[BucketTimes]:
-    """Find the buckets' times in the events of one rank; buckets in the order in which they are ready.
+    """Determine the buckets' times from the events of one rank; buckets in the order in which they are ready.
 
     Args:
-        events: of a gradient algorithm.
+        events: events of a gradient algorithm.
         steps_ns: begin and end of each step, on the clock of the events.
         ready_s: when each bucket is ready, in seconds since the step began.
-        bits_per_second: of the network; None if it has no limit.
+        bits_per_second: rate of the network; None if it has no limit.
 
     Raises:
-        ValueError: a step has another number of buckets than `ready_s`.
+        ValueError: a step has a different number of buckets than `ready_s`.
     """
     steps = []
     for begin_ns, end_ns in steps_ns:
         inside = [event for event in events if begin_ns <= event.start_ns < end_ns and event.operation != "agreement"]
         whole = sorted((event for event in inside if event.phase == "bucket"), key=lambda event: event.start_ns)
         if len(whole) != len(ready_s):
-            raise ValueError(f"the step has {len(whole)} buckets that were averaged, the schedule {len(ready_s)}")
+            raise ValueError(f"the step averaged {len(whole)} buckets, but the schedule has {len(ready_s)}")
         step = []
         for bucket in whole:
             own = [event for event in inside if event.bucket == bucket.bucket]
@@ -74,7 +74,7 @@ def measure_buckets(
 
 
 def table_of_buckets(buckets: Sequence[BucketTimes]) -> str:
-    """A Markdown table; its last column is what each bucket's average is late by, against the schedule floor."""
+    """Return a Markdown table. The last column is the delay of each bucket's mean relative to the schedule floor."""
     head = ["bucket", "MB sent", "ready, ms", "first byte", "last byte", "averaged", "schedule floor", "gap"]
     rows = []
     for number, bucket in enumerate(buckets):

@@ -1,15 +1,15 @@
-"""Times the codecs' kernels beside a copy, alternated in one run.
+"""Times the codecs' kernels and a copy, alternated in one run.
 
     python benchmarks/codec.py [--device cpu|cuda] [--num-elements N] [--rounds 31] [--json PATH]
 
-A time is a median over the rounds. On the CPU, with one thread, all operations stand beside one copy of the tensor,
-`y.copy_(x)`, 25 MiB if it is float32. An operation's limit is the part of the copy's time in which the copy moves as
-many bytes as the operation has to read and write: elements, wire and table of blocks, each once. On a GPU each stands
-beside a copy of as many bytes as that, so its limit is 1; the tensor has 67.1 M elements, and a round goes over several
-sets of buffers, together many times the L2 cache, so that nothing is found there. The reference is the same in plain
-torch. What is timed: codec_cases.py.
+A time is a median over the rounds. On the CPU, with one thread, all operations are compared with one copy of the
+tensor, `y.copy_(x)`, 25 MiB if it is float32. An operation's limit is the fraction of the copy's time in which the copy
+moves as many bytes as the operation has to read and write: elements, wire and table of blocks, each once. On a GPU each
+operation is compared with a copy of as many bytes as that, so its limit is 1. The tensor has 67.1 M elements, and a
+round uses several sets of buffers, together many times the L2 cache, so that the cache contains none of them. The
+reference is the same operation in plain torch. codec_cases.py defines the timed operations.
 
-The kernels are those that TORCHBAGUA_NATIVE asks for.
+TORCHBAGUA_NATIVE selects the kernels.
 """
 
 import itertools
@@ -33,19 +33,20 @@ from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.native.ops import NATIVE_OPS
 
 COPY = "copy"
-REFERENCE_ROUNDS = 3  # it takes as long as all the rest
+REFERENCE_ROUNDS = 3  # the reference takes as long as everything else
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is timed on a type of device.
+    """The measurements on a type of device.
 
     Attributes:
-        rotated_bytes: how large the buffers are together that a round goes over; 0 for one set of them.
-        copies_tensor: the copy is of the whole tensor; else of as many bytes as an operation reads and writes.
-        least_percent: of the copy's speed, which MinMaxUInt8 is to reach, by operation.
+        rotated_bytes: total size of the buffers that a round uses; 0 for one set of buffers.
+        copies_tensor: whether the copy is of the whole tensor; if not, of as many bytes as an operation reads and
+            writes.
+        least_percent: target of MinMaxUInt8 in percent of the copy's speed, by operation.
     """
 
     num_elements: int
@@ -84,8 +85,8 @@ def run_all(calls: list[Callable[[], object]]) -> None:
         call()
 
 
-def measure_beside_one_copy(case: Case, names: Sequence[str], setting: Setting, rounds: int) -> list[Row]:
-    """Time these operations and a copy, which take turns."""
+def measure_with_one_copy(case: Case, names: Sequence[str], setting: Setting, rounds: int) -> list[Row]:
+    """Time these operations and a copy in turns."""
     first = Buffers(case)
     arguments = {name: [first.arguments()[name]()] for name in names}
     num_bytes = {name: num_tensor_bytes(own) for name, [own] in arguments.items()}
@@ -129,7 +130,7 @@ def measure_beside_one_copy(case: Case, names: Sequence[str], setting: Setting, 
 
 
 def reference_ms(case: Case, name: str) -> float:
-    """Median milliseconds of the same in plain torch."""
+    """Return the median milliseconds of the same operation in plain torch."""
     arguments = Buffers(case).arguments()[name]()
     timed = partial(elapsed_ms, case.device, partial(NATIVE_OPS[case.kernel(name)], *arguments))
     return statistics.median(alternated({name: timed}, REFERENCE_ROUNDS)[name])
@@ -140,7 +141,7 @@ def num_tensor_bytes(arguments: Arguments) -> int:
 
 
 def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str, str]) -> list[Row]:
-    """A row for each codec that has kernels on `device`, layout, element type and operation."""
+    """Return a row for each layout, element type, operation, and codec with kernels on `device`."""
     rows: list[Row] = []
     for codec, layout, dtype in itertools.product(CODECS, setting.layouts, setting.dtypes):
         path = paths[f"{codec.op_prefix}_encode"]
@@ -151,7 +152,7 @@ def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str
             case.check()
         names = list(Buffers(case).arguments())
         for group in [names] if setting.copies_tensor else [[name] for name in names]:
-            rows += [{"path": path, **row} for row in measure_beside_one_copy(case, group, setting, rounds)]
+            rows += [{"path": path, **row} for row in measure_with_one_copy(case, group, setting, rounds)]
         for row in rows[-len(names) :]:
             name = row["operation"]
             if device.type == "cpu":
@@ -163,7 +164,7 @@ def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str
 
 
 def launches(device: torch.device) -> dict[str, float]:
-    """Microseconds of the host for one call on a tiny tensor: of each operation, and of a copy."""
+    """Return the host's microseconds for one call on a tiny tensor, for each operation and for a copy."""
     x, y = torch.ones(2, BLOCK, device=device)
     case = Case(MinMaxUInt8, ONE_PARAMETER, torch.float32, device, num_elements=16 * BLOCK, num_senders=8)
     calls: dict[str, Callable[[], object]] = {"copy": partial(y.copy_, x)}
@@ -175,9 +176,9 @@ def launches(device: torch.device) -> dict[str, float]:
 
 
 def table_of(rows: list[Row]) -> str:
-    """The rows as a Markdown table. GB are 1e9 bytes."""
+    """Return the rows as a Markdown table. GB are 1e9 bytes."""
     head = ["path", "codec", "layout", "type", "operation", "copy ms", "ms", "x copy", "limit", "x limit"]
-    head += ["GB/s", "% of the copy's"]
+    head += ["GB/s", "% of copy speed"]
     body = []
     for row in rows:
         target = "" if "is_met" not in row else f"{row['target_percent']} {'met' if row['is_met'] else 'MISSED'}"
@@ -190,19 +191,19 @@ def table_of(rows: list[Row]) -> str:
 
 
 def launches_line(launch_us: dict[str, float]) -> str:
-    return "microseconds of the host for a call: " + ", ".join(f"{name} {us:.1f}" for name, us in launch_us.items())
+    return "host microseconds per call: " + ", ".join(f"{name} {us:.1f}" for name, us in launch_us.items())
 
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=31)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--num-elements", type=int, help="of the tensor (default: 6.6 M, on a GPU 67.1 M)")
+    parser.add_argument("--num-elements", type=int, help="size of the tensor (default: 6.6 M, on a GPU 67.1 M)")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: there is no GPU that this torch can use")
+        sys.exit("--device cuda: this torch cannot use a GPU")
     device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
     if arguments.num_elements is not None:
-        # With small tensors a round need not go over as much: it is for trying the program out.
+        # With small tensors, which serve to try out the program, a round need not use as many bytes.
         rotated_bytes = min(setting.rotated_bytes, 64 * arguments.num_elements)
         setting = replace(setting, num_elements=arguments.num_elements, rotated_bytes=rotated_bytes)
     torch.set_num_threads(1)
@@ -210,7 +211,7 @@ def main() -> None:
     status = [row for row in native.status() if row.device == device.type]
     paths = {row.operation: row.path for row in status}
     if paths[f"{MinMaxUInt8.op_prefix}_encode"] == "reference":
-        sys.exit(f"there are no native kernels to time: {status[0].why}")
+        sys.exit(f"no native kernels to time: {status[0].why}")
 
     rows = measure(setting, arguments.rounds, device, paths)
     launch_us = launches(device)

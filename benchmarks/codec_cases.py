@@ -1,9 +1,9 @@
-"""What the benchmark of the codecs times: a codec's operations on tensors of one type, in one layout.
+"""The operations that the codec benchmark times: a codec's operations on tensors of one type, in one layout.
 
-The mean is formed of the chunks of several senders, which are together as large as the tensor, as in a bucket between
-so many ranks; on a GPU also, where it says `of all`, of chunks that are each as large as the tensor. `one parameter` is
-one in blocks of the codec's own size; `parameters` is transformer layers, whose blocks follow their parameters; `one
-block` is all in one block, Bagua's one range.
+The mean is computed from the chunks of several senders that are together as large as the tensor, as in a bucket reduced
+over that many ranks. On a GPU, `of all` marks a mean of chunks that are each as large as the tensor. Layouts: `one
+parameter` is one parameter in blocks of the codec's block size, `parameters` is transformer layers with blocks that end
+with their parameter, and `one block` is a single block, as Bagua's single range.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ Arguments = tuple[Any, ...]
 
 
 def parameters(num_elements: int) -> list[int]:
-    """Sizes of the parameters of transformer layers, as many as fit, and one more for the rest."""
+    """Return the parameter sizes of as many transformer layers as fit, and one more for the remaining elements."""
     sizes = LAYER * (num_elements // sum(LAYER))
     return [*sizes, num_elements - sum(sizes)]
 
 
 ONE_PARAMETER, ONE_BLOCK = "one parameter", "one block"
-# The sizes of the parameters.
+# By layout: a function of the number of elements that returns the sizes of the parameters.
 LAYOUTS: dict[str, Callable[[int], list[int]]] = {
     ONE_PARAMETER: lambda num_elements: [num_elements],
     "parameters": parameters,
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Callable[[int], list[int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A codec on tensors of one type, laid out in one way.
+    """A codec on tensors of one type and layout.
 
     Attributes:
         num_elements, num_senders: see `Setting`.
@@ -62,12 +62,12 @@ class Case:
     num_senders: int
 
     def filled(self, num_elements: int, seed: int = 0) -> Tensor:
-        """Random values of the size of gradients."""
+        """Return random values of the magnitude of gradients."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return (torch.randn(num_elements, generator=generator, device=self.device) * 1e-2).to(self.dtype)
 
     def encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The table of its blocks, in one chunk, and its wire."""
+        """Return the block table of `x`, in one chunk, and its encoding."""
         sizes = LAYOUTS[self.layout](x.numel())
         spec = TensorSpec(tuple(sizes), self.dtype, self.device, self.layout)
         codec = self.codec(None) if self.layout == ONE_BLOCK else self.codec()
@@ -77,11 +77,11 @@ class Case:
         return layout.table, wire
 
     def kernel(self, operation: str) -> str:
-        """The name of the native operation, as `torch.ops.torchbagua` and the reference have it."""
+        """Return the name of the native operation in `torch.ops.torchbagua` and in the reference."""
         return f"{self.codec.op_prefix}_{operation.removesuffix(OF_ALL)}"
 
     def check(self) -> None:
-        """Raise RuntimeError where decoding does not give back what was encoded: a wrong kernel's time is of no use."""
+        """Raise RuntimeError if decoding does not return the encoded values: the time of a wrong kernel is useless."""
         x = self.filled(self.num_elements)
         table, wire = self.encoded(x)
         decoded = torch.full_like(x, torch.nan)
@@ -89,11 +89,11 @@ class Case:
         error = float((decoded - x).abs().max())
         largest = float(x.max() - x.min()) / 255 if self.codec is MinMaxUInt8 else 2 * float(x.abs().max())
         if not error <= largest:
-            raise RuntimeError(f"{self}: decoded values are off by {error}, not at most {largest}")
+            raise RuntimeError(f"{self}: the error of decoded values must be at most {largest}, got {error}")
 
 
 class Buffers:
-    """The arguments of a case's operations: tensors that are made when they are first asked for."""
+    """The arguments of a case's operations: tensors that are created on first use."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -111,7 +111,7 @@ class Buffers:
         return self._case.encoded(self.x)
 
     def arguments(self) -> dict[str, Callable[[], Arguments]]:
-        """What makes the arguments, by operation."""
+        """Return functions that create the arguments, by operation."""
         case = self._case
         chunk = case.num_elements // case.num_senders
 

@@ -1,4 +1,4 @@
-"""Who competes: each contestant wraps the same model for training, in its own way of averaging gradients or weights."""
+"""The contestants: each wraps the same model for training and averages gradients or weights in a different way."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from schedule import DDP_DEFAULT_MB, Schedule
 NUM_LAYERS = 12
 BATCH_SIZE = 32
 POWERSGD_RANK = 2
-# Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
+# Larger than any model here: torch's PowerSGD hook hangs on gloo with two buckets (torch 2.13).
 ONE_BUCKET_MB = 1 << 20
 # DDP's default, and sizes to compare it with.
 BUCKET_SIZES_MB = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, DDP_DEFAULT_MB)
@@ -31,7 +31,7 @@ INNER_STEPS = 30
 
 
 def build_model(num_parameters: int) -> nn.Module:
-    """A multi-layer perceptron of 12 square layers with about `num_parameters` parameters, the same on every rank."""
+    """Return a multi-layer perceptron of 12 square layers, about `num_parameters` parameters, equal on all ranks."""
     width = max(4, round((num_parameters / NUM_LAYERS) ** 0.5 / 4) * 4)
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -41,18 +41,18 @@ def build_model(num_parameters: int) -> nn.Module:
 
 
 def build_batch(model: nn.Module, rank: int) -> torch.Tensor:
-    """[BATCH_SIZE, width] inputs, different on every rank."""
+    """Return inputs [BATCH_SIZE, width], different on every rank."""
     width = next(model.parameters()).shape[1]
     return torch.randn(BATCH_SIZE, width, generator=torch.Generator().manual_seed(rank))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every contestant is made of.
+    """The model and the settings from which every contestant is built.
 
     Attributes:
-        nodes: node of each rank. Network namespaces share a host name, so they cannot be found from it.
-        idle_schedule: what models wait for instead of computing; None where they compute.
+        nodes: node of each rank. Network namespaces share a host name, so it does not determine the node.
+        idle_schedule: the schedule of models that wait instead of computing; None if they compute.
     """
 
     model: nn.Module
@@ -66,20 +66,20 @@ class Setup:
     def ddp(self, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
         # All ranks build the same model: init_sync would only send it over the slow network.
         bucket_cap_mb = bucket_cap_mb or self.bucket_cap_mb
-        if bucket_cap_mb == DDP_DEFAULT_MB:  # not named: then DDP's first bucket has 1 MB
+        if bucket_cap_mb == DDP_DEFAULT_MB:  # not passed: DDP's first bucket then has 1 MB
             bucket_cap_mb = None
         # An idle model leaves its gradients in the buckets.
         options = {"init_sync": False, "gradient_as_bucket_view": self.idle_schedule is not None}
         return DistributedDataParallel(self.own_model(), bucket_cap_mb=bucket_cap_mb, **options)
 
     def mesh(self) -> DeviceMesh:
-        """All ranks, by their nodes, which have equally many: on each a copy of what is sharded within."""
+        """Return a mesh of all ranks by node, for nodes with equally many ranks: shards in a node, replicas across."""
         num_nodes = max(self.nodes) + 1
         shape = (num_nodes, len(self.nodes) // num_nodes)
         return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
 
     def sharded(self, policy: MixedPrecisionPolicy, mesh: DeviceMesh | None = None) -> nn.Module:
-        """The model, of which every layer is sharded over a mesh, by default of all ranks."""
+        """Return the model with every layer sharded over a mesh, by default of all ranks."""
         model = self.own_model()
         mesh = mesh or init_device_mesh("cpu", (len(self.nodes),))
         for layer in model:
@@ -94,10 +94,10 @@ class Setup:
 
 @dataclass
 class Entry:
-    """One contestant at work: the module to train, the recorder of what it communicates, and how to end it.
+    """A contestant in training: the module, the recorder of its communication, and the functions that end it.
 
-    A block of steps is over when `finish_round` has returned, which its time includes: nothing is in flight then. Where
-    communication is not tied to steps, `resume` and `pause` stand around a block.
+    A block of steps ends when `finish_round` has returned, and its time includes that call: nothing is in flight then.
+    If communication is not tied to steps, `resume` and `pause` are called before and after a block.
     """
 
     module: nn.Module
@@ -123,9 +123,9 @@ class Entry:
         self.optimizer.step()
 
     def attach(self, algorithm: tb.Algorithm, setup: Setup, **options: Any) -> tb.Attachment:
-        """Attach to module and optimizer; record what is sent, and end it at `close`."""
+        """Attach to module and optimizer, record the sent bytes, and detach at `close`."""
         self.recorder = tb.observe.Recorder()
-        if "replicate_group" not in options:  # whose process group is that of a copy, on one node
+        if "replicate_group" not in options:  # with it, the process group is that of a replica, on one node
             options["process_group"] = setup.group()
         attachment = tb.fsdp.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
         self.close = attachment.detach
@@ -139,12 +139,18 @@ Wrap = Callable[[Setup], Entry]
 class Contestant:
     """A row of the table.
 
-    `wire_bytes(numel)` is what one parameter tensor of `numel` elements takes on the wire; a ring or a two-phase mean
-    over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
-    Where communication is not `tied_to_steps`, blocks last as long as a round of it, and a slow rank takes fewer steps.
-    Who averages once every `steps_a_round` steps has blocks of whole rounds.
-    Those, who shards the model, and who is extra, compete only where they are named.
-    Who `waits_for_gradients` sends nothing else: no bucket before its gradients are ready, and each step waits for all.
+    Attributes:
+        wire_bytes: the bytes of one parameter tensor of `numel` elements on the wire. A ring or a two-phase mean over c
+            ranks sends them 2 (c-1)/c times. None if no such rule holds: the floor is then computed from the counters.
+        tied_to_steps: whether steps communicate. If not, blocks last as long as a round of communication, and a slow
+            rank takes fewer steps.
+        steps_a_round: steps from one mean to the next; blocks consist of whole rounds.
+        is_sharded: whether the contestant shards the model.
+        is_extra: whether the contestant runs only if it is named. Contestants that shard the model or have several
+            steps per round also run only if they are named.
+        waits_for_gradients: whether the contestant sends only gradients: it sends no bucket before its gradients are
+            ready, and each step waits for all buckets.
+        bucket_cap_mb: DDP's, if it differs from that of the other contestants.
     """
 
     label: str
@@ -162,26 +168,26 @@ class Contestant:
         return self.is_sharded or self.is_extra or self.steps_a_round > 1
 
 
-def _alone(setup: Setup) -> Entry:
+def _train_alone(setup: Setup) -> Entry:
     return Entry(setup.own_model())
 
 
-def _alone_with_adam(setup: Setup) -> Entry:
-    entry = _alone(setup)
+def _train_alone_with_adam(setup: Setup) -> Entry:
+    entry = _train_alone(setup)
     if setup.idle_schedule is None:
         entry.optimizer = torch.optim.Adam(entry.module.parameters(), fused=True)
     return entry
 
 
-def _beside_all_reduce(setup: Setup) -> Entry:
-    entry = _alone(setup)
+def _train_during_all_reduce(setup: Setup) -> Entry:
+    entry = _train_alone(setup)
     num_elements = sum(parameter.numel() for parameter in entry.module.parameters())
     background = BackgroundAllReduce(num_elements, ASYNC_INTERVAL_MS / 1000)
     entry.resume, entry.pause = background.resume, background.pause
     return entry
 
 
-def _plain_ddp(setup: Setup) -> Entry:
+def _use_plain_ddp(setup: Setup) -> Entry:
     return Entry(setup.ddp())
 
 
@@ -189,8 +195,8 @@ CastHook = Callable[[None, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def cast_hook(dtype: torch.dtype) -> CastHook:
-    """A hook for plain DDP with which gradients travel as `dtype`. Torch's own bf16_compress_hook does the same, but
-    DDP refuses it on the CPU by its name (torch 2.13)."""
+    """Return a hook for plain DDP that sends gradients as `dtype`. Torch's own bf16_compress_hook does the same, but
+    DDP rejects it on the CPU by its name (torch 2.13)."""
 
     def cast_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         wire = bucket.buffer().to(dtype).div_(dist.get_world_size())
@@ -205,20 +211,20 @@ def cast_hook(dtype: torch.dtype) -> CastHook:
 
 
 def register_powersgd(ddp: DistributedDataParallel, *, rank: int, start_step: int) -> None:
-    """Give `ddp`, which has one bucket, torch's PowerSGD hook."""
+    """Register torch's PowerSGD hook with `ddp`, which has one bucket."""
     # 2 is the earliest start torch allows: the first steps, before DDP has rebuilt its buckets, are uncompressed.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, start_step))
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _by_torchs_hook(setup: Setup) -> Entry:
+def _use_allreduce_hook(setup: Setup) -> Entry:
     module = setup.ddp()
     module.register_comm_hook(None, default_hooks.allreduce_hook)
     return Entry(module)
 
 
-def _cast_to(dtype: torch.dtype) -> Wrap:
-    """Plain DDP whose gradients travel as `dtype`."""
+def _use_cast_hook(dtype: torch.dtype) -> Wrap:
+    """Plain DDP that sends gradients as `dtype`."""
 
     def wrap(setup: Setup) -> Entry:
         module = setup.ddp()
@@ -228,14 +234,14 @@ def _cast_to(dtype: torch.dtype) -> Wrap:
     return wrap
 
 
-def _powersgd(setup: Setup) -> Entry:
+def _use_powersgd(setup: Setup) -> Entry:
     module = setup.ddp(ONE_BUCKET_MB)
     register_powersgd(module, rank=POWERSGD_RANK, start_step=2)
     return Entry(module)
 
 
-def _hooked(algorithm: tb.Algorithm, bucket_cap_mb: float | None = None) -> Wrap:
-    """A gradient algorithm behind the standalone hook."""
+def _use_hook(algorithm: tb.Algorithm, bucket_cap_mb: float | None = None) -> Wrap:
+    """A gradient algorithm with the standalone hook."""
 
     def wrap(setup: Setup) -> Entry:
         recorder = tb.observe.Recorder()
@@ -247,14 +253,14 @@ def _hooked(algorithm: tb.Algorithm, bucket_cap_mb: float | None = None) -> Wrap
     return wrap
 
 
-def _in_buckets(
+def _vary_bucket_size(
     name: str, label: str, algorithm: tb.Algorithm, wire_bytes: Callable[[int], int]
 ) -> "dict[str, Contestant]":
-    """A gradient algorithm in buckets of several sizes, by name."""
+    """Return contestants of a gradient algorithm with several bucket sizes, by name."""
     return {
         f"{name}_{size:.0f}mb": Contestant(
             f"{label}, buckets of {size:.0f} MB",
-            _hooked(algorithm, size),
+            _use_hook(algorithm, size),
             wire_bytes,
             is_extra=True,
             bucket_cap_mb=size,
@@ -263,8 +269,8 @@ def _in_buckets(
     }
 
 
-def _attached(algorithm: tb.Algorithm) -> Wrap:
-    """A gradient algorithm that has to know which steps are taken."""
+def _use_attach(algorithm: tb.Algorithm) -> Wrap:
+    """A gradient algorithm that must know which steps the optimizer takes."""
 
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.ddp())
@@ -285,8 +291,8 @@ def _qadam(**arguments: Any) -> Wrap:
     return wrap
 
 
-def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
-    """A weight algorithm, which every step of a block waits for."""
+def _average_weights(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
+    """A weight algorithm; every step of a block waits for its round."""
 
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.ddp())
@@ -300,13 +306,13 @@ def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
 
 def _diloco(label: str, **arguments: Any) -> Contestant:
     """DiLoCo in 4 bits."""
-    wrap = _averaged(tb.DiLoCoAlgorithm, inner_steps=INNER_STEPS, **arguments)
+    wrap = _average_weights(tb.DiLoCoAlgorithm, inner_steps=INNER_STEPS, **arguments)
     return Contestant(
         f"DiLoCo, {INNER_STEPS} steps{label}", wrap, _uint4_bytes, steps_a_round=INNER_STEPS, waits_for_gradients=False
     )
 
 
-def _asynchronous(setup: Setup) -> Entry:
+def _average_asynchronously(setup: Setup) -> Entry:
     entry = Entry(setup.ddp())
     algorithm = tb.AsyncModelAverageAlgorithm(
         bucket_cap_mb=setup.bucket_cap_mb, final_average=False, sync_interval_ms=ASYNC_INTERVAL_MS
@@ -322,17 +328,17 @@ def _dense(element_bytes: int) -> Callable[[int], int]:
 
 
 def _uint8_bytes(numel: int) -> int:
-    """One byte an element and a header of two float32 for every block of 2048; blocks end with their parameter."""
+    """One byte per element and a header of two float32 for every block of 2048; blocks end with their parameter."""
     return numel + 8 * -(-numel // 2048)
 
 
 def _uint4_bytes(numel: int) -> int:
-    """Half a byte an element and a header of two bfloat16 for every block of 128."""
+    """Half a byte per element and a header of two bfloat16 for every block of 128."""
     return -(-numel // 2) + 4 * -(-numel // 128)
 
 
 def _one_bit_bytes(numel: int) -> int:
-    """One bit an element and a float32 for every block of 2048."""
+    """One bit per element and a float32 for every block of 2048."""
     return -(-numel // 8) + 4 * -(-numel // 2048)
 
 
@@ -341,7 +347,7 @@ def _sparse_bytes(index_bits: int) -> Callable[[int], int]:
     return lambda numel: -(-numel // 2048) * (4 + 21 + -(-21 * index_bits // 8))
 
 
-def _sharded(
+def _shard(
     label: str,
     gradient_bytes: Callable[[int], int],
     *,
@@ -349,7 +355,7 @@ def _sharded(
     policy: MixedPrecisionPolicy | None = None,
     in_8_bits: bool = False,
 ) -> Contestant:
-    """FSDP2 alone or with an algorithm; it gathers weights in forward and in backward, in float32 or in 8 bits."""
+    """FSDP2 alone or with an algorithm. It gathers weights in forward and in backward, in float32 or in 8 bits."""
     weight_bytes = _uint8_bytes if in_8_bits else _dense(4)
 
     def wrap(setup: Setup) -> Entry:
@@ -357,17 +363,17 @@ def _sharded(
         if algorithm is not None:
             entry.attach(algorithm, setup, quantize_weights="minmax_uint8" if in_8_bits else None)
             if not in_8_bits:
-                entry.recorder = None  # it hears nothing of weights in full precision
+                entry.recorder = None  # it is not notified of weights in full precision
         return entry
 
     def wire_bytes(numel: int) -> int:
-        # Of a mean, of which a rank sends 2 (c-1)/c; each of these three is sent (c-1)/c times.
+        # The bytes of a mean, which a rank sends 2 (c-1)/c times; each of these three is sent (c-1)/c times.
         return (2 * weight_bytes(numel) + gradient_bytes(numel)) // 2
 
     return Contestant(f"FSDP2, {label}", wrap, wire_bytes, is_sharded=True, waits_for_gradients=False)
 
 
-def _replicated(label: str, algorithm: tb.Algorithm | None = None) -> Contestant:
+def _shard_and_replicate(label: str, algorithm: tb.Algorithm | None = None) -> Contestant:
     """HSDP: sharded within each node, and averaged over the nodes by torch's all-reduce, or by an algorithm."""
 
     def wrap(setup: Setup) -> Entry:
@@ -376,7 +382,7 @@ def _replicated(label: str, algorithm: tb.Algorithm | None = None) -> Contestant
             return Entry(setup.sharded(policy, mesh))
         entry = Entry(setup.sharded(policy, mesh["shards"]))
         entry.attach(algorithm, setup, replicate_group=mesh.get_group("replicas"))
-        entry.recorder = None  # it hears nothing of the weights and gradients that torch sends within nodes
+        entry.recorder = None  # it is not notified of the weights and gradients that torch sends within nodes
         return entry
 
     return Contestant(f"HSDP, {label}", wrap, None, is_sharded=True, waits_for_gradients=False)
@@ -385,59 +391,59 @@ def _replicated(label: str, algorithm: tb.Algorithm | None = None) -> Contestant
 COMPUTE_ONLY = "compute"
 CONTROL = "control"
 BASELINE = "ddp"
-# Contestants take turns in this order; GradientAllReduce is next to plain DDP, to which it is held most closely.
+# Contestants take turns in this order. GradientAllReduce follows plain DDP, with which it is compared most closely.
 CONTESTANTS: dict[str, Contestant] = {
-    COMPUTE_ONLY: Contestant("compute only", _alone, _dense(0), tied_to_steps=False, waits_for_gradients=False),
-    BASELINE: Contestant("DDP float32", _plain_ddp, _dense(4)),
-    "allreduce_hook": Contestant("DDP, torch's allreduce_hook", _by_torchs_hook, _dense(4), is_extra=True),
+    COMPUTE_ONLY: Contestant("compute only", _train_alone, _dense(0), tied_to_steps=False, waits_for_gradients=False),
+    BASELINE: Contestant("DDP float32", _use_plain_ddp, _dense(4)),
+    "allreduce_hook": Contestant("DDP, torch's allreduce_hook", _use_allreduce_hook, _dense(4), is_extra=True),
     "gradient_allreduce_in_rank_order": Contestant(
         "GradientAllReduce, in rank order",
-        _hooked(tb.GradientAllReduceAlgorithm(in_rank_order=True)),
+        _use_hook(tb.GradientAllReduceAlgorithm(in_rank_order=True)),
         _dense(4),
         is_extra=True,
     ),
-    "gradient_allreduce": Contestant("GradientAllReduce", _hooked(tb.GradientAllReduceAlgorithm()), _dense(4)),
-    "bf16": Contestant("DDP bf16 hook", _cast_to(torch.bfloat16), _dense(2)),
-    "fp16": Contestant("DDP fp16 hook", _cast_to(torch.float16), _dense(2)),
+    "gradient_allreduce": Contestant("GradientAllReduce", _use_hook(tb.GradientAllReduceAlgorithm()), _dense(4)),
+    "bf16": Contestant("DDP bf16 hook", _use_cast_hook(torch.bfloat16), _dense(2)),
+    "fp16": Contestant("DDP fp16 hook", _use_cast_hook(torch.float16), _dense(2)),
     "powersgd": Contestant(
-        f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None, bucket_cap_mb=ONE_BUCKET_MB
+        f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _use_powersgd, None, bucket_cap_mb=ONE_BUCKET_MB
     ),
     "low_rank": Contestant(
-        f"PowerSGD rank {POWERSGD_RANK}", _attached(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2)), None
+        f"PowerSGD rank {POWERSGD_RANK}", _use_attach(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2)), None
     ),
     "low_rank_bf16": Contestant(
         f"PowerSGD rank {POWERSGD_RANK}, bf16",
-        _attached(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2, compression="bfloat16")),
+        _use_attach(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2, compression="bfloat16")),
         None,
     ),
-    "bytegrad": Contestant("ByteGrad", _hooked(tb.ByteGradAlgorithm()), _uint8_bytes),
-    "four_bits": Contestant("CompressedAllReduce, 4 bits", _hooked(tb.CompressedAllReduceAlgorithm()), _uint4_bytes),
+    "bytegrad": Contestant("ByteGrad", _use_hook(tb.ByteGradAlgorithm()), _uint8_bytes),
+    "four_bits": Contestant("CompressedAllReduce, 4 bits", _use_hook(tb.CompressedAllReduceAlgorithm()), _uint4_bytes),
     "four_bits_feedback": Contestant(
         "CompressedAllReduce, 4 bits, error feedback",
-        _attached(tb.CompressedAllReduceAlgorithm(error_feedback=True)),
+        _use_attach(tb.CompressedAllReduceAlgorithm(error_feedback=True)),
         _uint4_bytes,
     ),
     "one_bit_feedback": Contestant(
         "CompressedAllReduce, 1 bit, error feedback",
-        _attached(tb.CompressedAllReduceAlgorithm(compression="sign1bit", error_feedback=True)),
+        _use_attach(tb.CompressedAllReduceAlgorithm(compression="sign1bit", error_feedback=True)),
         _one_bit_bytes,
     ),
-    "topk": Contestant("TopK, 1 %", _attached(tb.TopKAlgorithm(0.01)), _sparse_bytes(11)),
-    "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0), waits_for_gradients=False),
+    "topk": Contestant("TopK, 1 %", _use_attach(tb.TopKAlgorithm(0.01)), _sparse_bytes(11)),
+    "compute_adam": Contestant("compute only, Adam", _train_alone_with_adam, _dense(0), waits_for_gradients=False),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
     "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),
     "decentralized": Contestant(
-        "Decentralized, all", _averaged(tb.DecentralizedAlgorithm), _dense(4), waits_for_gradients=False
+        "Decentralized, all", _average_weights(tb.DecentralizedAlgorithm), _dense(4), waits_for_gradients=False
     ),
     "shift_one": Contestant(
         "Decentralized, shift_one",
-        _averaged(tb.DecentralizedAlgorithm, peer_selection_mode="shift_one"),
+        _average_weights(tb.DecentralizedAlgorithm, peer_selection_mode="shift_one"),
         None,
         waits_for_gradients=False,
     ),
     "low_precision": Contestant(
         "LowPrecisionDecentralized",
-        _averaged(tb.LowPrecisionDecentralizedAlgorithm),
+        _average_weights(tb.LowPrecisionDecentralizedAlgorithm),
         None,
         waits_for_gradients=False,
     ),
@@ -449,37 +455,39 @@ CONTESTANTS: dict[str, Contestant] = {
     "diloco_fragments_longer": _diloco(", 4 fragments, delay 7", fragments=4, delay=7),
     CONTROL: Contestant(
         "compute only, torch's all-reduce beside it",
-        _beside_all_reduce,
+        _train_during_all_reduce,
         _dense(0),
         tied_to_steps=False,
         waits_for_gradients=False,
     ),
-    "async": Contestant("AsyncModelAverage", _asynchronous, _dense(0), tied_to_steps=False, waits_for_gradients=False),
-    "bytegrad_flat": Contestant("ByteGrad flat", _hooked(tb.ByteGradAlgorithm(hierarchical=False)), _uint8_bytes),
+    "async": Contestant(
+        "AsyncModelAverage", _average_asynchronously, _dense(0), tied_to_steps=False, waits_for_gradients=False
+    ),
+    "bytegrad_flat": Contestant("ByteGrad flat", _use_hook(tb.ByteGradAlgorithm(hierarchical=False)), _uint8_bytes),
     "bytegrad_hierarchical": Contestant(
-        "ByteGrad hierarchical", _hooked(tb.ByteGradAlgorithm(hierarchical=True)), None
+        "ByteGrad hierarchical", _use_hook(tb.ByteGradAlgorithm(hierarchical=True)), None
     ),
     "four_bits_hierarchical": Contestant(
-        "CompressedAllReduce, 4 bits, hierarchical", _hooked(tb.CompressedAllReduceAlgorithm()), None
+        "CompressedAllReduce, 4 bits, hierarchical", _use_hook(tb.CompressedAllReduceAlgorithm()), None
     ),
-    "fsdp": _sharded("float32", _dense(4)),
-    "fsdp_bf16": _sharded("reduced in bf16", _dense(2), policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
-    "fsdp_8": _sharded("gradients in 8 bits", _uint8_bytes, algorithm=tb.ByteGradAlgorithm()),
-    "fsdp_4": _sharded("gradients in 4 bits", _uint4_bytes, algorithm=tb.CompressedAllReduceAlgorithm()),
-    "fsdp_8_weights_8": _sharded(
+    "fsdp": _shard("float32", _dense(4)),
+    "fsdp_bf16": _shard("reduced in bf16", _dense(2), policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "fsdp_8": _shard("gradients in 8 bits", _uint8_bytes, algorithm=tb.ByteGradAlgorithm()),
+    "fsdp_4": _shard("gradients in 4 bits", _uint4_bytes, algorithm=tb.CompressedAllReduceAlgorithm()),
+    "fsdp_8_weights_8": _shard(
         "gradients and weights in 8 bits",
         _uint8_bytes,
         algorithm=tb.ByteGradAlgorithm(),
         in_8_bits=True,
     ),
-    "hsdp_hierarchical": _replicated("float32"),
-    "hsdp_8_hierarchical": _replicated("8 bits between nodes", tb.ByteGradAlgorithm()),
-    "hsdp_4_hierarchical": _replicated("4 bits between nodes", tb.CompressedAllReduceAlgorithm()),
+    "hsdp_hierarchical": _shard_and_replicate("float32"),
+    "hsdp_8_hierarchical": _shard_and_replicate("8 bits between nodes", tb.ByteGradAlgorithm()),
+    "hsdp_4_hierarchical": _shard_and_replicate("4 bits between nodes", tb.CompressedAllReduceAlgorithm()),
 }
-CONTESTANTS |= _in_buckets("bytegrad", "ByteGrad", tb.ByteGradAlgorithm(), _uint8_bytes)
-CONTESTANTS |= _in_buckets("four_bits", "4 bits", tb.CompressedAllReduceAlgorithm(), _uint4_bytes)
+CONTESTANTS |= _vary_bucket_size("bytegrad", "ByteGrad", tb.ByteGradAlgorithm(), _uint8_bytes)
+CONTESTANTS |= _vary_bucket_size("four_bits", "4 bits", tb.CompressedAllReduceAlgorithm(), _uint4_bytes)
 FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.endswith(("_flat", "_hierarchical"))]
-# The asynchronous algorithm next to what it is held to: the machine's moods last for some seconds.
+# The asynchronous algorithm is next to its reference: fluctuations of the machine last for a few seconds.
 STRAGGLER_CONTESTANTS = [CONTROL, COMPUTE_ONLY, "async", BASELINE]
 HIERARCHICAL_CONTESTANTS = [
     COMPUTE_ONLY,
@@ -493,9 +501,9 @@ HIERARCHICAL_CONTESTANTS = [
 
 
 def ring_payload_bytes(contestant: Contestant, numels: list[int], num_ranks: int) -> float | None:
-    """Bytes each of `num_ranks` ranks must send a step, by arithmetic; None where the contestant has no such rule.
+    """Return the bytes that each of `num_ranks` ranks must send per step, by arithmetic; None if no such rule exists.
 
-    Who averages weights sends the bytes of a round in its steps together.
+    If a round has several steps, its bytes are distributed over them.
     """
     if contestant.wire_bytes is None:
         return None

@@ -1,13 +1,13 @@
-"""What each way of communicating costs in loss, and how soon it reaches a loss: each at its own best learning rate.
+"""Measures the loss of each contestant and its time to a target loss, each at its own best learning rate.
 
-    python benchmarks/convergence.py            # hours on two cores; goes on where it was ended
+    python benchmarks/convergence.py            # hours on two cores; continues where it was stopped
     python benchmarks/convergence.py --quick    # a minute
-    python benchmarks/convergence.py --show     # only the tables and the picture of what is there
+    python benchmarks/convergence.py --show     # only the tables and the picture of the stored results
 
 Every contestant trains its tasks with four ranks, from the same weights, on the same batches. It tries each learning
-rate of a grid with a seed of its own; see convergence_sweep.py. The best is trained with the seeds that are reported.
-Each finished training is kept in a JSON file, from which the same command goes on. What is evaluated is the mean of the
-ranks' weights on held-out data. convergence_times.py measures the steps' times, for the time to the target loss.
+rate of a grid with a separate seed; see convergence_sweep.py. The best rate is trained with the reported seeds. Each
+finished training is stored in a JSON file, from which the same command continues. The mean of the ranks' weights is
+evaluated on held-out data. convergence_times.py measures the step times, for the time to the target loss.
 """
 
 import argparse
@@ -34,7 +34,7 @@ QUICK_HELD_OUT = 32
 
 
 def run(arguments: argparse.Namespace, limits: Limits, document: Document) -> None:
-    """Train all that is missing, in one set of processes. Raises RankFailure or Stopped."""
+    """Train everything that is missing, in one set of processes. Raises RankFailure or Stopped."""
     sweep = Sweep(
         tasks=arguments.tasks,
         contestants=arguments.only,
@@ -62,12 +62,12 @@ def run(arguments: argparse.Namespace, limits: Limits, document: Document) -> No
             "convergence",
             prefixes=[[]] * arguments.ranks,
             environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK},
-            stall_s=2 * arguments.patience,  # gloo's own timeout says more
+            stall_s=2 * arguments.patience,  # gloo's own timeout reports more
         )
 
 
 def facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings of which no two may be mixed in one file."""
+    """Return the settings that must be equal for all results of a file."""
     by_task = {
         f"{key} of {name}": value
         for name, task in TASKS.items()
@@ -78,7 +78,7 @@ def facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(arguments: argparse.Namespace, document: Document) -> None:
-    """Print the tables of what is finished, and draw it beside the file."""
+    """Print the tables of the finished trainings, and write their picture next to the JSON file."""
     times = json.loads(arguments.times.read_text()) if arguments.times else None
     sections = [summarise(name, document, times) for name in TASKS]
     sections = [section for section in sections if section["rows"]]
@@ -96,22 +96,22 @@ def parse_arguments() -> argparse.Namespace:
         "--rungs",
         type=int,
         nargs="+",
-        help=f"learning rates to try, as powers of {RATE_FACTOR} times the task's; no grid grows then",
+        help=f"learning rates to try, as powers of {RATE_FACTOR} times the task's rate; grids do not grow then",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="an even number, which shift_one needs (default 4)")
+    parser.add_argument("--ranks", type=int, default=4, help="an even number, as shift_one requires (default 4)")
     parser.add_argument("--seeds", type=int, default=3, help="reported trainings of each contestant (default 3)")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds until all ends (default: none)")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds until the run stops (default: none)")
     parser.add_argument(
         "--patience", type=float, default=600.0, help="seconds without a step that count as a hang (default 600)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one rate, one seed, a file of its own"
+        "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one rate, one seed, a separate file"
     )
     parser.add_argument(
-        "--json", type=Path, help="where the results are kept (default benchmarks/results/convergence[-quick].json)"
+        "--json", type=Path, help="file of the results (default benchmarks/results/convergence[-quick].json)"
     )
-    parser.add_argument("--times", type=Path, metavar="JSON", help="the steps' times, of convergence_times.py")
-    parser.add_argument("--show", action="store_true", help="train nothing")
+    parser.add_argument("--times", type=Path, metavar="JSON", help="step times, written by convergence_times.py")
+    parser.add_argument("--show", action="store_true", help="do not train")
     arguments = parser.parse_args()
     if arguments.ranks < 2 or arguments.ranks % 2:
         parser.error(f"--ranks must be an even number, at least 2, got {arguments.ranks}")
@@ -139,7 +139,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     for name in changed:
-        print(f"{name} has other settings now, and is trained anew.")
+        print(f"The settings of {name} have changed; it is trained again.")
     note_environment(document["environments"])
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     save(arguments.json, document)
@@ -147,7 +147,7 @@ def main() -> int:
         run(arguments, limits, document)
     except (RankFailure, Stopped) as error:
         print(f"stopped by {error}" if isinstance(error, Stopped) else error, file=sys.stderr)
-        print(f"The same command goes on from {arguments.json}.", file=sys.stderr)
+        print(f"The same command continues from {arguments.json}.", file=sys.stderr)
         return 128 + limits.signal if limits.signal else 1
     report(arguments, json.loads(arguments.json.read_text()))
     return 0

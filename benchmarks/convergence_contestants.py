@@ -1,4 +1,4 @@
-"""Who competes in the convergence benchmark. A line of CONTESTANTS adds one."""
+"""The contestants of the convergence benchmark. Each has a line in CONTESTANTS."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from convergence_tasks import TASKS
 
 ASYNC_INTERVAL_MS = 100
 Wrap = Callable[[nn.Module], nn.Module]
-# Of what is wrapped, which is a DDP for all but those who shard.
+# The first argument is the wrapped module: a DDP, unless the contestant shards the model.
 Start = Callable[[Any, Optimizer, int], tuple[Optimizer, tb.Attachment | None]]
 
 
 @dataclass(frozen=True)
 class Trainee:
-    """A contestant at work on a model. `close` is collective; after it all ranks have the same weights."""
+    """A contestant that trains a model. `close` is collective; after it all ranks have the same weights."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -33,9 +33,9 @@ class Trainee:
 
     @property
     def num_rounds(self) -> int | None:
-        """Rounds of averaging so far, of the algorithm that goes by the clock; None: of others."""
-        goes_by_the_clock = self.attachment and isinstance(self.attachment.algorithm, tb.AsyncModelAverageAlgorithm)
-        return self.attachment.impl.num_rounds if goes_by_the_clock else None
+        """The averaging rounds so far of the asynchronous algorithm, which averages at intervals of time; else None."""
+        is_asynchronous = self.attachment and isinstance(self.attachment.algorithm, tb.AsyncModelAverageAlgorithm)
+        return self.attachment.impl.num_rounds if is_asynchronous else None
 
     def close(self) -> None:
         if self.attachment:
@@ -47,15 +47,15 @@ class Contestant:
     """A row of the tables.
 
     Attributes:
-        label: of the row.
-        start: makes what is wrapped average as this contestant does, from a number of warm-up steps on; returns the
-            optimizer to train with, and what `tb.attach` returned.
-        describe: the settings for a number of warm-up steps. A sweep trains anew whoever has changed them.
-        warm_up: share of all steps in which gradients are averaged in full precision.
-        tasks: in which it competes.
+        label: name of the row.
+        start: sets up averaging on the wrapped module, after a number of warm-up steps; returns the optimizer to train
+            with, and the result of `tb.attach`.
+        describe: returns the settings for a number of warm-up steps. A sweep repeats trainings with changed settings.
+        warm_up: fraction of all steps in which gradients are averaged in full precision.
+        tasks: tasks that the contestant trains.
         bucket_cap_mb: DDP's; None: its default.
-        steps_a_round: steps from one mean to the next; a time is of whole rounds.
-        wrap: makes of the model what trains it; None: a DDP.
+        steps_a_round: steps from one mean to the next; times are of whole rounds.
+        wrap: wraps the model for training; None: in a DDP.
     """
 
     label: str
@@ -71,38 +71,38 @@ class Contestant:
         return round(self.warm_up * num_steps)
 
     def begin(self, model: nn.Module, build_optimizer: Callable[[Any], Optimizer], warmup_steps: int) -> Trainee:
-        """Wrap `model`, whose weights are the same on all ranks. Collective."""
+        """Wrap `model`, which has the same weights on all ranks. Collective."""
         wrap = self.wrap or partial(DistributedDataParallel, bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
         module = wrap(model)
         optimizer, attachment = self.start(module, build_optimizer(module.parameters()), warmup_steps)
         return Trainee(module, optimizer, attachment)
 
 
-def attached(label: str, algorithm: tb.Algorithm | Callable[[int], tb.Algorithm], **options: Any) -> Contestant:
-    """An algorithm, or what makes one of the number of warm-up steps."""
+def use_attach(label: str, algorithm: tb.Algorithm | Callable[[int], tb.Algorithm], **options: Any) -> Contestant:
+    """Return a contestant for an algorithm, or for a function that creates it from the number of warm-up steps."""
 
-    def of(warmup_steps: int) -> tb.Algorithm:
+    def build(warmup_steps: int) -> tb.Algorithm:
         return algorithm if isinstance(algorithm, tb.Algorithm) else algorithm(warmup_steps)
 
     def start(ddp: DistributedDataParallel, optimizer: Optimizer, warmup_steps: int) -> tuple[Optimizer, tb.Attachment]:
-        return optimizer, tb.attach(ddp, optimizer, of(warmup_steps))
+        return optimizer, tb.attach(ddp, optimizer, build(warmup_steps))
 
-    return Contestant(label, start, lambda warmup_steps: repr(of(warmup_steps)), **options)
-
-
-def once_a_round(label: str, algorithm: tb.DiLoCoAlgorithm) -> Contestant:
-    """An algorithm that averages weights once in some steps, for the task that is long enough."""
-    return attached(label, algorithm, tasks=["small_gpt"], steps_a_round=algorithm.inner_steps)
+    return Contestant(label, start, lambda warmup_steps: repr(build(warmup_steps)), **options)
 
 
-def sharded(label: str, algorithm: tb.Algorithm | None, **options: Any) -> Contestant:
-    """fully_shard of each layer of the GPT and of the rest: torch's own, or with an algorithm and options of attach."""
+def average_once_a_round(label: str, algorithm: tb.DiLoCoAlgorithm) -> Contestant:
+    """Return a contestant that averages weights once every few steps, for the task that is long enough."""
+    return use_attach(label, algorithm, tasks=["small_gpt"], steps_a_round=algorithm.inner_steps)
+
+
+def shard_layers(label: str, algorithm: tb.Algorithm | None, **options: Any) -> Contestant:
+    """Return a contestant that calls fully_shard on each layer and on the whole GPT: alone, or with an algorithm."""
 
     def wrap(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)  # type: ignore[return-value]  # it is the model, of another class
+        return fully_shard(model, mesh=mesh)  # type: ignore[return-value]  # it is the model, with another class
 
     def start(module: nn.Module, optimizer: Optimizer, _: int) -> tuple[Optimizer, tb.Attachment | None]:
         return optimizer, None if algorithm is None else tb.fsdp.attach(module, optimizer, algorithm, **options)
@@ -110,8 +110,8 @@ def sharded(label: str, algorithm: tb.Algorithm | None, **options: Any) -> Conte
     return Contestant(label, start, lambda _: f"fully_shard, {algorithm}, {options}", tasks=["gpt"], wrap=wrap)
 
 
-def hooked(label: str, register: Callable[[DistributedDataParallel, int], None], **options: Any) -> Contestant:
-    """Plain DDP with a communication hook of torch, or with none."""
+def use_hook(label: str, register: Callable[[DistributedDataParallel, int], None], **options: Any) -> Contestant:
+    """Return a contestant for plain DDP with a communication hook of torch, or without a hook."""
 
     def start(ddp: DistributedDataParallel, optimizer: Optimizer, warmup_steps: int) -> tuple[Optimizer, None]:
         register(ddp, warmup_steps)
@@ -121,7 +121,7 @@ def hooked(label: str, register: Callable[[DistributedDataParallel, int], None],
 
 
 def qadam(label: str, **arguments: Any) -> Contestant:
-    """QAdam in Adam's place. Its warm-up is a fifth of the steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %."""
+    """QAdam instead of Adam. Its warm-up is a fifth of the steps; 1-bit Adam (arXiv 2102.02888) uses 15 to 25 %."""
 
     def start(ddp: DistributedDataParallel, adam: Optimizer, warmup_steps: int) -> tuple[Optimizer, tb.Attachment]:
         optimizer = tb.QAdamOptimizer.wrap(adam, max(1, warmup_steps))
@@ -135,43 +135,43 @@ def qadam(label: str, **arguments: Any) -> Contestant:
 
 BASELINE = "ddp"
 CONTESTANTS: dict[str, Contestant] = {
-    BASELINE: hooked("DDP, float32", lambda ddp, _: None, tasks=list(TASKS)),
-    # Its records say flat. It runs on one node, where it is flat anyway.
-    "gradient_allreduce": attached("GradientAllReduce", tb.GradientAllReduceAlgorithm(in_rank_order=True)),
-    "bf16": hooked("DDP, bf16 hook", lambda ddp, _: ddp.register_comm_hook(None, cast_hook(torch.bfloat16))),
-    "fp16": hooked("DDP, fp16 hook", lambda ddp, _: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)),
-    "powersgd_hook": hooked(
+    BASELINE: use_hook("DDP, float32", lambda ddp, _: None, tasks=list(TASKS)),
+    # Its records contain hierarchical=False. On one node the all-reduce is always flat.
+    "gradient_allreduce": use_attach("GradientAllReduce", tb.GradientAllReduceAlgorithm(in_rank_order=True)),
+    "bf16": use_hook("DDP, bf16 hook", lambda ddp, _: ddp.register_comm_hook(None, cast_hook(torch.bfloat16))),
+    "fp16": use_hook("DDP, fp16 hook", lambda ddp, _: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)),
+    "powersgd_hook": use_hook(
         "DDP, PowerSGD hook of rank 4",
         lambda ddp, warmup_steps: register_powersgd(ddp, rank=4, start_step=warmup_steps),
         warm_up=0.1,
         bucket_cap_mb=ONE_BUCKET_MB,
     ),
-    "bytegrad": attached("ByteGrad", tb.ByteGradAlgorithm()),
-    "bytegrad_feedback": attached("ByteGrad, error feedback", tb.ByteGradAlgorithm(error_feedback=True)),
-    "4bits": attached("CompressedAllReduce, 4 bits", tb.CompressedAllReduceAlgorithm()),
-    "4bits_feedback": attached(
+    "bytegrad": use_attach("ByteGrad", tb.ByteGradAlgorithm()),
+    "bytegrad_feedback": use_attach("ByteGrad, error feedback", tb.ByteGradAlgorithm(error_feedback=True)),
+    "4bits": use_attach("CompressedAllReduce, 4 bits", tb.CompressedAllReduceAlgorithm()),
+    "4bits_feedback": use_attach(
         "CompressedAllReduce, 4 bits, error feedback", tb.CompressedAllReduceAlgorithm(error_feedback=True)
     ),
-    "topk": attached("TopK, 1 %", tb.TopKAlgorithm(0.01)),
-    "powersgd": attached(
+    "topk": use_attach("TopK, 1 %", tb.TopKAlgorithm(0.01)),
+    "powersgd": use_attach(
         "PowerSGD, rank 4", lambda warmup_steps: tb.PowerSGDAlgorithm(start_step=warmup_steps), warm_up=0.1
     ),
     "qadam": qadam("QAdam"),
     "qadam_1bit": qadam("QAdam, 1 bit", compression="sign1bit", error_feedback=True),
-    "decentralized": attached("Decentralized, all", tb.DecentralizedAlgorithm()),
-    "shift_one": attached("Decentralized, shift_one", tb.DecentralizedAlgorithm(peer_selection_mode="shift_one")),
-    "low_precision": attached("LowPrecisionDecentralized", tb.LowPrecisionDecentralizedAlgorithm()),
-    "async": attached(
+    "decentralized": use_attach("Decentralized, all", tb.DecentralizedAlgorithm()),
+    "shift_one": use_attach("Decentralized, shift_one", tb.DecentralizedAlgorithm(peer_selection_mode="shift_one")),
+    "low_precision": use_attach("LowPrecisionDecentralized", tb.LowPrecisionDecentralizedAlgorithm()),
+    "async": use_attach(
         f"AsyncModelAverage, {ASYNC_INTERVAL_MS} ms",
         lambda warmup_steps: tb.AsyncModelAverageAlgorithm(
             sync_interval_ms=ASYNC_INTERVAL_MS, warmup_steps=warmup_steps
         ),
         warm_up=0.1,
     ),
-    "fsdp": sharded("FSDP2, float32", None),
-    "fsdp_gradients_8": sharded("FSDP2, gradients in 8 bits", tb.ByteGradAlgorithm()),
+    "fsdp": shard_layers("FSDP2, float32", None),
+    "fsdp_gradients_8": shard_layers("FSDP2, gradients in 8 bits", tb.ByteGradAlgorithm()),
     **{
-        f"fsdp_weights_{bits}{'_gradients_8' * (gradients == 8)}": sharded(
+        f"fsdp_weights_{bits}{'_gradients_8' * (gradients == 8)}": shard_layers(
             f"FSDP2, weights in {bits} bits, gradients in {gradients}",
             tb.ByteGradAlgorithm() if gradients == 8 else tb.CompressedAllReduceAlgorithm(None),
             quantize_weights=f"minmax_uint{bits}",
@@ -179,14 +179,14 @@ CONTESTANTS: dict[str, Contestant] = {
         for bits in (8, 4)
         for gradients in (32, 8)
     },
-    "diloco": once_a_round("DiLoCo, 30 steps", tb.DiLoCoAlgorithm()),
-    "diloco_float32": once_a_round("DiLoCo, 30 steps, float32", tb.DiLoCoAlgorithm(compression=None)),
-    "diloco_10": once_a_round("DiLoCo, 10 steps", tb.DiLoCoAlgorithm(10)),
-    "diloco_100": once_a_round("DiLoCo, 100 steps", tb.DiLoCoAlgorithm(100)),
-    "local_sgd": once_a_round("LocalSGD, 30 steps", tb.LocalSGDAlgorithm(30)),
-    "streaming": once_a_round("DiLoCo, 3 fragments, delay 5", tb.DiLoCoAlgorithm(fragments=3, delay=5)),
+    "diloco": average_once_a_round("DiLoCo, 30 steps", tb.DiLoCoAlgorithm()),
+    "diloco_float32": average_once_a_round("DiLoCo, 30 steps, float32", tb.DiLoCoAlgorithm(compression=None)),
+    "diloco_10": average_once_a_round("DiLoCo, 10 steps", tb.DiLoCoAlgorithm(10)),
+    "diloco_100": average_once_a_round("DiLoCo, 100 steps", tb.DiLoCoAlgorithm(100)),
+    "local_sgd": average_once_a_round("LocalSGD, 30 steps", tb.LocalSGDAlgorithm(30)),
+    "streaming": average_once_a_round("DiLoCo, 3 fragments, delay 5", tb.DiLoCoAlgorithm(fragments=3, delay=5)),
     **{
-        f"diloco_{inner_steps}_momentum_{momentum}": once_a_round(
+        f"diloco_{inner_steps}_momentum_{momentum}": average_once_a_round(
             f"DiLoCo, {inner_steps} steps, momentum {momentum}",
             tb.DiLoCoAlgorithm(inner_steps, outer_momentum=momentum),
         )

@@ -1,4 +1,4 @@
-"""The picture of the convergence benchmark: a task's grid of learning rates, and its reported trainings beside it."""
+"""The picture of the convergence benchmark: each task's grid of learning rates, next to its reported trainings."""
 
 import math
 import statistics
@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from convergence_contestants import BASELINE
 from convergence_report import Row, Section, caption
 
-# Okabe and Ito's palette, which is told apart with every kind of colour vision; the baseline is black.
+# Okabe and Ito's palette, which is distinguishable with every kind of colour vision; the baseline is black.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999999")
 DASHES = ("-", "--", ":", "-.")
-SHOWN_RANGE = 3  # times the distance of the median loss from the smallest: what diverges would hide the others
+SHOWN_RANGE = 3  # times the distance of the median loss from the smallest: diverging losses would hide the others
 
 
 def draw(sections: Sequence[Section]) -> Figure:
-    """A row for each task, so narrow that a page shows the letters as large as its own."""
+    """Draw a row for each task, narrow enough that letters are as large as those of a page."""
     figure = Figure(figsize=(8, 3.4 * len(sections) + 1.4), dpi=200, layout="constrained")
     panels = figure.subplots(len(sections), 2, squeeze=False)
     names = list(dict.fromkeys(row["contestant"] for section in sections for row in section["rows"]))
@@ -44,7 +44,7 @@ def draw(sections: Sequence[Section]) -> Figure:
 
 
 def _style(index: int, row: Row) -> dict[str, object]:
-    # Curves that lie on the baseline would hide it, were it not wider.
+    # The baseline is wider, so that curves on top of it do not hide it.
     if row["contestant"] == BASELINE:
         return {"color": "#000000", "linewidth": 3.5}
     return {

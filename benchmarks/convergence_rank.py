@@ -26,13 +26,13 @@ NUM_EVALUATIONS = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What convergence.py tells its ranks, as JSON."""
+    """The settings that convergence.py passes to its ranks, as JSON."""
 
     scratch: str  # folder of progress.json
     results: str  # file to which rank 0 adds each training
     init_method: str
     num_ranks: int
-    patience_s: float  # longest wait for another rank
+    patience_s: float  # timeout when waiting for another rank
     sweep: dict[str, Any]  # fields of Sweep
     steps: dict[str, int]  # by task
     num_held_out: int | None  # how many of the held-out inputs to evaluate; None: all
@@ -40,7 +40,7 @@ class Settings:
 
 
 def run_all(settings: Settings, rank: int) -> None:
-    """Train until nothing is missing. Collective; rank 0 decides what is next and keeps what came of it."""
+    """Train until no training is missing. Collective; rank 0 selects the next training and stores its result."""
     sweep = Sweep(**settings.sweep)
     data = {name: TASKS[name].load_data() for name in sweep.tasks}
     document, _ = load(Path(settings.results), settings.facts, settings.steps)
@@ -53,7 +53,7 @@ def run_all(settings: Settings, rank: int) -> None:
             label = f"{trial.task}, {CONTESTANTS[trial.contestant].label}, {trial.rate:.3g}, seed {trial.seed}"
             report_progress(Path(settings.scratch), cost, cost_planned, label)
 
-    while (trial := rank_zeros(sweep.next_trial(records))) is not None:
+    while (trial := broadcast_trial(sweep.next_trial(records))) is not None:
         report_step = partial(report, trial, cost_done + sweep.cost(records, settings.steps))
         record = train(trial, data[trial.task], settings.steps[trial.task], settings.num_held_out, report_step)
         records.append(record)
@@ -62,8 +62,8 @@ def run_all(settings: Settings, rank: int) -> None:
             save(Path(settings.results), document)
 
 
-def rank_zeros(trial: Trial | None) -> Trial | None:
-    """Rank 0's. Collective."""
+def broadcast_trial(trial: Trial | None) -> Trial | None:
+    """Return rank 0's trial on all ranks. Collective."""
     trials = [trial]
     dist.broadcast_object_list(trials, src=0)
     return trials[0]
@@ -72,9 +72,9 @@ def rank_zeros(trial: Trial | None) -> Trial | None:
 def train(
     trial: Trial, data: Data, num_steps: int, num_held_out: int | None, report_step: Callable[[int], None]
 ) -> Record:
-    """Train once. First weights and batches depend on nothing but the seed. Collective.
+    """Train once. Initial weights and batches depend only on the seed. Collective.
 
-    A training whose held-out loss is not finite ends there; that loss is None in the record.
+    A training ends early if its held-out loss is not finite; the record then contains None for that loss.
     """
     task, contestant = TASKS[trial.task], CONTESTANTS[trial.contestant]
     torch.manual_seed(trial.seed)
@@ -89,7 +89,7 @@ def train(
     warmup_steps = contestant.warmup_steps(num_steps)
     trainee = contestant.begin(model, lambda parameters: task.build_optimizer(parameters, trial.rate), warmup_steps)
     before = written_bytes()
-    _floating_point(model)  # an evaluation gathers what is sharded
+    _floating_point(model)  # an evaluation gathers sharded tensors
     evaluation_bytes += written_bytes() - before
     schedule = LambdaLR(trainee.optimizer, lambda step: learning_rate_factor(step, num_steps))
     evaluation_steps = {round(num_steps * share / NUM_EVALUATIONS) for share in range(1, NUM_EVALUATIONS)}
@@ -124,7 +124,7 @@ def train(
         "rate": trial.rate,
         "seed": trial.seed,
         "evaluated_steps": evaluated,
-        "held_out_losses": losses,  # of the mean of the ranks' weights; None where it is not finite
+        "held_out_losses": losses,  # of the mean of the ranks' weights; None if not finite
         "held_out_accuracy": finite(accuracy),
         "sent_bytes_a_step": finite(mean_over_ranks([sent_bytes / step])[0]),
         "num_elements": sum(parameter.numel() for parameter in model.parameters()),
@@ -152,20 +152,20 @@ class Score:
 class Evaluation:
     """Evaluates the mean of the ranks' weights and buffers, each rank on its share of the data.
 
-    Nothing of what is evaluated changes, and it makes no difference how ranks have trained.
+    The evaluated models do not change, and the way in which ranks have trained does not matter.
     """
 
-    model: nn.Module  # of the same kind
+    model: nn.Module  # a model of the same class, overwritten with the mean
     held_out: Batch
 
     @torch.no_grad()
     def of(self, model: nn.Module) -> Score:
-        """Collective."""
-        own, mean = (_floating_point(one) for one in (model, self.model))
+        """Evaluate the mean of all ranks' `model`. Collective."""
+        own, mean = (_floating_point(module) for module in (model, self.model))
         flat = nn.utils.parameters_to_vector(own)
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
-        for tensor, values in zip(mean, flat.split([one.numel() for one in mean]), strict=True):
+        for tensor, values in zip(mean, flat.split([tensor.numel() for tensor in mean]), strict=True):
             tensor.copy_(values.view_as(tensor))
         self.model.eval()
         inputs, targets = (tensor[dist.get_rank() :: dist.get_world_size()] for tensor in self.held_out)
@@ -177,7 +177,7 @@ class Evaluation:
 
 
 def _floating_point(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, which share memory with the model, or whole ones of a sharded model. Collective."""
+    """Return parameters and buffers: the model's own tensors, or gathered copies of a sharded model. Collective."""
     return [_whole(value) for value in model.state_dict().values() if value.is_floating_point()]
 
 
@@ -186,7 +186,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Over all positions, where there are any, and the batch."""
+    """Return the cross entropy over the batch and over all positions, if the logits have positions."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
@@ -195,9 +195,9 @@ def finite(value: float) -> float | None:
 
 
 def written_bytes() -> float:
-    """What this process has written so far, gloo's sockets included: nearly nothing else. NaN off Linux.
+    """Return the bytes that this process has written so far, almost all of them to gloo's sockets. NaN except on Linux.
 
-    Counted by the kernel, in the same way for everyone.
+    The kernel counts them, in the same way for all contestants.
     """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
@@ -207,12 +207,12 @@ def written_bytes() -> float:
 
 
 def check_equal_weights(model: nn.Module, label: str) -> None:
-    """Raise RuntimeError where this rank's weights are not rank 0's, bit for bit. Collective."""
+    """Raise RuntimeError if this rank's weights are not bitwise identical to rank 0's. Collective."""
     own = nn.utils.parameters_to_vector(map(_whole, model.parameters())).detach().view(torch.int32)
     first = own.clone()
     dist.broadcast(first, src=0)
     if not torch.equal(own, first):
-        raise RuntimeError(f"{label}: after detaching, the weights of rank {dist.get_rank()} are not those of rank 0")
+        raise RuntimeError(f"{label}: after detach, the weights of rank {dist.get_rank()} differ from those of rank 0")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""From the trainings of the convergence benchmark to a table for each task."""
+"""Summarizes the trainings of the convergence benchmark in a table for each task."""
 
 import itertools
 import math
@@ -11,13 +11,13 @@ from convergence_sweep import TUNING_SEED, Document, Record, best_rung, held_out
 from convergence_tasks import TASKS
 from table import table
 
-Row = dict[str, Any]  # one contestant of one task; lists have one entry a seed
-Section = dict[str, Any]  # one task: what was trained, and its rows
-Times = Mapping[str, Any]  # what convergence_times.py has written
+Row = dict[str, Any]  # one contestant of one task; lists have one entry per seed
+Section = dict[str, Any]  # one task: its settings and its rows
+Times = Mapping[str, Any]  # the file that convergence_times.py writes
 
 
 def summarise(name: str, document: Document, times: Times | None) -> Section:
-    """What is there of task `name`: a row for everyone who has been trained with a reported seed, or diverges always.
+    """Summarize task `name`: a row for each contestant with a reported seed, or that diverges at every rate.
 
     Differences are to the baseline, paired by seed.
     """
@@ -31,7 +31,7 @@ def summarise(name: str, document: Document, times: Times | None) -> Section:
     for row in rows:
         by_seed = dict(zip(baseline["seeds"], baseline["losses"], strict=True)) if baseline else {}
         pairs = [(loss, by_seed.get(seed)) for seed, loss in zip(row["seeds"], row["losses"], strict=True)]
-        row["differences_percent"] = [100 * (loss / other - 1) for loss, other in pairs if other is not None]
+        row["differences_percent"] = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
         row["target_steps"] = _steps_to(target, row["curve"]) if target is not None else None
         row["target_seconds"] = {
             rate: _seconds(row, step_ms.get(name, {})) for rate, step_ms in (times["step_ms"] if times else {}).items()
@@ -54,7 +54,7 @@ def _row(records: Sequence[Record], num_ranks: int) -> Row:
     rates = {record["rung"]: record["rate"] for record in records}
     own = [record for record in records if record["rung"] == rung and record["seed"] != TUNING_SEED]
     row: Row = {key: first[key] for key in ("contestant", "label", "settings", "warmup_steps")}
-    # What float32 all-reduce sends of 4 bytes an element: 2 (n-1)/n of them.
+    # A float32 all-reduce sends 2 (n-1)/n of 4 bytes per element.
     all_reduce_bytes = 2 * (num_ranks - 1) / num_ranks * 4 * first["num_elements"]
     return row | {
         "rate": rates[rung] if rung is not None else None,
@@ -74,7 +74,7 @@ def _row(records: Sequence[Record], num_ranks: int) -> Row:
 
 
 def _mean_curve(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Steps and held-out loss, the mean of the seeds; as far as none of them has diverged."""
+    """Return steps and held-out loss, the mean of the seeds, up to the first divergence."""
     if not records:
         return []
     shortest = min((record["evaluated_steps"] for record in records), key=len)
@@ -84,7 +84,7 @@ def _mean_curve(records: Sequence[Record]) -> list[tuple[int, float]]:
 
 
 def _steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
-    """After how many steps the curve first is at the target, linear between its points; None: never."""
+    """Return the number of steps after which the curve first reaches the target, interpolated linearly; None: never."""
     for (start, before), (end, after) in itertools.pairwise(curve):
         if after <= target:
             return start + (end - start) * max(0.0, before - target) / max(before - after, 1e-12)
@@ -92,7 +92,7 @@ def _steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None
 
 
 def _seconds(row: Row, step_ms: Mapping[str, Sequence[float]]) -> float | None:
-    """To the target, the steps of the warm-up at the baseline's time; None: never, NaN: not measured."""
+    """Return the seconds to the target, with warm-up steps at the baseline's time; None: never, NaN: not measured."""
     if row["target_steps"] is None:
         return None
     if not {row["contestant"], BASELINE} <= step_ms.keys():
@@ -103,17 +103,17 @@ def _seconds(row: Row, step_ms: Mapping[str, Sequence[float]]) -> float | None:
 
 
 def caption(section: Section) -> str:
-    """What was trained, by how many ranks, for how long."""
+    """Return the title of the task, the number of ranks and the number of steps."""
     return "{title}: {num_ranks} ranks, {num_steps} steps".format_map(section)
 
 
 def markdown_table(section: Section) -> str:
-    """The rows as a Markdown table under the caption: means, and in brackets the smallest and largest of the seeds."""
+    """Return the rows as a Markdown table under the caption: means, with the smallest and largest seed in brackets."""
     rows = section["rows"]
     networks = list(rows[0]["target_seconds"])
-    head = ["gradients or weights by", "learning rate (of how many)", "bits an element"]
+    head = ["gradients or weights by", "learning rate (number tried)", "bits per element"]
     head += [f"held-out loss, {section['loss_unit']}", "difference, %", "accuracy, %", "steps to the target"]
-    head += [f"seconds to it, {network}" for network in networks]
+    head += [f"seconds to the target, {network}" for network in networks]
     body = [
         [
             row["label"],
@@ -135,11 +135,11 @@ def _notes(section: Section) -> list[str]:
     if section["target"] is not None:
         notes.append(
             f"The target is {section['target']:.4f} {section['loss_unit']}, {section['target_percent']} % above the "
-            "baseline's last. Bits include the warm-up."
+            "baseline's final loss. Bits include the warm-up."
         )
     for row in section["rows"]:
         if row["is_at_edge"] and len(row["grid"]) > 1:
-            notes.append(f"{row['label']}: the best rate is at the edge of those tried.")
+            notes.append(f"{row['label']}: the best rate is at the edge of the tried rates.")
         if row["steps_a_round"]:
             notes.append(f"{row['label']}: steps from one round to the next {_spread(row['steps_a_round'], '.1f')}.")
     return notes

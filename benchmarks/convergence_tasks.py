@@ -1,4 +1,4 @@
-"""What the convergence benchmark trains: GPTs and an LSTM on the standard library's sources, and a CNN on digits."""
+"""The tasks of the convergence benchmark: GPTs and an LSTM on the standard library's sources, and a CNN on digits."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torchbagua.cli.demo.text import read_standard_library
 from torchbagua.cli.demo.train import CONTEXT, next_batch
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
-SPLIT_SEED = 0  # the same held-out digits whatever the seed of the training
+SPLIT_SEED = 0  # the held-out digits do not depend on the seed of the training
 
 HELD_OUT_SEQUENCES = 256
 DIGITS_BATCH_SIZE = 32
@@ -21,7 +21,7 @@ NUM_HELD_OUT_DIGITS = 898  # half
 
 @dataclass(frozen=True)
 class Data:
-    """Where a rank's batches come from, and what no rank trains on."""
+    """A function that samples a rank's batches, and the held-out data, on which no rank trains."""
 
     sample: Callable[[torch.Generator], Batch]
     held_out: Batch
@@ -32,12 +32,12 @@ class Task:
     """A model, its data and its optimizer.
 
     Attributes:
-        steps: of each training.
-        step_cost: relative to the other tasks', for the time that is left.
+        steps: steps of each training.
+        step_cost: cost of a step relative to the other tasks, to estimate the remaining time.
         rate: middle of the grid of learning rates.
-        rungs: of the grid, which everyone tries; see convergence_sweep.py.
-        target_percent: the target loss is the baseline's last plus this.
-        max_gradient_norm: to which gradients are clipped; None: they are not.
+        rungs: rungs of the grid, which all contestants try; see convergence_sweep.py.
+        target_percent: the target loss is this far above the baseline's final loss.
+        max_gradient_norm: norm to which gradients are clipped; None: they are not clipped.
     """
 
     title: str
@@ -54,7 +54,7 @@ class Task:
 
 
 def load_text() -> Data:
-    """Train on the first nine tenths; hold out evenly spaced sequences of the rest."""
+    """Load the text: train on the first nine tenths, hold out evenly spaced sequences of the last tenth."""
     text = read_standard_library()
     num_train = len(text) * 9 // 10
     train, rest = text[:num_train], text[num_train:]
@@ -64,7 +64,7 @@ def load_text() -> Data:
 
 
 def load_digits() -> Data:
-    """scikit-learn's copy of the UCI digits: 1797 images of 8 x 8 pixels."""
+    """Load scikit-learn's copy of the UCI digits: 1797 images of 8 x 8 pixels."""
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -81,7 +81,7 @@ def load_digits() -> Data:
 
 
 def build_cnn() -> nn.Module:
-    """Three convolutions with BatchNorm; reads [B, 1, 8, 8], returns logits [B, 10]."""
+    """Return three convolutions with BatchNorm that read [B, 1, 8, 8] and return logits [B, 10]."""
     layers: list[nn.Module] = []
     for num_inputs, num_outputs in ((1, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(num_inputs, num_outputs, 3, padding=1, bias=False), nn.BatchNorm2d(num_outputs), nn.ReLU()]
@@ -145,7 +145,7 @@ TASKS = {
     "small_gpt": Task(
         title="small GPT on the standard library's sources, AdamW",
         loss_unit="nats/byte",
-        steps=1200,  # forty rounds of those who average weights every thirty steps
+        steps=1200,  # forty rounds of contestants that average weights every thirty steps
         step_cost=2,
         rate=2.106e-2,
         target_percent=2,

@@ -1,9 +1,9 @@
-"""How long the convergence benchmark's steps take over emulated slow networks: for its time to the target loss.
+"""Times the convergence benchmark's steps over emulated slow networks, for its time to the target loss.
 
     python benchmarks/convergence_times.py      # root, Linux, an idle machine; `--quick`: one step of each
     python benchmarks/convergence.py --show --times benchmarks/results/convergence-times.json
 
-Times of contestants that are there already are replaced, the others' are kept.
+New times replace those in the file; the times of contestants that are not measured stay.
 """
 
 import argparse
@@ -28,7 +28,7 @@ StepMs = dict[str, dict[str, list[float]]]  # of each round, by task and contest
 
 
 def measure(arguments: argparse.Namespace, limits: Limits, rate: str) -> StepMs:
-    """Raises RankFailure, NetworkError or Stopped."""
+    """Measure the step times at one rate. Raises RankFailure, NetworkError or Stopped."""
     network = EmulatedNetwork([0] * arguments.ranks, rank_rate=rate)
     with tempfile.TemporaryDirectory(prefix="torchbagua-convergence-times-") as folder, network:
         settings = Settings(
@@ -63,11 +63,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), help="contestants")
     parser.add_argument("--rates", type=rate, nargs="+", default=["50mbit", "200mbit", "1gbit"])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=8, help="of one block (default 8)")
+    parser.add_argument("--steps", type=int, default=8, help="steps of one block (default 8)")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant (default 5)")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds until all ends (default: none)")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds until the run stops (default: none)")
     parser.add_argument("--quick", action="store_true", help="one round of one step")
-    parser.add_argument("--json", type=Path, default=RESULTS / "convergence-times.json", help="where the times go")
+    parser.add_argument("--json", type=Path, default=RESULTS / "convergence-times.json", help="file of the times")
     return parser.parse_args()
 
 

@@ -17,12 +17,12 @@ from convergence_tasks import TASKS, Data
 from processes import begin_rank, leave_process_group, report_progress
 from timing import alternated
 
-WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
+WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step, PowerSGD compresses from the third
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What convergence_times.py tells its ranks, as JSON."""
+    """The settings that convergence_times.py passes to its ranks, as JSON."""
 
     scratch: str  # folder of progress.json and step_ms.json
     init_method: str
@@ -34,10 +34,10 @@ class Settings:
 
 
 def block_ms(task_name: str, contestant_name: str, data: Data, num_steps: int, report: Callable[[str], None]) -> float:
-    """Milliseconds a step on the slowest rank, of a contestant past its warm-up: of `num_steps`, or of whole rounds.
-    Collective.
+    """Return the milliseconds per step on the slowest rank, after the contestant's warm-up. Collective.
 
-    Where rounds of averaging run beside training, one is in flight when the time begins and one when it ends.
+    A block is `num_steps` steps, or whole rounds. If averaging rounds run concurrently with training, a round is in
+    flight when the timing begins and when it ends.
     """
     task, contestant = TASKS[task_name], CONTESTANTS[contestant_name]
     num_steps = contestant.steps_a_round * math.ceil(num_steps / contestant.steps_a_round)

@@ -1,4 +1,4 @@
-"""What a benchmark's result depends on, recorded beside it; and where results go."""
+"""Records the environment of a benchmark's result, and defines where results are stored."""
 
 import argparse
 import datetime
@@ -17,7 +17,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def environment_record() -> dict[str, str | int]:
-    """The machine, the software and the date. No host name and no path: results are published."""
+    """Return the machine, the software and the date. No host name and no path: results are published."""
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "git_revision": git_revision(REPOSITORY),
@@ -30,19 +30,19 @@ def environment_record() -> dict[str, str | int]:
 
 
 def git_revision(clone: Path) -> str:
-    """The commit, with `-dirty` where tracked files differ from it."""
+    """Return the commit, with `-dirty` if tracked files differ from it."""
     return _first_line("git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def note_environment(known: list[dict[str, Any]]) -> None:
-    """Add what a benchmark that goes on from its file runs on, unless it is what it last ran on."""
+    """Append the current environment of a benchmark that continues from its file, unless it equals the last one."""
     current = environment_record()
     if not known or known[-1] | {"date_utc": ""} != current | {"date_utc": ""}:
         known.append(current)
 
 
 def gpu_record() -> dict[str, str | float]:
-    """The first GPU and what programs it; only where torch can use one."""
+    """Return the first GPU and its software. Call it only if torch can use a GPU."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -56,20 +56,20 @@ def gpu_record() -> dict[str, str | float]:
 
 
 def make_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser of what every benchmark with rounds is told: how many, and where its record goes."""
+    """Return a parser with the arguments of every benchmark with rounds: their number, and the file of the record."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result to this file")
     return parser
 
 
 def dated(name: str) -> str:
-    """The name of a result file of this moment, without its suffix."""
+    """Return a name for a result file with the current time, without its suffix."""
     return f"{name}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}"
 
 
 def write_record(path: Path | None, record: dict[str, Any]) -> None:
-    """Write a result to `path` as JSON, with the environment before it; nowhere if that is None."""
+    """Write a result to `path` as JSON, preceded by the environment. If `path` is None, write nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"environment": environment_record(), **record}, indent=1) + "\n")
@@ -85,7 +85,7 @@ def _cpu_model() -> str:
 
 
 def _first_line(*command: str, having: str = "") -> str:
-    """The first line with `having` of what a program prints; `unknown` where there is none."""
+    """Return the first line of a program's output that contains `having`, or `unknown` if no line does."""
     try:
         finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

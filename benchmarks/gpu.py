@@ -1,14 +1,14 @@
-"""Everything that needs an NVIDIA GPU, in ten minutes: builds, tests, sanitizers and benchmarks; one table, one JSON.
+"""Runs everything that needs an NVIDIA GPU, in ten minutes: builds, tests, sanitizers and benchmarks.
 
     python benchmarks/gpu.py [--deadline 560] [--only build tests ...]
 
-Uses this very Python and what is installed for it (torch with CUDA, pytest, hypothesis, numpy; nvcc for the libraries),
-installs nothing and needs no network: libraries are built in place. A step that fails or runs out of its time is
-reported, and the others run all the same; the exit status is then 1. A figure that misses its target is marked in the
-table and changes no exit status.
+Prints one table and writes one JSON file. Uses the current Python and its packages (torch with CUDA, pytest,
+hypothesis, numpy; nvcc for the libraries), installs nothing and needs no network: libraries are built in place. A step
+that fails or times out is reported, and the other steps still run; the exit status is then 1. A figure that misses its
+target is marked in the table and does not change the exit status.
 
-The JSON goes to benchmarks/results, what the steps have printed to runs/; where OUT is set, both go there as well.
-`--trial` goes through the same steps on the CPU, with tiny sizes, to try this program out.
+The JSON file is written to benchmarks/results, the output of the steps to runs/. If OUT is set, both are also written
+there. `--trial` runs the same steps on the CPU, with tiny sizes, to try out this program.
 """
 
 import argparse
@@ -34,31 +34,31 @@ from table import table
 
 PATHS = ("aot", "jit", "nvrtc")
 SANITIZER = "compute-sanitizer"
-LEAST_TIME_S = 5  # with less left a step is not begun
-# In place of pyproject.toml's, which leave out the tests of the GPU and are strict about settings of newer pytests.
+LEAST_TIME_S = 5  # a step does not start with less time left
+# Instead of the options in pyproject.toml, which exclude the GPU tests and reject settings of newer pytest versions.
 PYTEST = ("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider")
 SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax.py")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A program to run, in at most `limit_s`; skipped where `needs`, a program, is not on PATH."""
+    """A program to run for at most `limit_s`. Skipped if the program `needs` is not on PATH."""
 
     name: str
     command: Sequence[str]
     limit_s: float
-    environment: dict[str, str] = field(default_factory=dict)  # added to this process's own
+    environment: dict[str, str] = field(default_factory=dict)  # added to this process's environment
     needs: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step."""
+    """The outcome of a step."""
 
     step: str
     result: str  # passed, failed, timed out, skipped or not run
     seconds: float
-    detail: str  # the last line that it printed, or why it did not run
+    detail: str  # the last line that the step printed, or the reason why it did not run
 
     @property
     def is_good(self) -> bool:
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def steps(scratch: Path, *, is_trial: bool) -> list[Step]:
-    """All steps in order: what is longest and tells least comes last. Results go to `scratch`, see `results_of`."""
+    """Return all steps in order; the longest and least informative are last. They write results to `scratch`."""
     python = sys.executable
     marked = "not gpu and not soak and not browser" if is_trial else "gpu"
     tests = [*SANITIZED, "-k", "same_bytes"] if is_trial else ["tests"]
@@ -77,7 +77,7 @@ def steps(scratch: Path, *, is_trial: bool) -> list[Step]:
     overhead = [python, "benchmarks/nccl_overhead.py", "--json", f"{scratch}/overhead.json", *small, *tiny_model]
     sanitized = ["--report-api-errors", "no", "--error-exitcode", "86", python, *PYTEST, "-m", marked]
     sanitized += ["-k", "same_bytes", "--hypothesis-profile=few", *SANITIZED]
-    # Every tensor in an allocation of its own, so that what lies beside it is nobody's.
+    # Every tensor has a separate allocation, so that an access beyond its end hits no other tensor.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return [
         Step("build", [python, "setup.py", "build_ext", "--inplace"], 200),
@@ -87,7 +87,7 @@ def steps(scratch: Path, *, is_trial: bool) -> list[Step]:
             Step(
                 f"codec {path}",
                 [python, "benchmarks/codec.py", "--json", f"{scratch}/codec {path}.json", *small, *tiny_tensor],
-                150 if path == "jit" else 60,  # at first use it compiles
+                150 if path == "jit" else 60,  # the first use compiles
                 {"TORCHBAGUA_NATIVE": path},
             )
             for path in PATHS
@@ -101,7 +101,7 @@ def steps(scratch: Path, *, is_trial: bool) -> list[Step]:
 
 
 def results_of(scratch: Path) -> dict[str, Any]:
-    """What the steps have written so far; None where one has not come to that."""
+    """Return the results that the steps have written so far; None for each missing result."""
 
     def read(name: str) -> Any:
         path = scratch / f"{name}.json"
@@ -111,11 +111,11 @@ def results_of(scratch: Path) -> dict[str, Any]:
 
 
 def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
-    """Run a step, with what it prints in `log`; end it with its children where its time is up."""
+    """Run a step with its output in `log`. On a timeout, kill it and its children."""
     if step.needs is not None and shutil.which(step.needs) is None:
         return Outcome(step.name, "skipped", 0.0, f"{step.needs} is not on PATH")
     if left_s < LEAST_TIME_S:
-        return Outcome(step.name, "not run", 0.0, "no time is left (--deadline)")
+        return Outcome(step.name, "not run", 0.0, "no time left (--deadline)")
     limit_s = min(step.limit_s, left_s)
     log.write(f"\n======== {step.name}: {' '.join(step.command)}\n".encode())
     log.flush()
@@ -145,10 +145,10 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
 
 
 def report(record: dict[str, Any]) -> str:
-    """All tables."""
+    """Return all tables."""
     outcomes = [
-        [one["step"], one["result"], f"{one['seconds']:.0f}", one["detail"].replace("|", "/")]
-        for one in record["steps"]
+        [step["step"], step["result"], f"{step['seconds']:.0f}", step["detail"].replace("|", "/")]
+        for step in record["steps"]
     ]
     parts = [table(["step", "result", "s", ""], outcomes)]
     measured = {path: found for path, found in record["codec"].items() if found is not None}
@@ -163,16 +163,16 @@ def report(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deadline", type=float, default=560.0, help="seconds for everything")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="the steps whose names begin so")
-    parser.add_argument("--trial", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--deadline", type=float, default=560.0, help="seconds for all steps")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run the steps with names that begin with these")
+    parser.add_argument("--trial", action="store_true", help="tiny sizes, on the CPU")
     arguments = parser.parse_args()
     if not arguments.trial and not torch.cuda.is_available():
-        sys.exit(f"there is no GPU that this torch ({torch.__version__}, of {sys.executable}) can use")
+        sys.exit(f"this torch ({torch.__version__}, of {sys.executable}) cannot use a GPU")
     start_s = time.monotonic()
     name = dated("gpu")
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
-    results = REPOSITORY / "runs" if arguments.trial else RESULTS  # a trial's are no results
+    results = REPOSITORY / "runs" if arguments.trial else RESULTS  # a trial does not produce results
     logs = out or REPOSITORY / "runs"
     logs.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"steps": []}
@@ -182,18 +182,18 @@ def main() -> None:
         prefixes = tuple(arguments.only or [""])
         planned = [step for step in steps(Path(folder), is_trial=arguments.trial) if step.name.startswith(prefixes)]
         if not planned:
-            sys.exit(f"--only {' '.join(arguments.only)}: there is no such step")
+            sys.exit(f"--only {' '.join(arguments.only)}: no step has such a name")
         for step in planned:
             outcome = run(step, log, arguments.deadline - (time.monotonic() - start_s))
             print(f"{step.name}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
             record["steps"].append({**asdict(outcome), "is_good": outcome.is_good})
             record |= results_of(Path(folder))
-            # Written after every step: what ends this program early then costs the rest only.
+            # Written after every step: if the program ends early, only the remaining steps are lost.
             for to in filter(None, (results, out)):
                 write_record(to / f"{name}.json", record)
 
     print(f"\n{report(record)}\n\n{name}.json, {name}.log")
-    sys.exit(0 if all(one["is_good"] for one in record["steps"]) else 1)
+    sys.exit(0 if all(step["is_good"] for step in record["steps"]) else 1)
 
 
 if __name__ == "__main__":

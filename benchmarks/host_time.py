@@ -1,12 +1,12 @@
-"""What a gradient bucket of ByteGrad costs the host over NCCL, by the number of ranks; without a GPU.
+"""Measures the host's work for a gradient bucket of ByteGrad over NCCL, by the number of ranks, without a GPU.
 
     python benchmarks/host_time.py [--ranks 2 4 8 16 64] [--rounds 31] [--json PATH]
 
-Counts the kernels and the operations of NCCL that DDP's hook launches for one bucket, and times the hook. GPU and NCCL
-are pretended (pretended_gpu.py): what is launched is noted and not done, so the time is that of Python, without what
-CUDA takes to queue each kernel, some microseconds. All ranks are on one node and make their groups on threads; then
-rank 0's hook runs alone. The hooks take turns; a time is the median over the rounds, each the mean of CALLS calls, in
-CPU time. The floor is a hook that does nothing but complete its future.
+Counts the kernels and NCCL operations that DDP's hook launches for one bucket, and times the hook. GPU and NCCL are
+simulated (pretended_gpu.py): launches are recorded and not executed. The time is therefore that of Python, without the
+few microseconds that CUDA needs to queue each kernel. All ranks are on one node and create their groups on threads;
+then only rank 0's hook runs. The hooks take turns; a time is the median over the rounds, each the mean of CALLS calls,
+in CPU time. The floor is a hook that only completes its future.
 """
 
 import functools
@@ -28,18 +28,18 @@ from torchbagua import native
 
 CALLS = 50
 FLOOR = "a hook that does nothing"
-# What is wanted at any number of ranks.
+# The targets at any number of ranks.
 MOST_LAUNCHES = 6
 MOST_US = 60.0
 WIDTH = 128
-# Parameters of a transformer layer, all sizes small: the host's time depends on none, while every rank has a block.
+# Parameters of a transformer layer with small sizes: the host's time does not depend on them if every rank has a block.
 SHAPES = ((WIDTH,), (3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH))
 
 Hook = Callable[[], object]
 
 
 class MiddleBucket:
-    """A bucket of gradients as DDP gives it to its hook, neither the first nor the last of a backward."""
+    """A bucket of gradients as DDP passes it to its hook, neither the first nor the last of a backward."""
 
     def __init__(self) -> None:
         self._parameters = [torch.zeros(shape) for shape in SHAPES]
@@ -59,7 +59,7 @@ class MiddleBucket:
 
 
 def make_hook(algorithm: tb.Algorithm, num_ranks: int) -> tuple[Hook, "Counter[str]"]:
-    """DDP's hook on rank 0 of so many, with a bucket; and where its calls of NCCL are counted."""
+    """Return DDP's hook on rank 0 of `num_ranks`, bound to a bucket, and the counter of its NCCL calls."""
     store = dist.HashStore()
     groups = [PretendedNccl(store, rank, num_ranks) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -75,13 +75,13 @@ def do_nothing() -> object:
 
 
 def measure(ranks: list[int], rounds: int) -> dict[str, Any]:
-    """A row for each number of ranks, and the floor."""
+    """Return a row for each number of ranks, and the floor."""
     native.load()
     launches = pretend_gpu()
     hooks = {num_ranks: make_hook(tb.ByteGradAlgorithm(), num_ranks) for num_ranks in ranks}
     counts: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
     for num_ranks, (hook, nccl) in hooks.items():
-        hook()  # the first makes what the others use again
+        hook()  # the first call creates objects that the others reuse
         launches.clear()
         nccl.clear()
         with LaunchesOfTorch(launches):
@@ -107,7 +107,7 @@ def measure(ranks: list[int], rounds: int) -> dict[str, Any]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """The rows as a Markdown table, over what was launched and the floor."""
+    """Return the rows as a Markdown table, followed by the target and the floor."""
     head = ["ranks", "kernel launches", "NCCL calls", "host us", "x floor", "target", "launched"]
     rows = [
         [
@@ -120,7 +120,7 @@ def table_of(result: dict[str, Any]) -> str:
         for row in result["results"]
     ]
     target = f"target: at most {MOST_LAUNCHES} launches and {MOST_US:.0f} us"
-    return f"{table(head, rows)}\n\nfor one bucket; {target}; floor, {FLOOR}: {result['floor_us']:.2f} us"
+    return f"{table(head, rows)}\n\nper bucket; {target}; floor, {FLOOR}: {result['floor_us']:.2f} us"
 
 
 def main() -> None:

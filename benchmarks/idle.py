@@ -1,7 +1,7 @@
-"""Training as on a machine with an accelerator: processors wait while gradients are computed, and only communicate.
+"""Emulates training on a machine with an accelerator: CPUs wait instead of computing gradients, and only communicate.
 
-Forward and backward are waits of recorded length. Gradients are there when their times come, and nothing is computed or
-copied for it. DDP, its buckets and its hooks are real.
+Forward and backward are waits of recorded length. Each gradient is ready at its recorded time, without computing or
+copying. DDP, its buckets and its hooks are real.
 """
 
 import copy
@@ -19,8 +19,8 @@ from schedule import Schedule
 
 
 def sleep_until(deadline_s: float) -> None:
-    """Sleep until `time.perf_counter()` says so; other threads may run."""
-    # Until a point in time: errors of many sleeps do not sum.
+    """Sleep until `time.perf_counter()` reaches the deadline; other threads may run."""
+    # The deadline is a point in time, so that the errors of many sleeps do not accumulate.
     if (left_s := deadline_s - time.perf_counter()) > 0:
         time.sleep(left_s)
 
@@ -29,10 +29,10 @@ class IdleModel(nn.Module):
     """A model that waits instead of computing.
 
     Forward takes as long as in `schedule`. In backward the gradient of each parameter becomes ready at its time. Times
-    count from `begin_step`, which takes the place of `zero_grad`.
+    count from `begin_step`, which replaces `zero_grad`.
 
-    Every step has the gradients which the one before has left, in the same memory. Under DDP with
-    `gradient_as_bucket_view` that is its buckets: then no processor copies them, as none does on an accelerator.
+    Every step starts with the gradients that the previous step left, in the same memory. With DDP and
+    `gradient_as_bucket_view` this memory is DDP's buckets, so the CPU copies no gradients, as on an accelerator.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
@@ -41,12 +41,12 @@ class IdleModel(nn.Module):
         self.schedule = schedule
         generator = torch.Generator().manual_seed(0)
         self.gradients = [torch.randn(parameter.shape, generator=generator) for parameter in self.model.parameters()]
-        # Autograd goes backward through them: the parameter that is ready last comes first.
+        # Autograd visits them in reverse order: the parameter that is ready last comes first.
         self._order = sorted(range(len(self.gradients)), key=schedule.ready_s.__getitem__, reverse=True)
         self._begin_s = 0.0
 
     def begin_step(self) -> None:
-        """Begin the time of a step. Gradients stay where they are, and count as not yet computed."""
+        """Start the clock of a step. Gradients stay in their memory, and count as not yet computed."""
         self._begin_s = time.perf_counter()
         for index, parameter in enumerate(self.model.parameters()):
             if parameter.grad is not None:
@@ -56,36 +56,36 @@ class IdleModel(nn.Module):
         sleep_until(self._begin_s + self.schedule.forward_s)
         output, parameters = torch.zeros(1), list(self.model.parameters())
         for index in self._order:
-            output = _Wait.apply(output, parameters[index], partial(self._hand_over, index))
+            output = _Wait.apply(output, parameters[index], partial(self._wait_for_gradient, index))
         return output
 
-    def _hand_over(self, index: int) -> torch.Tensor:
+    def _wait_for_gradient(self, index: int) -> torch.Tensor:
         sleep_until(self._begin_s + self.schedule.ready_s[index])
-        return self.gradients[index].detach()  # which nobody else refers to: autograd then takes it without a copy
+        return self.gradients[index].detach()  # it has no other reference, so autograd takes it without a copy
 
 
 class _Wait(torch.autograd.Function):
-    """Hands `output` through, and in backward the gradient of one parameter, once `hand_over` returns it."""
+    """Passes `output` through, and in backward the gradient of one parameter, once `wait` returns it."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, parameter: torch.Tensor, hand_over: Callable[[], torch.Tensor]
+        ctx: Any, output: torch.Tensor, parameter: torch.Tensor, wait: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        ctx.hand_over = hand_over
+        ctx.wait = wait
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return gradients[0], ctx.hand_over(), None
+        return gradients[0], ctx.wait(), None
 
 
 def find_idle_model(module: nn.Module) -> IdleModel | None:
-    """The idle model in `module`, which may be wrapped in DDP; None where the model computes."""
+    """Return the idle model in `module`, which may be wrapped in DDP; None if the model computes."""
     return next((part for part in module.modules() if isinstance(part, IdleModel)), None)
 
 
 class IdleOptimizer(torch.optim.Optimizer):
-    """Leaves the weights as they are: an accelerator updates them in a fraction of a millisecond."""
+    """Leaves the weights unchanged: an accelerator updates them in a fraction of a millisecond."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -95,11 +95,11 @@ class IdleOptimizer(torch.optim.Optimizer):
 
 
 class IdleQAdamOptimizer(tb.QAdamOptimizer):
-    """Past its warm-up it counts its steps, and leaves weights and momenta as they are."""
+    """After its warm-up it counts its steps, and leaves weights and momenta unchanged."""
 
     def step(self, closure: Any = None) -> Any:
         past = [parameter for parameter in self.parameters if self.is_past_warmup(parameter)]
         for parameter in past:
             self.adopt_momentum(parameter, self.state[parameter]["exp_avg"])
-        # Unwrapped: the hooks of a step are called around this one.
+        # Unwrapped: torch already calls the step hooks around this method.
         return None if past else inspect.unwrap(tb.QAdamOptimizer.step)(self, closure)

@@ -1,9 +1,10 @@
-"""Times what a step of PowerSGD computes for one matrix: torch's two products, and the kernels beside them, in one run.
+"""Times the computation of a PowerSGD step for one matrix: torch's two products, and our kernels, in one run.
 
     python benchmarks/low_rank.py [--threads 1 2] [--rounds 15] [--json PATH]
 
-They take turns, and a time is a median over the rounds. Both factors are made orthonormal in a step. The last column
-says how long that takes, as a share of the two products. P Q^T is timed with what it takes out of the error.
+They take turns, and a time is a median over the rounds. A step orthonormalizes both factors. The last column is the
+time of this, as a fraction of the time of the two products. P Q^T is timed together with its subtraction from the
+residual.
 """
 
 import statistics
@@ -54,7 +55,7 @@ def main() -> None:
             share = (ms["orth(P)"] + ms["orth(Q)"]) / (ms["M Q"] + ms["M^T P"])
             results.append({"num_threads": num_threads, "shape": (num_rows, columns, rank), "ms": ms})
             shape = f"{num_rows:,} x {columns}"
-            rows.append([str(num_threads), shape, str(rank), *(f"{one:.2f}" for one in ms.values()), f"{share:.2f}"])
+            rows.append([str(num_threads), shape, str(rank), *(f"{time:.2f}" for time in ms.values()), f"{share:.2f}"])
     print(table(["threads", "matrix", "rank", *(f"{part}, ms" for part in ms), "orth / products"], rows))
     write_record(arguments.json, {"results": results})
 

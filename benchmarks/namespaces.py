@@ -1,8 +1,8 @@
-"""Emulated networks: every rank in a Linux network namespace of its own, joined by bridges and slowed down by `tc`.
+"""Emulated networks: every rank in a separate Linux network namespace, joined by bridges and slowed down by `tc`.
 
-Everything lives in namespaces called `tbnet-PID-...`, so that nothing touches the host's own interfaces and that
-deleting the namespaces deletes everything. PID is the process that made them: what a run that was killed with SIGKILL
-has left is recognised by a PID that is gone.
+All devices are in namespaces called `tbnet-PID-...`, so that the host's own interfaces are not touched and deleting the
+namespaces deletes everything. PID is the process that created them: namespaces whose process no longer exists are left
+over from a run that was killed with SIGKILL.
 """
 
 import json
@@ -18,34 +18,34 @@ PREFIX = "tbnet"
 SUBNET = "10.77.0"
 MAX_RANKS = 200
 COMMAND_TIMEOUT_S = 10
-BURST = "256kb"  # that pass at once after a pause: 10 ms worth of 200 Mbit/s
-# Little more than a packet of the kernel's, which has up to 64 KiB: for links that pause in each step, which could else
-# be faster than their rate.
+BURST = "256kb"  # that pass immediately after a pause: 10 ms worth of 200 Mbit/s
+# Slightly more than a packet of the kernel, which has up to 64 KiB. For links that pause in each step, which larger
+# bursts would make faster than their rate.
 SMALL_BURST = "80kb"
 
 
 class NetworkError(RuntimeError):
-    """An `ip` or `tc` command failed; the message holds the command and what it said."""
+    """An `ip` or `tc` command failed; the message contains the command and its error output."""
 
 
 def run_command(*command: str) -> str:
-    """Run `command` and return its output. In a session of its own, so that Ctrl-C does not cut a clean-up short."""
+    """Run `command` in a separate session, so that Ctrl-C does not interrupt a cleanup, and return its output."""
     finished = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S, start_new_session=True
     )
     if finished.returncode != 0:
-        raise NetworkError(f"`{' '.join(command)}` said: {finished.stderr.strip() or finished.returncode}")
+        raise NetworkError(f"`{' '.join(command)}` failed: {finished.stderr.strip() or finished.returncode}")
     return finished.stdout
 
 
 def existing_namespaces() -> list[str]:
-    """The names of all network namespaces of this machine that any run of this benchmark has made."""
+    """Return the names of all network namespaces of this machine that runs of this benchmark have created."""
     names = [line.split()[0] for line in run_command("ip", "netns", "list").splitlines() if line]
     return [name for name in names if name.startswith(f"{PREFIX}-")]
 
 
 def remove_stale_namespaces() -> list[str]:
-    """Delete the namespaces of runs whose process is gone; return their names."""
+    """Delete the namespaces of runs whose process has ended; return their names."""
     stale = []
     for name in existing_namespaces():
         match = re.match(rf"{PREFIX}-(\d+)-", name)
@@ -56,14 +56,14 @@ def remove_stale_namespaces() -> list[str]:
 
 
 def why_unavailable() -> str | None:
-    """The reason why this machine cannot emulate a network, or None where it can. Tries it with two ranks."""
+    """Return the reason why this machine cannot emulate a network, or None if it can. Tries it with two ranks."""
     if os.name != "posix" or not os.path.exists("/proc/self/ns/net"):
-        return "network namespaces exist on Linux only"
+        return "network namespaces exist only on Linux"
     if os.geteuid() != 0:
-        return "not root: creating network namespaces needs it"
+        return "creating network namespaces needs root"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            return f"there is no `{tool}` (package iproute2)"
+            return f"`{tool}` is not installed (package iproute2)"
     try:
         with EmulatedNetwork([0, 0], rank_rate="1gbit"):
             return None
@@ -73,13 +73,14 @@ def why_unavailable() -> str | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Interface counters, in bytes since the network was made.
+    """Interface counters, in bytes since the network was created.
 
-    They include the headers of the packets that the kernel hands to the interface, which have up to 64 KiB: hardly any.
+    They include the headers of the packets that the kernel passes to the interface. These have up to 64 KiB, so headers
+    hardly count.
     """
 
     sent_by_rank: list[int]
-    over_link: list[int]  # one entry a direction; empty where there is one node
+    over_link: list[int]  # one entry per direction; empty with one node
 
     def __sub__(self, earlier: "Traffic") -> "Traffic":
         return Traffic(
@@ -98,12 +99,12 @@ def read_traffic(switch: str, num_ranks: int) -> Traffic:
     statistics = run_command("ip", "-n", switch, "-s", "-j", "link", "show")
     ports = [f"port{rank}" for rank in range(num_ranks)]
     links = [name for name in ("link0", "link1") if f'"{name}"' in statistics]
-    # What a port of the switch receives is what its rank sends.
+    # A port of the switch receives the bytes that its rank sends.
     return Traffic(_transmitted_bytes(statistics, ports, "rx"), _transmitted_bytes(statistics, links, "tx"))
 
 
 def read_loopback_traffic(num_ranks: int) -> Traffic | None:
-    """The same without namespaces: an equal share each of all that crossed the loopback device; None off Linux."""
+    """Without namespaces: count an equal share of the loopback device's bytes for each rank. None except on Linux."""
     try:
         with open("/proc/net/dev") as file:
             fields = next(line for line in file if line.lstrip().startswith("lo:")).split()
@@ -113,17 +114,17 @@ def read_loopback_traffic(num_ranks: int) -> Traffic | None:
 
 
 class EmulatedNetwork:
-    """Ranks in namespaces, one bridge a node, all bridges in one more namespace, the switch.
+    """Ranks in namespaces, one bridge per node, and all bridges in one more namespace, the switch.
 
     Args:
-        nodes: node of each rank, 0 or 1. Where both occur, the two bridges are joined by one veth pair, the link.
-        rank_rate: rate of each rank's interface, both directions, as `tc` writes it (`200mbit`); None: not shaped.
-        link_rate: the same for the link between the nodes.
+        nodes: node of each rank, 0 or 1. If both occur, one veth pair, the link, joins the two bridges.
+        rank_rate: rate of each rank's interface, both directions, in `tc` notation (`200mbit`); None: not shaped.
+        link_rate: rate of the link between the nodes, in the same notation.
         congestion_control: TCP congestion control inside the namespaces.
-        burst: how much passes at once after a pause, as `tc` writes it.
+        burst: how much passes immediately after a pause, in the notation of `tc`.
 
-    A context manager: entering builds it, leaving deletes it (processes inside must have ended).
-    Raises NetworkError where the kernel or the tools refuse.
+    A context manager: entering builds the network, leaving deletes it (processes inside must have ended).
+    Raises NetworkError if the kernel or the tools fail.
     """
 
     def __init__(
@@ -186,13 +187,13 @@ class EmulatedNetwork:
             run_command("ip", "-n", namespace, "link", "set", device, "up")
         self._shape(namespace, "eth0", self.rank_rate)
         self._shape(self.switch, port, self.rank_rate)
-        # `tee` rather than `sysctl`: /proc is always there, the tool is not.
+        # Written through /proc, not with `sysctl`: /proc always exists, the tool does not.
         setting = "/proc/sys/net/ipv4/tcp_congestion_control"
         inside = ("ip", "netns", "exec", namespace)
         run_command(*inside, "sh", "-c", f"echo {self.congestion_control} > {setting}")
         got = run_command(*inside, "cat", setting).strip()
         if got != self.congestion_control:
-            raise NetworkError(f"asked for congestion control {self.congestion_control}, {setting} says {got}")
+            raise NetworkError(f"{setting} must be {self.congestion_control} after it was set, got {got}")
 
     def _switch_link(self, *arguments: str) -> None:
         run_command("ip", "-n", self.switch, "link", *arguments)
@@ -203,7 +204,7 @@ class EmulatedNetwork:
             run_command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 
     def _delete(self) -> None:
-        # By what exists, not by what was meant to be built: an interrupted build is deleted all the same.
+        # Deletes the namespaces that exist, not those that were planned, so that it also cleans up interrupted builds.
         for name in existing_namespaces():
             if name.startswith(f"{PREFIX}-{os.getpid()}-"):
                 run_command("ip", "netns", "delete", name)

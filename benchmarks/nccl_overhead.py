@@ -1,12 +1,13 @@
-"""What the lane over NCCL adds to a training step, on one GPU: a GPT of 124 M parameters, bfloat16 autocast, AdamW.
+"""Measures the overhead of the lane over NCCL on one GPU: a GPT of 124 M parameters, bfloat16 autocast, AdamW.
 
     python benchmarks/nccl_overhead.py [--rounds 15] [--json PATH]
 
-The group has one rank, so nothing crosses a network, and ByteGrad, which has nothing to average, returns at
-once: its row is what the hook itself costs. The last row runs all that a rank does itself, encode, reduce and decode
-(whole_mean.py). All take turns in one run; a time is a median over rounds of some steps each, by the GPU's clock.
+The group has one rank, so no bytes cross a network, and ByteGrad returns immediately because it has nothing to average:
+its row shows the cost of the hook. The last row runs all local work of a rank, encode, reduce and decode
+(whole_mean.py). All contestants take turns in one run; a time is a median over rounds of a few steps each, by the GPU's
+clock.
 
-`--device cpu --small` tries the program out, over gloo.
+`--device cpu --small` tries out the program, over gloo.
 """
 
 import statistics
@@ -32,7 +33,7 @@ from whole_mean import WholeByteGradAlgorithm
 
 @dataclass(frozen=True)
 class Size:
-    """By default that of GPT-2's smallest model."""
+    """The size of a GPT; the default is GPT-2's smallest model."""
 
     num_layers: int = 12
     width: int = 768
@@ -42,7 +43,7 @@ class Size:
 
 
 SMALL = Size(num_layers=2, width=64, num_heads=2, vocabulary=300, context=32)
-BLOCK_STEPS = 4  # of a contestant's turn
+BLOCK_STEPS = 4  # steps of a contestant's turn
 BASELINE = "plain DDP"
 ALGORITHMS: dict[str, tb.Algorithm | None] = {
     BASELINE: None,
@@ -52,11 +53,11 @@ ALGORITHMS: dict[str, tb.Algorithm | None] = {
 
 
 class Training:
-    """A model of its own, and steps on it.
+    """A separate model, and its training steps.
 
     Args:
-        algorithm: what its DDP communicates with; None for DDP's own all-reduce.
-        is_ddp: False for the module alone.
+        algorithm: the algorithm with which its DDP communicates; None for DDP's own all-reduce.
+        is_ddp: False for the module without DDP.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Training:
         self._device = device
 
     def steps(self) -> None:
-        """A turn; nothing here waits for the GPU."""
+        """Run a turn; this does not wait for the GPU."""
         for _ in range(BLOCK_STEPS):
             self._optimizer.zero_grad()
             with torch.autocast(self._device.type, dtype=torch.bfloat16):
@@ -98,10 +99,10 @@ class Training:
 
 
 def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Milliseconds a step of every contestant."""
+    """Return the milliseconds per step of every contestant."""
     trainings = {"no DDP": Training(size, batch, device, None, is_ddp=False)}
     trainings |= {name: Training(size, batch, device, algorithm) for name, algorithm in ALGORITHMS.items()}
-    # No head start: a step is long, and what keeps the host from running ahead of the GPU is to be seen.
+    # No head start: a step is long, and the time should show if the host cannot run ahead of the GPU.
     turns = {name: partial(elapsed_ms, device, training.steps) for name, training in trainings.items()}
     blocks_ms = alternated(turns, rounds, warm_ups=2)
     for training in trainings.values():
@@ -122,7 +123,7 @@ def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[s
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """The rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     rows = [[row["contestant"], f"{row['step_ms']:.2f}", f"{row['over_plain_ms']:+.2f}"] for row in result["rows"]]
     return table(["", "ms/step", "over plain DDP, ms"], rows)
 
@@ -135,7 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        sys.exit("--device cuda: there is no GPU that this torch can use")
+        sys.exit("--device cuda: this torch cannot use a GPU")
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -1,9 +1,10 @@
-"""Data-parallel training over an emulated slow network: every rank in a network namespace, links shaped by `tc`.
+"""Measures data-parallel training over an emulated slow network: ranks in network namespaces, links shaped by `tc`.
 
     python benchmarks/network.py            # about 12 minutes, root, Linux; `--quick` takes about one
     python benchmarks/network.py --show benchmarks/results/network-....json
 
-Without root (or `ip`, or `tc`) it says so and runs unshaped over the loopback device. How speed is judged: README.md.
+Without root (or `ip`, or `tc`) it prints a notice and runs unshaped over the loopback device. docs/benchmarks.md
+explains how speed is measured.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from report import (
 
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # glibc gives freed gradients back to the kernel or not, depending on where in the heap they lie. Which contestant
-    # paid the page faults, a tenth of a step, was decided by chance for the life of a process.
+    # Whether glibc returns freed gradients to the kernel depends on their place in the heap. Without these settings
+    # chance decided, for the life of a process, which contestant paid for the page faults, a tenth of a step.
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }
@@ -46,7 +47,7 @@ RANK_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One table: who runs over which network (None: loopback), and which rank is slow."""
+    """One table: the contestants, the network (None: loopback), and the slow rank."""
 
     title: str
     network: EmulatedNetwork | None
@@ -97,7 +98,7 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
 
 
 def make_plans(arguments: argparse.Namespace) -> list[Plan]:
-    """Plan every table that this machine can measure; says which it cannot."""
+    """Plan every table that this machine can measure, and print those that it cannot."""
     chosen = arguments.only or [name for name, contestant in CONTESTANTS.items() if not contestant.must_be_named]
     flat = [name for name in FLAT_CONTESTANTS if name in chosen]
     hierarchical = [name for name in HIERARCHICAL_CONTESTANTS if name in chosen]
@@ -106,10 +107,10 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
         shaped = [rate for rate in arguments.rates if rate != "unshaped"]
         shaped += [f"{rate} between two nodes" for rate in arguments.link_rates]
         print(f"No emulated network: {reason}. Not measured: {', '.join(shaped) or 'nothing'}.")
-        print("Instead: unshaped over the loopback device, whose byte counter all processes of this machine share.\n")
+        print("Instead: unshaped over the loopback device. All processes of this machine share its byte counter.\n")
         return [Plan("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
     for name in remove_stale_namespaces():
-        print(f"Removed {name}, left behind by a run that was killed.")
+        print(f"Removed {name}, left over from a run that was killed.")
     options = {"congestion_control": arguments.congestion_control, "burst": burst_of(arguments)}
 
     def one_node(rate: str) -> EmulatedNetwork:
@@ -133,9 +134,9 @@ def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
         "--compute",
         choices=["real", "idle"],
         default="real",
-        help="idle: as with an accelerator, processors wait as long as they were recorded to compute (default real)",
+        help="idle: as with an accelerator, CPUs wait for the recorded compute times (default real)",
     )
-    parser.add_argument("--compute-ms", type=float, help="how long they wait; default: as long as recorded")
+    parser.add_argument("--compute-ms", type=float, help="how long CPUs wait (default: as long as recorded)")
 
 
 def check_compute_arguments(
@@ -144,11 +145,11 @@ def check_compute_arguments(
     if arguments.compute == "idle" and any(CONTESTANTS[name].is_sharded for name in contestants):
         parser.error("--compute idle: FSDP2 and HSDP compute with weights that they gather; choose other contestants")
     if arguments.compute_ms is not None and (arguments.compute != "idle" or arguments.compute_ms <= 0):
-        parser.error(f"--compute-ms must be positive, and is for --compute idle, got {arguments.compute_ms:g}")
+        parser.error(f"--compute-ms must be positive and needs --compute idle, got {arguments.compute_ms:g}")
 
 
 def burst_of(arguments: argparse.Namespace) -> str:
-    """What a link lets pass at once: while models compute, links pause little."""
+    """Return the burst of a link. It is small with idle models; while models compute, links pause little."""
     return SMALL_BURST if arguments.compute == "idle" else BURST
 
 
@@ -167,13 +168,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--link-rates", type=shaped_rate, nargs="*", default=["200mbit"], help="between two nodes")
     parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
     add_compute_arguments(parser)
-    parser.add_argument("--bucket-cap-mb", type=float, default=8.0, help="DDP's, for all but PowerSGD (default 8)")
+    parser.add_argument("--bucket-cap-mb", type=float, default=8.0, help="bucket size, except for PowerSGD (default 8)")
     parser.add_argument("--steps", type=int, default=2, help="steps of one block (default 2)")
     parser.add_argument(
-        "--free-block", type=float, default=4.0, help="seconds of a block where communication is not tied to steps"
+        "--free-block", type=float, default=4.0, help="seconds of a block if communication is not tied to steps"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant, at least (default 5)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="aim of the rounds of one network (default 60)")
+    parser.add_argument("--rounds", type=int, default=5, help="minimum number of blocks per contestant (default 5)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="target time of one network's rounds (default 60)")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -184,9 +185,9 @@ def parse_arguments() -> argparse.Namespace:
         "--straggler", action=argparse.BooleanOptionalAction, default=True, help="a table with one slow rank"
     )
     parser.add_argument("--congestion-control", choices=["reno", "cubic"], default="reno")
-    parser.add_argument("--deadline", type=float, default=1200.0, help="seconds until all ends (default 1200)")
+    parser.add_argument("--deadline", type=float, default=1200.0, help="seconds until the run stops (default 1200)")
     parser.add_argument("--quick", action="store_true", help="2 M parameters, 3 rounds of one step, no 1gbit")
-    parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/network-DATE.json)")
+    parser.add_argument("--json", type=Path, help="file of the results (default benchmarks/results/network-DATE.json)")
     parser.add_argument("--show", type=Path, metavar="JSON", help="only print the tables of an earlier run")
     arguments = parser.parse_args()
     if arguments.ranks < 2:
@@ -223,7 +224,7 @@ def main() -> int:
             if plan.network is not None and plan.slow_rank is None:
                 complaints += [f"{plan.title}: {message}" for message in byte_disagreements(section)]
     except Stopped as stopped:
-        complaints.append(f"stopped by {stopped}; networks measured until then: {len(sections)}")
+        complaints.append(f"stopped by {stopped}; {len(sections)} networks were measured")
     if sections:
         print(f"Results: {path}")
     for complaint in complaints:

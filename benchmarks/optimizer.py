@@ -1,10 +1,10 @@
-"""Times QAdamOptimizer's step past its warm-up beside torch's fused Adam, on the same parameters, in one run.
+"""Times QAdamOptimizer's step after its warm-up and torch's fused Adam, on the same parameters, in one run.
 
     python benchmarks/optimizer.py [--threads 1 2] [--rounds 31] [--json PATH]
 
 They take turns, and a time is a median over the rounds. The floor is a copy of as many bytes as the step reads and
-writes: gradient, second moment, momentum and weight are read, momentum and weight written, 24 bytes a float32
-parameter; Adam writes the second moment too, 28. This is the step alone, without what the momentum's mean costs.
+writes: gradient, second moment, momentum and weight are read, momentum and weight written, 24 bytes per float32
+parameter. Adam also writes the second moment: 28 bytes. Only the step is timed, without the mean of the momentum.
 """
 
 import copy
@@ -23,12 +23,12 @@ WIDTH, NUM_LAYERS = 512, 8
 QADAM_BYTES_PER_PARAMETER = 24
 
 
-class Server:
-    """In the place of the algorithm that averages momenta."""
+class Averager:
+    """Replaces the algorithm that averages momenta."""
 
 
 def build_model() -> nn.Module:
-    """Transformer layers of 25 M parameters together, matrices and vectors."""
+    """Return transformer layers with 25 M parameters in total, matrices and vectors."""
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, batch_first=True) for _ in range(NUM_LAYERS)]
     model = nn.Sequential(*layers)
@@ -45,7 +45,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     source = torch.zeros(num_parameters * QADAM_BYTES_PER_PARAMETER // 8)  # float32, read once and written once
     target = torch.zeros_like(source)
-    server = Server()
+    averager = Averager()
 
     def with_gradients() -> nn.Module:
         own = copy.deepcopy(model)
@@ -60,7 +60,7 @@ def main() -> None:
     }
     for adam in adams.values():
         if isinstance(adam, QAdamOptimizer):
-            adam.attach_averager(server)
+            adam.attach_averager(averager)
         adam.step()
         adam.step()
     steps = {"copy": partial(target.copy_, source)} | {name: adam.step for name, adam in adams.items()}

@@ -1,9 +1,10 @@
-"""Times what a user can do about page faults of training on CPUs: two options of a loop, and two variables of glibc.
+"""Times ways to avoid page faults of training on CPUs: two options of a training loop, and two variables of glibc.
 
     python benchmarks/page_faults.py [--rounds 3] [--json PATH]
 
-Each way is a process of its own for each of two ranks, over the loopback device, in turns: whether freed memory goes
-back to the system is decided once in the life of a process. A figure is the median over the rounds of a run's median.
+Each combination runs in separate processes for two ranks, over the loopback device, in turns, because glibc decides
+once in the life of a process whether freed memory is returned to the system. A figure is the median over the rounds of
+a run's median.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from page_faults_rank import Settings
 from processes import Limits, RankFailure, Stopped, free_port, run_ranks
 from table import table
 
-# 32 MiB is the most that glibc takes for the second.
+# glibc accepts at most 32 MiB for the second.
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 DEADLINE_S = 1200.0
 

@@ -22,7 +22,7 @@ NUM_STEPS = 18
 
 @dataclass(frozen=True)
 class Settings:
-    """What page_faults.py tells its ranks, as JSON."""
+    """The settings that page_faults.py passes to its ranks, as JSON."""
 
     scratch: str  # folder of progress.json and result.json
     init_method: str

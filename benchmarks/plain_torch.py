@@ -1,12 +1,13 @@
-"""Times the codecs in plain torch and under torch.compile beside their native kernels, alternated in one run.
+"""Times the codecs in plain torch, with torch.compile, and with their native kernels, alternated in one run.
 
     python benchmarks/plain_torch.py [--num-elements N] [--rounds 9] [--json PATH]
 
-For a device without kernels: there the codecs run in plain torch. All is on the CPU, with one thread, on one parameter
-in float32. A time is a median over the rounds of CPU time, in which other processes of the machine do not count, and a
-factor is the time in kernels' times. The bits are what an operation has written, compared with what the kernel has.
-Calls are those of torch that plain torch makes: on a GPU each would be a launch. Compiled is compiled anew, without the
-caches on disk; the CPU time of that is the compiler's too. What is timed: codec_cases.py.
+This shows the cost of a device without kernels, on which the codecs run in plain torch. Everything runs on the CPU,
+with one thread, on one float32 parameter. A time is a median over the rounds of CPU time, which does not include other
+processes of the machine. A factor is the ratio of a time to the kernel's time. "Same bits" compares an operation's
+output with the kernel's. "Calls" counts the torch calls of plain torch: on a GPU each would be a launch. Operations are
+compiled again, without the caches on disk, and the CPU time of that includes the compiler's. codec_cases.py defines the
+timed operations.
 """
 
 import os
@@ -37,7 +38,7 @@ Row = dict[str, Any]
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts the calls of torch, apart from those that make views."""
+    """Counts the torch calls that do not create views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,13 +56,13 @@ def num_calls(call: Callable[[], object]) -> int:
 
 
 def same_bits(first: Arguments, second: Arguments) -> bool:
-    """Whether all tensors have the same bytes."""
-    pairs = [(one, other) for one, other in zip(first, second, strict=True) if isinstance(one, Tensor)]
-    return all(torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)) for one, other in pairs)
+    """Return whether all tensors are bitwise identical."""
+    pairs = [(left, right) for left, right in zip(first, second, strict=True) if isinstance(left, Tensor)]
+    return all(torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)) for left, right in pairs)
 
 
 def measure(case: Case, name: str, rounds: int) -> Row:
-    """Time one operation in the three ways."""
+    """Time one operation in three ways: native, plain and compiled."""
     operation = NATIVE_OPS[case.kernel(name)]
     ways: dict[str, Callable[..., object]] = {
         "native": getattr(OPS, case.kernel(name)).default,
@@ -90,7 +91,7 @@ def measure(case: Case, name: str, rounds: int) -> Row:
 
 
 def table_of(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     head = [
         "codec",
         "operation",
@@ -113,20 +114,20 @@ def table_of(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=9)
-    parser.add_argument("--num-elements", type=int, default=NUM_ELEMENTS, help="of the tensor (default: 1.6 M)")
+    parser.add_argument("--num-elements", type=int, default=NUM_ELEMENTS, help="size of the tensor (default: 1.6 M)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True
-    torch._inductor.config.compile_threads = 1  # in this process, whose CPU time is known
+    torch._inductor.config.compile_threads = 1  # compile in this process, so that its CPU time includes the compiler's
     native.load()
     paths = {row.operation: row.path for row in native.status() if row.device == CPU.type}
     if paths[f"{MinMaxUInt8.op_prefix}_encode"] == "reference":
-        sys.exit("there are no native kernels to compare with")
+        sys.exit("no native kernels to compare with")
     rows = []
     for codec in CODECS:
         case = Case(codec, ONE_PARAMETER, torch.float32, CPU, arguments.num_elements, NUM_SENDERS)
         for name in Buffers(case).arguments():
-            torch._dynamo.reset()  # each operation is compiled as in a program that calls it alone
+            torch._dynamo.reset()  # each operation is compiled as in a program that calls only this operation
             rows.append(measure(case, name, arguments.rounds))
     print(f"{arguments.num_elements} elements, {NUM_SENDERS} senders\n\n{table_of(rows)}")
     result = {"num_elements": arguments.num_elements, "num_senders": NUM_SENDERS, "rounds": arguments.rounds}

@@ -1,8 +1,8 @@
-"""A GPU and NCCL that are not there and do nothing: what a host does for them can then be counted and timed.
+"""Simulates a GPU and NCCL that do nothing, so that the host's work for them can be counted and timed.
 
-Every tensor says that it lies on the first GPU, while its memory is the host's. Kernels of torchbagua, writes to
-tensors, and what is asked of NCCL are noted and not done, so that contents mean nothing. It is for a process of its
-own: nothing undoes it.
+Every tensor reports the first GPU as its device, while its memory is the host's. Kernels of torchbagua, writes to
+tensors, and NCCL calls are recorded and not executed, so that the contents of tensors mean nothing. Use it only in a
+separate process: it cannot be undone.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # a dispatch mode imports it, which fails once there is a pretended GPU
+import torch._dynamo  # a dispatch mode imports it, which fails once a GPU is simulated
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,10 +30,10 @@ COLLECTIVES = (
 
 
 class PretendedNccl(dist.ProcessGroup):
-    """A process group of torch, and its backend, over which nothing is sent.
+    """A process group of torch, and its backend, that sends nothing.
 
     Attributes:
-        calls: what has been asked of it, by the name of the method.
+        calls: the number of calls, by the name of the method.
     """
 
     Options = SimpleNamespace
@@ -44,7 +44,7 @@ class PretendedNccl(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timedelta(seconds=60))
         self._store = store
         for name in COLLECTIVES:
-            setattr(self, name, noted(self.calls, name))
+            setattr(self, name, make_counter(self.calls, name))
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -58,7 +58,7 @@ class PretendedNccl(dist.ProcessGroup):
 
 
 class PretendedStream:
-    """A stream, and every event in it: whatever is asked of it has been done."""
+    """A stream, and every event in it: all work is always complete."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         pass
@@ -73,7 +73,7 @@ class PretendedStream:
 
 
 class HostFuture(torch.futures.Future[Any]):
-    """A future that does without the events which it would record on a GPU."""
+    """A future without the events that it would record on a GPU."""
 
     def __new__(cls, *, devices: object = None) -> "HostFuture":
         return super().__new__(cls)
@@ -83,22 +83,22 @@ class HostFuture(torch.futures.Future[Any]):
 
 
 def pretend_gpu() -> "Counter[str]":
-    """Let torch have a GPU and NCCL from now on; return the kernels that will have been launched, by name.
+    """Simulate a GPU and NCCL from now on; return a counter of launched kernels, by name.
 
-    Comes after `torchbagua.native.load()`, which finds the operations of the host.
+    Call it after `torchbagua.native.load()`, which loads the host's operations.
     """
     launches: Counter[str] = Counter()
     for name in torch._C._dispatch_get_all_op_names():
         space, _, operation = name.partition("::")
         if space == "torchbagua":
-            replace(torch.ops.torchbagua, **{operation: noted(launches, operation)})
-    replace(torch, **{name: on_host(getattr(torch, name)) for name in ALLOCATIONS})
-    replace(torch.Tensor, **{name: noted(launches, name, lambda written, *rest: written) for name in WRITES})
+            replace(torch.ops.torchbagua, **{operation: make_counter(launches, operation)})
+    replace(torch, **{name: ignore_device(getattr(torch, name)) for name in ALLOCATIONS})
+    replace(torch.Tensor, **{name: make_counter(launches, name, lambda written, *rest: written) for name in WRITES})
     replace(
         torch.Tensor,
         is_cuda=True,
         device=property(lambda tensor: GPU),
-        to=moved_nowhere(torch.Tensor.to),
+        to=ignore_gpu(torch.Tensor.to),
         pin_memory=lambda tensor: tensor,
         record_stream=lambda tensor, stream: None,
     )
@@ -117,14 +117,14 @@ def pretend_gpu() -> "Counter[str]":
         dist,
         is_nccl_available=lambda: True,
         ProcessGroupNCCL=PretendedNccl,
-        # The gloo groups that ranks have beside NCCL would connect them.
+        # The gloo groups that ranks open in addition to NCCL would connect the ranks.
         ProcessGroupGloo=PretendedGloo,
     )
     return launches
 
 
 class PretendedGloo:
-    """In place of `torch.distributed.ProcessGroupGloo`."""
+    """Replaces `torch.distributed.ProcessGroupGloo`."""
 
     _Options = SimpleNamespace
 
@@ -140,19 +140,19 @@ def replace(owner: Any, **members: object) -> None:
         setattr(owner, name, member)
 
 
-def noted(counts: "Counter[str]", name: str, result: Callable[..., object] = lambda *arguments: None) -> Any:
-    """What stands for an operation: it counts its calls, and returns `result` of their arguments."""
+def make_counter(counts: "Counter[str]", name: str, result: Callable[..., object] = lambda *arguments: None) -> Any:
+    """Return a replacement for an operation that counts its calls and returns `result` of their arguments."""
 
     def call(*arguments: object, **options: object) -> object:
         counts[name] += 1
         return result(*arguments)
 
-    replace(call, default=call)  # as an operator of torch has its overloads
+    replace(call, default=call)  # operators of torch have overloads as attributes
     return call
 
 
-def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch that takes every `device` for the host, and pins no memory."""
+def ignore_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that allocates on the host for every `device`, and pins no memory."""
 
     def call(*arguments: object, device: object = None, pin_memory: bool = False, **options: object) -> Any:
         return function(*arguments, **options)
@@ -160,8 +160,8 @@ def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def moved_nowhere(to: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.to, for a tensor that is on the GPU already."""
+def ignore_gpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Tensor.to for tensors that are already on the GPU."""
 
     def call(tensor: torch.Tensor, *arguments: object, **options: object) -> Any:
         return tensor if GPU in (*arguments, *options.values()) else to(tensor, *arguments, **options)
@@ -170,13 +170,13 @@ def moved_nowhere(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LaunchesOfTorch(TorchDispatchMode):
-    """Counts, on this thread, the kernels of torch that `pretend_gpu` leaves alone; they run on the host.
+    """Counts, on this thread, the kernels of torch that `pretend_gpu` does not replace; they run on the host.
 
     Raises:
-        RuntimeError: an operation of torchbagua is among them.
+        RuntimeError: one of them is an operation of torchbagua.
     """
 
-    # Of what is no view and launches nothing all the same.
+    # Operations that are not views and still launch nothing.
     _ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view")
 
     def __init__(self, launches: "Counter[str]") -> None:
@@ -186,7 +186,7 @@ class LaunchesOfTorch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = func.overloadpacket.__name__
         if func.namespace == "torchbagua":
-            raise RuntimeError(f"torchbagua::{name} is called by a reference that is older than `pretend_gpu`'s")
+            raise RuntimeError(f"torchbagua::{name} was called through a reference from before `pretend_gpu`")
         if not func.is_view and name not in self._ALLOCATING:
             self._launches[name] += 1
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """One rank of the network benchmark, started by network.py inside its namespace.
 
-All contestants live in this process, over one process group, and take turns: a round gives each of them one block of
-steps. Whatever slows the machine down for a while then slows all of them.
+All contestants run in this process, over one process group, and take turns: in a round each of them trains one block of
+steps. A temporary load on the machine then slows down all of them.
 """
 
 import json
@@ -20,48 +20,48 @@ from schedule import choose_schedule
 
 MAX_ROUNDS = 40
 SLOWDOWN = 3
-FREE_TRIAL_STEPS = 10  # of a contestant whose communication is not tied to steps
-ROUNDS_A_BLOCK = 3  # at least, of a contestant that averages once in some steps
-WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
+FREE_TRIAL_STEPS = 10  # of contestants with communication that is not tied to steps
+ROUNDS_A_BLOCK = 3  # minimum, of contestants that average once every few steps
+WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step, PowerSGD compresses from the third
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What network.py tells its ranks, as JSON."""
+    """The settings that network.py passes to its ranks, as JSON."""
 
     scratch: str  # folder of progress.json and of result0.json, result1.json, ...
     init_method: str
-    switch: str | None  # namespace whose counters tell what was sent; None: this machine's loopback
+    switch: str | None  # namespace with the counters of sent bytes; None: this machine's loopback
     nodes: list[int]  # node of each rank
     contestants: list[str]
     num_parameters: int
     is_idle: bool  # models wait instead of computing
-    compute_ms: float | None  # how long; None: as long as they were recorded to compute
+    compute_ms: float | None  # how long they wait; None: for the recorded compute times
     bucket_cap_mb: float
-    block_steps: int  # of a contestant whose communication is tied to steps
-    free_block_s: float  # length of the others' blocks
+    block_steps: int  # of contestants with communication that is tied to steps
+    free_block_s: float  # length of the other contestants' blocks
     slow_rank: int | None  # this rank waits after each step, as if it computed three times as long
     min_rounds: int
-    seconds: float  # aim of the measured rounds together
+    seconds: float  # target time of all measured rounds
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of steps of one contestant, as one rank saw it. The bytes are of the whole block."""
+    """One block of steps of one contestant on one rank. The bytes are of the whole block."""
 
     contestant: str
     num_steps: int
     seconds: float
     processor_s: float  # of all threads of this rank
-    recorded_bytes: int | None  # what the library says this rank has sent
+    recorded_bytes: int | None  # the library's count of the bytes that this rank has sent
     traffic: Traffic | None  # read by rank 0, for all ranks
 
 
 def trial_steps(contestant: Contestant) -> int:
-    """How many steps of a contestant are timed for the plan; its warm-up ends with them.
+    """Return the number of steps of a contestant that are timed for the plan; its warm-up ends with them.
 
-    Where rounds are some steps apart, that is one step before the second round begins. All blocks, of whole rounds, end
-    there too: nothing is in flight then, since no delay reaches the next round.
+    If rounds are several steps apart, the trial ends one step before the second round begins. All blocks, which consist
+    of whole rounds, end at the same place: nothing is in flight then, since no delay extends into the next round.
     """
     if not contestant.tied_to_steps:
         return FREE_TRIAL_STEPS
@@ -69,7 +69,7 @@ def trial_steps(contestant: Contestant) -> int:
 
 
 def num_block_steps(contestant: Contestant, tied: int, free: int) -> int:
-    """The steps of a contestant's blocks: `tied` or `free`, as its communication is; where it makes rounds, of some."""
+    """Return the steps of a contestant's blocks: `tied` or `free`, depending on its communication, or whole rounds."""
     if not contestant.tied_to_steps:
         return free
     if contestant.steps_a_round == 1:
@@ -78,7 +78,7 @@ def num_block_steps(contestant: Contestant, tied: int, free: int) -> int:
 
 
 class Race:
-    """All contestants of one network, on this rank. Every method is collective: all ranks call it at the same point."""
+    """All contestants of one network, on this rank. Every method is collective: all ranks call it in the same order."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self.settings = settings
@@ -96,9 +96,9 @@ class Race:
         self.num_planned = (WARM_UP_STEPS - 1) * len(self.entries) + sum(self.trial_steps.values())
 
     def run(self) -> list[Block]:
-        """Warm up, then as many rounds as fit the time aimed at. Returns the blocks in the order they ran."""
+        """Warm up, then run as many rounds as fit the target time. Returns the blocks in the order they ran."""
         for name in self.entries:
-            for _ in range(WARM_UP_STEPS - 1):  # one by one: on the slowest networks each is a sign of life
+            for _ in range(WARM_UP_STEPS - 1):  # one by one, to report progress on the slowest networks
                 self._run_steps(name, 1)
         trial_seconds = {name: self._run_steps(name, steps) / steps for name, steps in self.trial_steps.items()}
         free_steps = max(self.settings.block_steps, math.ceil(self.settings.free_block_s / trial_seconds[COMPUTE_ONLY]))
@@ -122,7 +122,7 @@ class Race:
         leave_process_group()
 
     def _agree(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's."""
+        """Return rank 0's numbers."""
         agreed = torch.tensor(numbers)
         dist.broadcast(agreed, src=0)
         return agreed.tolist()  # type: ignore[no-any-return]  # Tensor.tolist is not typed
@@ -146,7 +146,7 @@ class Race:
         )
 
     def _run_steps(self, name: str, num_steps: int) -> float:
-        """Seconds that `num_steps` steps took on this rank; all ranks start together."""
+        """Return the seconds that `num_steps` steps took on this rank; all ranks start together."""
         entry = self.entries[name]
         entry.resume()
         dist.barrier()

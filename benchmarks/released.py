@@ -1,4 +1,4 @@
-"""Chooses the runs of network.py that the documentation shows, and merges them.
+"""Selects the runs of network.py that the documentation shows, and merges them.
 
 docs_build/figures.py writes them into the pages.
 """
@@ -16,14 +16,14 @@ NUM_RUNS = 3
 # By group of tables: the names of the records that the pages show.
 CHOICE = RESULTS / "figures.json"
 
-Record = dict[str, Any]  # what network.py has written
+Record = dict[str, Any]  # a file that network.py has written
 SETTINGS = (
     *("title", "num_ranks", "num_parameters", "block_steps", "bucket_cap_mb"),
     *("burst", "nodes", "is_idle", "slow_rank", "congestion_control"),
 )
-# What of the environment must be equal too: times of two machines have no common median.
+# Entries of the environment that must also be equal: times of two machines have no common median.
 MACHINE = ("git_revision", "cpu", "cores", "torch")
-# What is read from a row of a record, by the name that it has here; quartiles stand for their median.
+# The keys that are read from a row of a record, by their names here; quartiles are replaced by their median.
 NUMBERS = {
     **{name: name for name in ("step_ms", "floor_ms", "floor_ratio", "schedule_floor_ms", "schedule_floor_ratio")},
     **{name: name for name in ("counted_bytes", "recorded_bytes", "link_bytes")},
@@ -34,7 +34,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Number:
-    """The median over the runs, with the smallest and the largest of them."""
+    """The median over the runs, with the smallest and the largest value."""
 
     median: float
     smallest: float
@@ -67,9 +67,9 @@ class Figures:
     """Runs of one revision, merged.
 
     Attributes:
-        names: of the records, below benchmarks/results.
-        environments: of the runs, in the same order.
-        networks: by title.
+        names: names of the records in benchmarks/results.
+        environments: environments of the runs, in the same order.
+        networks: the networks by title.
     """
 
     names: Sequence[str]
@@ -86,13 +86,13 @@ def write_choice(choice: Mapping[str, Sequence[str]]) -> None:
 
 
 def newest_runs(folder: Path = RESULTS) -> list[str] | None:
-    """Find the newest NUM_RUNS records `figures-*.json` that can stand for the pages.
+    """Find the newest NUM_RUNS records `figures-*.json` that the pages can show.
 
     They are of one machine and one revision without uncommitted changes, have the same settings and contestants, and
     ended in different hours. Of the runs of one hour the newest counts.
 
     Returns:
-        Their names, the oldest first; None if no revision has so many.
+        Their names, the oldest first; None if no revision has enough runs.
     """
     groups: dict[str, dict[str, str]] = {}
     for path in sorted(folder.glob("figures-*.json"), reverse=True):
@@ -109,7 +109,7 @@ def machine_of(record: Record) -> dict[str, Any]:
 
 
 def settings_of(record: Record) -> list[dict[str, Any]]:
-    """What must be equal in runs that are merged: for each network its settings and its contestants."""
+    """Return the values that must be equal in merged runs: for each network its settings and its contestants."""
     return [
         {name: network.get(name) for name in SETTINGS} | {"contestants": [row["contestant"] for row in network["rows"]]}
         for network in record["networks"]
@@ -131,11 +131,11 @@ def merge(names: Sequence[str], records: Sequence[Record]) -> Figures:
     for record in records:
         if machine_of(record) != machine_of(first):
             raise ValueError(
-                f"{', '.join(names)}: runs of one revision and machine can be merged, got {machine_of(first)} and "
+                f"{', '.join(names)}: runs must be of one revision and machine, got {machine_of(first)} and "
                 f"{machine_of(record)}"
             )
     if any(settings_of(record) != settings_of(first) for record in records):
-        raise ValueError(f"{', '.join(names)}: runs with the same settings and contestants can be merged")
+        raise ValueError(f"{', '.join(names)}: runs must have the same settings and contestants")
     networks = {}
     for sections in zip(*(record["networks"] for record in records), strict=True):
         rows = {

@@ -1,4 +1,4 @@
-"""From the blocks that the ranks measured to the table of one network."""
+"""Summarizes the blocks that the ranks measured in the table of one network."""
 
 import math
 import re
@@ -11,11 +11,11 @@ from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ring_payload_bytes
 from schedule import Schedule, schedule_floor_s, transfer_s
 from table import MISSING, table
 
-# The library's own count of bytes and the interface counters may differ by this much: headers and acknowledgements, and
-# by so many bytes a step for those of small messages, as PowerSGD sends them.
+# The library's own count of bytes and the interface counters may differ by this fraction, due to headers and
+# acknowledgements, and by this many bytes per step, due to those of small messages, which PowerSGD sends.
 BYTES_TOLERANCE = 0.03
 HEADER_BYTES = 24_000
-# From so many rounds on a table says between which values the median lies.
+# With at least this many rounds a table shows a confidence interval of the median.
 ROUNDS_FOR_INTERVAL = 20
 
 Row = dict[str, Any]  # one contestant of one network, as in the JSON results
@@ -23,7 +23,7 @@ Section = dict[str, Any]  # one network: its settings and its rows
 
 
 def bits_per_second(rate: str) -> float:
-    """`200mbit` -> 2e8. Raises ValueError for what `tc` might read differently."""
+    """`200mbit` -> 2e8. Raises ValueError for notations that `tc` might interpret differently."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
     if match is None:
         raise ValueError(f"rate must be a number and kbit, mbit or gbit, got {rate!r}")
@@ -31,22 +31,22 @@ def bits_per_second(rate: str) -> float:
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
-    """First quartile, median, third quartile."""
+    """Return first quartile, median and third quartile."""
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
 def _contestants(results: list[dict[str, Any]]) -> list[str]:
-    """In the order of their first blocks."""
+    """Return the contestants in the order of their first blocks."""
     return list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
 
 
 def _step_ms(result: dict[str, Any], name: str) -> list[float]:
-    """Per round: milliseconds a step on this rank."""
+    """Return, for each round, the milliseconds per step on this rank."""
     return [1e3 * block["seconds"] / block["num_steps"] for block in result["blocks"] if block["contestant"] == name]
 
 
 def _processor_ms(results: list[dict[str, Any]], name: str) -> float:
-    """Milliseconds of processor time a step, all threads of a rank: mean of the ranks, median of the rounds."""
+    """Return the milliseconds of CPU time per step, over all threads of a rank: mean of ranks, median of rounds."""
     by_rank = [[block for block in result["blocks"] if block["contestant"] == name] for result in results]
     return statistics.median(
         statistics.mean(1e3 * block["processor_s"] / block["num_steps"] for block in blocks_of_round)
@@ -55,9 +55,9 @@ def _processor_ms(results: list[dict[str, Any]], name: str) -> float:
 
 
 def median_interval(values: Sequence[float]) -> list[float]:
-    """Two of the values, between which the median of the population lies with 95 % confidence, however distributed.
+    """Return two of the values: a 95 % confidence interval of the population's median, for any distribution.
 
-    Of less than six values, the smallest and the largest, with less.
+    With fewer than six values, the smallest and the largest, with less confidence.
     """
     ordered = sorted(values)
     outside, probability = 0, 0.0
@@ -71,20 +71,20 @@ def median_interval(values: Sequence[float]) -> list[float]:
 
 
 def _slowest_ms(results: list[dict[str, Any]], name: str) -> list[float]:
-    """Per round: milliseconds a step on the slowest of these ranks."""
+    """Return, for each round, the milliseconds per step on the slowest of these ranks."""
     return list(map(max, zip(*(_step_ms(result, name) for result in results), strict=True)))
 
 
 def _bytes_a_step(results: list[dict[str, Any]], name: str) -> Row:
-    """Bytes a step: of the average rank, by the counters and as the library says; of the link's busier direction."""
+    """Return bytes per step: of the average rank by counters and library, and of the link's busier direction."""
     blocks = [block for result in results for block in result["blocks"] if block["contestant"] == name]
     num_steps = blocks[0]["num_steps"]
     traffic = [block["traffic"] for block in blocks if block["traffic"] is not None]
     recorded = [block["recorded_bytes"] for block in blocks if block["recorded_bytes"] is not None]
     row: Row = {"counted_bytes": None, "recorded_bytes": None, "link_bytes": None}
     if traffic:
-        row["counted_bytes"] = statistics.mean(statistics.mean(one["sent_by_rank"]) for one in traffic) / num_steps
-        directions = list(zip(*(one["over_link"] for one in traffic), strict=True))
+        row["counted_bytes"] = statistics.mean(statistics.mean(block["sent_by_rank"]) for block in traffic) / num_steps
+        directions = list(zip(*(block["over_link"] for block in traffic), strict=True))
         if directions:
             row["link_bytes"] = max(map(statistics.mean, directions)) / num_steps
     if recorded:
@@ -93,19 +93,19 @@ def _bytes_a_step(results: list[dict[str, Any]], name: str) -> Row:
 
 
 def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_steps: int) -> Section:
-    """One network's rows, from the results of its ranks, rank 0 first.
+    """Compute one network's rows from the results of its ranks, rank 0 first.
 
-    `network` has `bucket_cap_mb`, and `rank_rate` and `link_rate` (None: not shaped); its other entries are kept as
-    they are. The floor of a contestant is what its bytes take at the rate of the network, or the compute-only step if
-    that is longer. The schedule floor takes into account that no bucket is sent before its gradients are ready.
-    Speed-ups compare blocks of the same round.
+    `network` has `bucket_cap_mb`, and `rank_rate` and `link_rate` (None: not shaped); its other entries are copied.
+    The floor of a contestant is the time of its bytes at the rate of the network, or the compute-only step if that is
+    longer. The schedule floor accounts for the fact that no bucket is sent before its gradients are ready. Speed-ups
+    compare blocks of the same round.
     """
     numels, num_ranks = results[0]["numels"], len(results)
     schedule = Schedule(**results[0]["schedule"])
     names = _contestants(results)
     step_ms = {name: _slowest_ms(results, name) for name in names}
     compute_ms = statistics.median(step_ms[COMPUTE_ONLY])
-    if schedule.ready_s and max(schedule.ready_s) > compute_ms / 1e3:  # the machine was slower when it was recorded
+    if schedule.ready_s and max(schedule.ready_s) > compute_ms / 1e3:  # the machine was slower during the recording
         schedule = schedule.scaled_to(compute_ms / 1e3)
     rows = []
     for name in names:
@@ -136,9 +136,9 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
 
 
 def summarise_straggler(network: dict[str, Any], results: list[dict[str, Any]], slow_rank: int) -> Section:
-    """Rows of the network on which one rank is slow.
+    """Compute the rows of the network with one slow rank.
 
-    The speed of each of the other ranks is compared with its own without communication in the same round.
+    The speed of each of the other ranks is compared with its own speed without communication in the same round.
     """
     names = _contestants(results)
     others = [result for rank, result in enumerate(results) if rank != slow_rank]
@@ -162,12 +162,12 @@ def summarise_straggler(network: dict[str, Any], results: list[dict[str, Any]], 
 
 
 def table_of(section: Section) -> str:
-    """The Markdown table of a section, whichever it is."""
+    """Return the Markdown table of a section of either kind."""
     return straggler_table(section) if "slow_rank" in section else markdown_table(section)
 
 
 def straggler_table(section: Section) -> str:
-    """The rows as a Markdown table under one line that says what was slow."""
+    """Return the rows as a Markdown table under a title line with the slow rank."""
     rows = [
         [row["label"], f"{row['step_ms']:.0f}", f"{row['slow_rank_ms']:.0f}", _with_range(row["speed_quartiles"])]
         for row in section["rows"]
@@ -181,7 +181,7 @@ def _title(section: Section) -> str:
     title = "{}: {} ranks, {:.1f} M parameters".format(
         section["title"], section["num_ranks"], section["num_parameters"] / 1e6
     )
-    return title + ", processors idle while gradients are computed" * section.get("is_idle", False)
+    return title + ", CPUs idle while gradients are computed" * section.get("is_idle", False)
 
 
 def _with_range(quartiles: Sequence[float]) -> str:
@@ -190,14 +190,17 @@ def _with_range(quartiles: Sequence[float]) -> str:
 
 
 def byte_disagreements(section: Section) -> list[str]:
-    """The contestants whose own count of bytes is further from the interface counters than headers explain."""
+    """Return messages about contestants whose own byte count differs from the interface counters beyond headers."""
     messages = []
     for row in section["rows"]:
         counted, recorded = row["counted_bytes"], row["recorded_bytes"]
         if counted is None or recorded is None:
             continue
         if abs(recorded - counted) > BYTES_TOLERANCE * counted + HEADER_BYTES:
-            messages.append(f"{row['label']}: the library reports {recorded:.0f} bytes a step, counters {counted:.0f}")
+            messages.append(
+                f"{row['label']}: bytes per step must agree, got {recorded:.0f} from the library and "
+                f"{counted:.0f} from the counters"
+            )
     return messages
 
 
@@ -212,17 +215,17 @@ def _speedup(row: Row) -> str:
 
 
 def _floor_cells(row: Row, floor: str) -> list[str]:
-    """A floor in ms and the ratio to it. Results of before 2026-11-26 have no schedule floor."""
+    """Return a floor in ms and the ratio to it. Results from before 2026-11-26 have no schedule floor."""
     if f"{floor}_ms" not in row:
         return [MISSING] * 2
     return [f"{row[f'{floor}_ms']:.0f}", f"{row[f'{floor}_ratio']:.2f}"]
 
 
 def markdown_table(section: Section) -> str:
-    """The rows as a Markdown table under one line that says what the network was. MB are 1e6 bytes."""
+    """Return the rows as a Markdown table under a title line that describes the network. MB are 1e6 bytes."""
     with_link = any(row["link_bytes"] is not None for row in section["rows"])
     with_interval = len(section["rows"][0]["rounds_ms"]) >= ROUNDS_FOR_INTERVAL
-    head = ["", "ms/step", "processor ms", "MB sent/step/rank: counters", "library"]
+    head = ["", "ms/step", "CPU ms", "MB sent/step/rank: counters", "library"]
     head += ["MB over the link/step"] * with_link
     head += ["floor ms", "x floor", "schedule floor ms", "x schedule floor", "speed-up (quartiles)"]
     head += ["95 % of its median"] * with_interval
@@ -239,11 +242,11 @@ def markdown_table(section: Section) -> str:
         rows.append(cells)
     num_rounds = len(section["rows"][0]["rounds_ms"])
     rounds = f"{num_rounds} rounds of {section['block_steps']} steps each"
-    others = "of seconds where communication is not tied to steps"
+    others = "of several seconds if communication is not tied to steps"
     if any(CONTESTANTS[row["contestant"]].steps_a_round > 1 for row in section["rows"]):
-        others += ", of at least three rounds where weights are averaged once in some steps"
+        others += ", of at least three averaging rounds if weights are averaged once every few steps"
     without_waiting = [
         row["label"] for row in section["rows"] if not CONTESTANTS[row["contestant"]].waits_for_gradients
     ]
-    note = f"Schedule floor is floor, since they do not wait for gradients: {'; '.join(without_waiting)}."
+    note = f"The schedule floor is the floor of rows that do not wait for gradients: {'; '.join(without_waiting)}."
     return f"{_title(section)}, {rounds}, {others}\n\n{table(head, rows)}\n\n{note}"

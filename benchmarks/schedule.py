@@ -1,4 +1,4 @@
-"""The schedule of a training step: when each gradient is ready, and the earliest time at which all can be averaged."""
+"""The schedule of a training step: when each gradient is ready, and the earliest time at which all can be sent."""
 
 import copy
 import statistics
@@ -13,7 +13,7 @@ from torch import nn
 
 # A full TCP/IPv4 segment on Ethernet carries 1448 bytes in a frame of 1514: `tbf` counts the frame.
 FRAME_BYTES_PER_PAYLOAD_BYTE = 1.045
-# Of buckets, if DDP is given no size: then the first has 1 MiB.
+# The bucket size if DDP is not given one; the first bucket then has 1 MiB.
 DDP_DEFAULT_MB = 25.0
 WARM_UP_STEPS = 3
 RECORDED_STEPS = 15
@@ -21,7 +21,7 @@ RECORDED_STEPS = 15
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the parts of a training step without communication are done, in seconds since the step began.
+    """The times of a training step without communication, in seconds since the step began.
 
     Attributes:
         forward_s: the end of forward.
@@ -32,17 +32,17 @@ class Schedule:
     ready_s: list[float]
 
     def buckets_ready_s(self, buckets: Sequence[Sequence[int]]) -> list[float]:
-        """When the last gradient of each bucket is ready; buckets hold the numbers of their parameters."""
+        """Return when the last gradient of each bucket is ready; buckets contain the numbers of their parameters."""
         return [max(self.ready_s[index] for index in bucket) for bucket in buckets]
 
     def scaled_to(self, seconds: float) -> "Schedule":
-        """The same schedule, of which the last gradient is ready after `seconds`."""
+        """Return a scaled schedule in which the last gradient is ready after `seconds`."""
         factor = seconds / max(self.ready_s)
         return Schedule(self.forward_s * factor, [ready_s * factor for ready_s in self.ready_s])
 
 
 def record_schedule(model: nn.Module, batch: torch.Tensor) -> Schedule:
-    """Train a copy of `model`, without communication, and return the medians over some steps."""
+    """Train a copy of `model`, without communication, and return the medians over several steps."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     ready_s: list[list[float]] = [[] for _ in model.parameters()]
@@ -74,16 +74,16 @@ def agree_on_schedule(schedule: Schedule) -> Schedule:
 
 
 def choose_schedule(model: nn.Module, batch: torch.Tensor, compute_ms: float | None) -> Schedule:
-    """Record the model's schedule; with `compute_ms`, scale it to so many. The same on all ranks. Collective."""
+    """Record the model's schedule; with `compute_ms`, scale it to this time. The same on all ranks. Collective."""
     schedule = agree_on_schedule(record_schedule(model, batch))
     return schedule if compute_ms is None else schedule.scaled_to(compute_ms / 1e3)
 
 
 def group_into_buckets(numels: Sequence[int], ready_s: Sequence[float], bucket_cap_mb: float) -> list[list[int]]:
-    """The parameters of each bucket, by their numbers, as DDP groups them after its first step.
+    """Return the numbers of each bucket's parameters, as DDP groups them after its first step.
 
-    It goes through float32 gradients in the order in which they became ready; a bucket ends with the one that brings it
-    to `bucket_cap_mb` MiB, the first to 1 MiB if that is DDP's default.
+    DDP visits float32 gradients in the order in which they became ready. A bucket ends with the gradient that fills it
+    to `bucket_cap_mb` MiB; with DDP's default size, the first bucket ends at 1 MiB.
     """
     buckets: list[list[int]] = [[]]
     num_bytes, cap_mb = 0, 1.0 if bucket_cap_mb == DDP_DEFAULT_MB else bucket_cap_mb
@@ -97,18 +97,18 @@ def group_into_buckets(numels: Sequence[int], ready_s: Sequence[float], bucket_c
 
 
 def transfer_s(num_bytes: float, bits_per_second: float) -> float:
-    """Seconds that a payload takes on the wire."""
+    """Return the seconds that a payload takes on the wire."""
     return 8 * num_bytes * FRAME_BYTES_PER_PAYLOAD_BYTE / bits_per_second
 
 
 def earliest_transfers_s(ready_s: Sequence[float], transfers_s: Sequence[float]) -> list[float]:
-    """When each bucket has been transferred at the earliest, one after the other, in seconds since the step began.
+    """Return the earliest end of each bucket's transfer, one after the other, in seconds since the step began.
 
-    The last of these is the largest of ready_k + (the transfers from bucket k on), over all buckets k.
+    The last of these is the maximum over all buckets k of ready_k + (the transfers from bucket k on).
 
     Args:
         ready_s: when each bucket is ready, in the order in which buckets are sent.
-        transfers_s: how long each takes on the wire.
+        transfers_s: time of each bucket on the wire.
     """
     ends: list[float] = []
     for ready, transfer in zip(ready_s, transfers_s, strict=True):
@@ -119,7 +119,7 @@ def earliest_transfers_s(ready_s: Sequence[float], transfers_s: Sequence[float])
 def schedule_floor_s(
     schedule: Schedule, numels: Sequence[int], bucket_cap_mb: float, num_bytes: float, bits_per_second: float
 ) -> float:
-    """Seconds from the beginning of a step until `num_bytes`, spread evenly over all elements, can have been sent.
+    """Return the seconds from the start of a step until `num_bytes`, spread evenly over all elements, can be sent.
 
     A bucket cannot be sent before the last of its gradients is ready.
     """

@@ -1,11 +1,11 @@
-"""What attaching costs with more and more ranks on this machine: seconds, sockets, threads and memory of a rank.
+"""Measures the cost of `attach` with increasing numbers of ranks on this machine: time, sockets, threads and memory.
 
     python benchmarks/startup.py [--ranks 8 16 32 64] [--only NAME ...] [--rounds 1] [--json PATH]
 
 Ranks are processes forked from one that has imported torch, over the loopback device. Each opens torch's default group,
-attaches an algorithm, trains three steps and detaches. What an attachment has is told as the difference to before it,
-once it has trained. Memory is what a rank shares with no other (Private_Clean and Private_Dirty of Linux). With more
-ranks than processors the seconds are mostly those of processors: beside them stand the processor seconds of all ranks.
+attaches an algorithm, trains three steps and detaches. The resources of an attachment are the difference between after
+training and before `attach`. Memory is a rank's unshared memory (Private_Clean and Private_Dirty of Linux). With more
+ranks than cores, the time is mostly CPU time; the table also lists the CPU seconds of all ranks.
 """
 
 import importlib
@@ -37,7 +37,7 @@ DEADLINE_S = 600.0
 
 
 def read_figures() -> dict[str, float]:
-    """What this process has now."""
+    """Read the resources that this process uses now."""
     private_kib = sum(
         int(line.split()[1]) for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "Private_" in line
     )
@@ -83,7 +83,7 @@ def train(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def measure(size: int, name: str) -> dict[str, Any]:
     """Run the ranks once."""
     with tempfile.TemporaryDirectory(prefix="torchbagua-startup-") as folder:
-        # In a process of its own: what is forked takes over no threads, and the store has some.
+        # In a separate process: the store has threads, and a forked rank does not inherit threads.
         ports, has_ended = mp.SimpleQueue(), mp.Event()
         server = mp.get_context("fork").Process(target=serve, args=(ports, has_ended), daemon=True)
         server.start()
@@ -94,7 +94,7 @@ def measure(size: int, name: str) -> dict[str, Any]:
         try:
             while not ranks.join(timeout=1.0):
                 if time.monotonic() > end_s:
-                    raise TimeoutError(f"{size} ranks took longer than {DEADLINE_S:g} s")
+                    raise TimeoutError(f"timed out after {DEADLINE_S:g} s waiting for {size} ranks")
         finally:
             for process in ranks.processes:
                 process.kill()
@@ -103,7 +103,7 @@ def measure(size: int, name: str) -> dict[str, Any]:
         figures = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
     before, attached, trained = zip(*figures, strict=True)
     return {
-        "attach_s": max(one["at_s"] for one in attached) - min(one["at_s"] for one in before),
+        "attach_s": max(rank["at_s"] for rank in attached) - min(rank["at_s"] for rank in before),
         "attach_processor_s_of_all": sum(
             b["processor_s"] - a["processor_s"] for a, b in zip(before, attached, strict=True)
         ),
@@ -114,12 +114,12 @@ def measure(size: int, name: str) -> dict[str, Any]:
             key: statistics.median(b[key] - a[key] for a, b in zip(before, trained, strict=True))
             for key in ("descriptors", "threads", "private_mib")
         },
-        "private_mib_of_a_rank": statistics.median(one["private_mib"] for one in trained),
+        "private_mib_of_a_rank": statistics.median(rank["private_mib"] for rank in trained),
     }
 
 
 def total(figures: Sequence[dict[str, float]], key: str) -> float:
-    return sum(one[key] for one in figures)
+    return sum(rank[key] for rank in figures)
 
 
 def serve(ports: Any, has_ended: Any) -> None:
@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     arguments = parser.parse_args()
-    importlib.import_module("torch.distributed.fsdp")  # what is imported now, no rank has to import
+    importlib.import_module("torch.distributed.fsdp")  # imported before the fork, so that no rank has to import it
     results = []
     for name in arguments.only:
         for size in arguments.ranks:
@@ -153,7 +153,7 @@ def main() -> int:
                 f"{median['private_mib']:.1f}",
             ]
         )
-    head = ["algorithm", "ranks", "attach, s", "processor s, all ranks", "descriptors", "threads", "private MiB"]
+    head = ["algorithm", "ranks", "attach, s", "CPU s, all ranks", "descriptors", "threads", "private MiB"]
     print(table(head, rows))
     write_record(arguments.json, {"results": results})
     return 0

@@ -1,9 +1,9 @@
-"""What a rank does in a training step: processor time of each thread, memory, buckets, and a picture of one step.
+"""Profiles a rank's training step: CPU time of each thread, memory, buckets, and a picture of one step.
 
     python benchmarks/step_profile.py bytegrad --ranks 2 --rate 1gbit --picture step.png     # root, Linux
 
-The contestants are those of network.py; only those with a Recorder give a picture. If they wait for gradients, a table
-has what each bucket's average is late by, against the schedule floor.
+The contestants are those of network.py; only contestants with a Recorder produce a picture. If they wait for gradients,
+a table lists the delay of each bucket's mean relative to the schedule floor.
 """
 
 import argparse
@@ -27,17 +27,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contestants", nargs="+", choices=list(CONTESTANTS), metavar="CONTESTANT")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each rank, or 'unshaped'")
+    parser.add_argument("--rate", default="1gbit", help="rate of each rank, or 'unshaped'")
     parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
     add_compute_arguments(parser)
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
-    parser.add_argument("--steps", type=int, default=30, help="steps that are measured (default 30)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="of the last step, of rank 0 and one contestant")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps (default 30)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw rank 0's last step; needs one contestant")
     parser.add_argument("--json", type=Path, metavar="PATH")
     arguments = parser.parse_args()
     check_compute_arguments(parser, arguments, arguments.contestants)
     if arguments.picture is not None and len(arguments.contestants) > 1:
-        parser.error("--picture is of one contestant")
+        parser.error(f"--picture needs one contestant, got {len(arguments.contestants)}")
     limits = Limits(600.0)
     profiles = {}
     for contestant in arguments.contestants:
@@ -76,7 +76,7 @@ def main() -> int:
         ]
         for name, profile in profiles.items()
     ]
-    print(table(["rank 0", "ms/step", *(f"{thread}, processor ms" for thread in threads), "peak MiB"], rows))
+    print(table(["rank 0", "ms/step", *(f"{thread}, CPU ms" for thread in threads), "peak MiB"], rows))
     for name, profile in profiles.items():
         if "buckets" in profile:
             buckets = [BucketTimes(**bucket) for bucket in profile["buckets"]]

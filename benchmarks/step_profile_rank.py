@@ -17,13 +17,13 @@ from processes import begin_rank, leave_process_group, report_progress
 from schedule import choose_schedule, group_into_buckets
 from torchbagua.observe.timeline import draw
 
-WARM_UP_STEPS = 6  # the first means find out whether chunks travel in pieces
+WARM_UP_STEPS = 6  # the first means determine whether chunks are sent in pieces
 TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What step_profile.py tells its ranks, as JSON."""
+    """The settings that step_profile.py passes to its ranks, as JSON."""
 
     scratch: str  # folder of progress.json, and of rank 0's profile.json
     init_method: str
@@ -31,11 +31,11 @@ class Settings:
     contestant: str
     num_parameters: int
     is_idle: bool  # the model waits instead of computing
-    compute_ms: float | None  # how long; None: as long as it was recorded to compute
-    bits_per_second: float | None  # of the network
+    compute_ms: float | None  # how long it waits; None: for the recorded compute time
+    bits_per_second: float | None  # rate of the network; None: not shaped
     bucket_cap_mb: float
     num_steps: int
-    picture: str | None  # where rank 0 draws its last step
+    picture: str | None  # file in which rank 0 draws its last step
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def processor_ns() -> "Counter[str]":
-    """Time on a processor so far: of the training thread, the lane, and what torch and gloo have started."""
+    """Return the CPU time so far: of the training thread, the lane, and the threads of torch and gloo."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     names[threading.main_thread().native_id] = "training"
     used = Counter[str]()
@@ -101,7 +101,7 @@ def processor_ns() -> "Counter[str]":
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had in use."""
+    """Return the peak memory of this process."""
     return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
 
 

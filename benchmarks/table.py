@@ -7,7 +7,7 @@ MISSING = "\N{EN DASH}"  # a number that was not measured
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table.
+    """Return a Markdown table.
 
     A column is aligned to the right if its cells begin with numbers, bold or not, or are empty or MISSING.
     """

@@ -1,4 +1,4 @@
-"""How long calls take, in turns: on a GPU by its own clock, on the CPU by the host's."""
+"""Times calls in turns: on a GPU by the GPU's clock, on the CPU by the host's."""
 
 import random
 import time
@@ -10,18 +10,18 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-# Half a millisecond: while the GPU spins the host queues all calls, so that what is timed never waits for the host.
+# Half a millisecond: the host queues all calls while the GPU spins, so that the timed calls never wait for the host.
 HEAD_START_CYCLES = 1_000_000
 
 
 def alternated(
     contestants: Mapping[str, Callable[[], T]], rounds: int, *, warm_ups: int = 1, shows_progress: bool = False
 ) -> dict[str, list[T]]:
-    """What each contestant has returned in each round.
+    """Return the results of each contestant in each round.
 
-    A round calls every one of them once, in an order of its own, which is the same on all ranks: whatever slows the
-    machine down for a while slows all of them, and none runs behind the same other each time. Rounds that warm up come
-    before and are not counted.
+    A round calls every contestant once, in a random order that is the same on all ranks: a temporary load on the
+    machine slows down all of them, and none always follows the same contestant. Warm-up rounds come first and are not
+    counted.
     """
     results: dict[str, list[T]] = {name: [] for name in contestants}
     order, shuffle = list(contestants), random.Random(0).shuffle
@@ -35,12 +35,12 @@ def alternated(
 
 
 def elapsed_ms(device: torch.device, call: Callable[[], object], *, head_start: bool = False) -> float:
-    """Milliseconds from the start to the end of what `call` does on `device`.
+    """Return the milliseconds from the start to the end of the work of `call` on `device`.
 
     Args:
         device: a GPU or the CPU.
-        call: what is timed.
-        head_start: let a GPU begin only when the host has queued the call, or much of it.
+        call: the function to time.
+        head_start: delay a GPU until the host has queued the call, or much of it.
     """
     if device.type == "cpu":
         start_s = time.perf_counter()
@@ -57,13 +57,13 @@ def elapsed_ms(device: torch.device, call: Callable[[], object], *, head_start: 
 
 
 def host_us(device: torch.device, call: Callable[[], object], num_calls: int = 200) -> float:
-    """Microseconds for which one `call` keeps the host, the GPU's own work not included: a mean of some calls.
+    """Return the host's microseconds for one `call`, without the GPU's work: a mean of `num_calls` calls.
 
     In CPU time of this thread: other processes of the machine do not count.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start_ns = time.thread_time_ns()
-    for _ in range(num_calls):  # fewer than a stream's queue holds, so that none waits for an earlier one
+    for _ in range(num_calls):  # fewer than the capacity of a stream's queue, so that no call waits for an earlier one
         call()
     return (time.thread_time_ns() - start_ns) / 1e3 / num_calls

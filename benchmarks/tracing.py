@@ -2,12 +2,12 @@
 
     python benchmarks/tracing.py [--ranks 2] [--rounds 40] [--json PATH]
 
-Every rank is a process with one thread, which trains copies of one model under ByteGrad in turns, ten steps at a time:
-without observers, twice, with a Summary, and with a Summary, a TensorBoardTrace that writes every ten steps and a
-PerfettoTrace. The batch is chosen so that a step takes about 50 ms. A time is the mean of ten steps, in which
-TensorBoardTrace writes once; the cost of a trace is the median over the rounds of its time less the one without
-observers. CPU time is the whole process's, with the threads on which traces are written; its mean includes what is
-rare, as the pictures are.
+Every rank is a process with one thread. It trains copies of one model with ByteGrad in turns of forty steps: without
+observers (twice), with a Summary, and with a Summary, a TensorBoardTrace that writes every ten steps and a
+PerfettoTrace. The batch is chosen so that a step takes about 50 ms. A time is the mean of a turn, in which
+TensorBoardTrace writes four times. The cost of a trace is the median over the rounds of the difference between its time
+and the time without observers. CPU time is that of the whole process, including the threads that write traces; its mean
+includes rare work such as the pictures.
 """
 
 import json
@@ -33,25 +33,25 @@ from table import table
 from timing import alternated
 
 STEP_MS = 50.0
-# Long enough that what a trace writes on its own thread, twice a second, is written in its own turn.
+# Long enough that a trace's thread, which writes twice a second, writes within the trace's own turn.
 STEPS_PER_TURN = 40
 STEPS_PER_POINT = 10
 WIDTH, NUM_LAYERS, BUCKET_CAP_MB = 512, 24, 8  # 6.3 M parameters
 
 
 def contestants(folder: Path) -> dict[str, list[tb.Observer]]:
-    """What listens to each copy of the model."""
+    """Return the observers of each copy of the model."""
     traces = [tb.observe.TensorBoardTrace(folder, STEPS_PER_POINT), tb.observe.PerfettoTrace(folder)]
     return {
         "no observer": [],
-        "no observer, again": [],  # what this differs by is noise
+        "no observer, again": [],  # its difference to the first is noise
         "Summary": [tb.observe.Summary()],
         "all traces": [tb.observe.Summary(), *traces],
     }
 
 
 class Trainer:
-    """One copy of the model at work."""
+    """One copy of the model, and its training."""
 
     def __init__(self, observers: Sequence[tb.Observer]) -> None:
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ class Trainer:
         self.attachment = tb.attach(self.ddp, self.optimizer, tb.ByteGradAlgorithm(), observers=observers)
 
     def train(self, batch: torch.Tensor, num_steps: int = STEPS_PER_TURN) -> tuple[float, float]:
-        """Train some steps; return the milliseconds and the CPU milliseconds of one."""
+        """Train `num_steps` steps; return the milliseconds and the CPU milliseconds per step."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             self.optimizer.zero_grad()
@@ -72,7 +72,7 @@ class Trainer:
 
 
 def run_rank(rank: int, num_ranks: int, num_rounds: int, port: int, folder: str) -> None:
-    """Train on one rank, and leave rank 0's times in the folder."""
+    """Train on one rank, and write rank 0's times to the folder."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -85,7 +85,7 @@ def run_rank(rank: int, num_ranks: int, num_rounds: int, port: int, folder: str)
     batch = torch.randn(_batch_size(trainers["no observer"]), WIDTH)
     for trainer in trainers.values():
         trainer.train(batch)
-        # So that what a trace writes every ten steps it writes in the middle of a turn, and not in the next one's.
+        # A trace then writes its points, every ten steps, in the middle of its turn and not in the next turn.
         trainer.train(batch, STEPS_PER_TURN // 2)
     turns = {name: partial(trainer.train, batch) for name, trainer in trainers.items()}
     times = alternated(turns, num_rounds, warm_ups=0, shows_progress=rank == 0)
@@ -99,7 +99,7 @@ def run_rank(rank: int, num_ranks: int, num_rounds: int, port: int, folder: str)
 
 
 def _batch_size(trainer: Trainer) -> int:
-    """Return the batch with which a step takes about STEP_MS, the same on all ranks."""
+    """Return the batch size with which a step takes about STEP_MS, the same on all ranks."""
     sizes = (256, 1024)
     for size in sizes:
         trainer.train(torch.randn(size, WIDTH))
@@ -111,7 +111,7 @@ def _batch_size(trainer: Trainer) -> int:
 
 
 def report(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """What listening costs, by who listens: the figures of the table."""
+    """Return the costs of the observers, by name: the figures of the table."""
     walls, cpus = ({name: [turn[kind] for turn in turns] for name, turns in times.items()} for kind in (0, 1))
     base_wall_ms, base_cpu_ms = walls["no observer"], cpus["no observer"]
     rows = {}
@@ -131,8 +131,16 @@ def report(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, f
 
 
 def table_of(rows: dict[str, dict[str, float]]) -> str:
-    """The figures as a Markdown table."""
-    head = ["listening", "ms a step", "cost, ms", "cost, %", "CPU ms a step", "cost, %", "in the mean, %"]
+    """Return the figures as a Markdown table."""
+    head = [
+        "observers",
+        "ms per step",
+        "cost, ms",
+        "cost, %",
+        "CPU ms per step",
+        "CPU cost, %",
+        "CPU cost of the mean, %",
+    ]
     forms = (".2f", "+.3f", "+.2f", ".2f", "+.2f", "+.2f")
     cells = [
         [name, *(format(figure, form) for figure, form in zip(row.values(), forms, strict=True))]

@@ -1,10 +1,10 @@
-"""Two revisions of this repository over emulated slow networks, in turns. Root, Linux.
+"""Measures two revisions of this repository over emulated slow networks, in turns. Root, Linux.
 
     python benchmarks/two_revisions.py BEFORE AFTER --runs 5 -- --ranks 2 --rates 1gbit --only ddp bytegrad
 
-BEFORE and AFTER are clones, each built in its own place (`make lint` there does that). What stands behind `--` are
-arguments of network.py, which every run starts anew in the clone whose turn it is. With `--json` the runs are added to
-those that are recorded in that file already.
+BEFORE and AFTER are clones, each built in its directory (`make lint` does that). The arguments after `--` are passed to
+network.py, which every run starts in one of the clones, in turns. With `--json` the runs are added to those already
+recorded in that file.
 """
 
 import argparse
@@ -27,13 +27,13 @@ Rows = dict[tuple[int, str, str], dict[str, Any]]  # by number of ranks, network
 
 
 def run(clone: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    """The networks that network.py of this clone has measured."""
+    """Run network.py of this clone and return the networks that it has measured."""
     with tempfile.TemporaryDirectory(prefix="torchbagua-revisions-") as folder:
         path = Path(folder, "result.json")
         program = [str(clone / ".venv/bin/python"), "benchmarks/network.py", *arguments, "--json", str(path)]
         environment = {"PYTHONPATH": str(clone), "PATH": os.environ["PATH"]}
         code = subprocess.run(program, cwd=clone, env=environment).returncode
-        if not path.exists():  # it has said why; what it complains of beside its results is said too, and they are kept
+        if not path.exists():  # network.py has printed the reason; results with printed complaints are kept
             raise SystemExit(code or 1)
         return json.loads(path.read_text())["networks"]  # type: ignore[no-any-return]  # JSON
 
@@ -43,12 +43,12 @@ def add_run(rows: Rows, name: str, networks: list[dict[str, Any]]) -> None:
         for row in network["rows"]:
             key = (network["num_ranks"], network["title"], row["contestant"])
             entry = rows.setdefault(key, dict(zip(("ranks", "network", "contestant"), key, strict=True)))
-            # Revisions of before 2026-11-26 have no schedule floor.
+            # Revisions from before 2026-11-26 have no schedule floor.
             entry.setdefault(name, []).append({which: round(row[which], 2) for which in TIMES if which in row})
 
 
 def table_of(rows: Rows) -> str:
-    """Medians over the runs, beside what `ddp` took in the same ones."""
+    """Return a table of the medians over the runs, compared with `ddp` in the same runs."""
     head = ["ranks", "network", "contestant", *(f"{name}, ms/step" for name in NAMES), "runs", "DDP / after"]
     head += ["x floor", "x schedule floor"]
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clones", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="the record, to which the runs are added")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="the record to which the runs are added")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     arguments = parser.parse_args(own)
     for_network = sys.argv[len(own) + 2 :]
@@ -89,7 +89,7 @@ def main() -> None:
     if arguments.json is not None and arguments.json.exists():
         known = json.loads(arguments.json.read_text())
         if known["revisions"] != revisions:
-            parser.error(f"--json: {arguments.json} is of {known['revisions']}, the clones are at {revisions}")
+            parser.error(f"--json: {arguments.json} must be of the clones' {revisions}, got {known['revisions']}")
         rows = {(row["ranks"], row["network"], row["contestant"]): row for row in known["results"]}
     for number in range(arguments.runs):
         for name in NAMES if number % 2 == 0 else reversed(NAMES):

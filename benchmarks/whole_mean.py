@@ -1,7 +1,7 @@
-"""The two-phase mean as several ranks run it, for a group of one, which is otherwise spared it.
+"""The two-phase mean of several ranks, run by a group of one rank, which normally skips it.
 
-A group of one communicates nothing, and its impl returns at once. To see on one GPU what encoding, the reduction and
-decoding cost beside backward, this algorithm runs them all the same; of messages to other ranks there are none.
+A group of one rank communicates nothing, and its impl returns immediately. This algorithm still encodes, reduces and
+decodes, without messages to other ranks, to measure on one GPU what these steps cost during backward.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
 
 def make_mean(group: BaguaProcessGroup, compressor: Compressor, bucket: tb.BaguaBucket) -> TwoPhaseMean:
-    """The collective of one bucket: the one place here that knows how it is made."""
+    """Return the collective of one bucket. Only this function depends on its constructor."""
     return TwoPhaseMean(group.world, compressor, bucket.spec, float(group.size))
 
 
 @dataclass(frozen=True)
 class WholeByteGradAlgorithm(tb.Algorithm):
-    """ByteGrad that compresses with one rank, too: gradients become Q(Q(g))."""
+    """ByteGrad that also compresses with one rank: gradients become Q(Q(g))."""
 
     def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
         return _WholeByteGradImpl(runner)

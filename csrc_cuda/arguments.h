@@ -1,5 +1,5 @@
-// A tensor as a kernel takes it, or a refusal: what lets a kernel stay inside its tensors is checked here, in the words
-// of torchbagua/native/ops.py. What a table holds is not looked at.
+// Converts tensors to the form that kernels take, or rejects them: these checks keep a kernel inside its tensors, and
+// have the same messages as torchbagua/native/ops.py. The content of a table is not checked here.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -27,7 +27,7 @@ struct NativeOp {
   const char* name;
 };
 
-// A call of an operation: of which library, and the tensor that the others must lie beside.
+// A call of an operation: the device type of its library, and its first tensor, which determines the device.
 struct Call : NativeOp {
   DeviceType place;
   const Tensor& first;
@@ -63,7 +63,7 @@ inline std::string describe(const Tensor& tensor) {
                  name_of_device(tensor));
 }
 
-// The size that a dimension must have, or its name where it may have any.
+// The required size of a dimension, or its name if any size is allowed.
 struct Size {
   const char* name;
   int64_t value = -1;
@@ -72,7 +72,7 @@ struct Size {
 struct Argument {
   const char* name;
   const Tensor& tensor;
-  int64_t size = -1;  // that it must have, of one dimension
+  int64_t size = -1;  // the required size of its first dimension, if any
 };
 
 constexpr const char* kElementTypes = "float32, bfloat16 or float16";
@@ -82,8 +82,8 @@ inline bool has_elements(const Tensor& tensor) {
   return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
 }
 
-// Refuses a tensor unless it has one of the `types`, is contiguous, of the shape (any where none is given), and where
-// the call's first tensor is, on a device of the library's.
+// Rejects a tensor unless it has one of the `types`, is contiguous, has the shape (any shape if none is given), and is
+// on the device of the call's first tensor, which must be of the library's device type.
 inline void check(const Call& call, const Argument& argument, bool has_type, const char* types,
                   std::initializer_list<Size> shape) {
   const Tensor& tensor = argument.tensor;
@@ -109,7 +109,7 @@ inline void check(const Call& call, const Argument& argument, bool has_type, con
          describe(tensor));
 }
 
-// Calls `body` with a value of a type that `has_elements` knows.
+// Calls `body` with a value of a type that `has_elements` accepts.
 template <typename Body>
 void with_element_type(ScalarType type, const Body& body) {
   switch (type) {
@@ -122,7 +122,7 @@ void with_element_type(ScalarType type, const Body& body) {
   }
 }
 
-// Calls `body` with a value of the type of the argument's elements, one of those that the codecs encode.
+// Calls `body` with a value of the argument's element type, which must be one that the codecs encode.
 template <typename Body>
 void with_element_of(const Call& call, const Argument& argument, const Body& body) {
   check(call, argument, has_elements(argument.tensor), kElementTypes, {{"N", argument.size}});
@@ -155,12 +155,12 @@ Span<T> span_of(const Call& call, const Argument& argument) {
 inline Rows rows_of(const Call& call, const Tensor& rows) {
   check(call, {"rows", rows}, rows.scalar_type() == ScalarType::Byte, "uint8", {{"R"}, {"W"}});
   if (rows.size(0) < 1) {
-    refuse(call, "rows", "of at least one row", describe(rows));
+    refuse(call, "rows", "a tensor of at least one row", describe(rows));
   }
   return {static_cast<const unsigned char*>(rows.const_data_ptr()), rows.size(0), rows.size(1)};
 }
 
-// As the kernels take it, in float32.
+// Converts the divisor to float32, as the kernels take it.
 inline float divisor_of(const Call& call, double divisor) {
   const float rounded = static_cast<float>(divisor);
   if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {

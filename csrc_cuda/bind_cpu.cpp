@@ -1,7 +1,7 @@
-// The CPU kernels of torchbagua on the dispatcher, over LibTorch's stable ABI; torchbagua/native/ops.py has the
-// schemas.
+// Registers the CPU kernels of torchbagua with the dispatcher, over LibTorch's stable ABI; torchbagua/native/ops.py has
+// the schemas.
 
-// What is included gives torch its operations: a codec is a line here.
+// Each included header registers its operations: to add a codec, add a line here.
 #include <string>
 
 #include "cpu/blockk.h"
@@ -19,7 +19,7 @@ std::string cpu_instruction_set() { return torchbagua::cpu::name_of(torchbagua::
 
 }  // namespace
 
-// An operation without a tensor has no device to be dispatched on.
+// An operation without tensor arguments has no device to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CompositeExplicitAutograd, library) {
   library.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
 }

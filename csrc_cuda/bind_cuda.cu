@@ -1,9 +1,9 @@
-// The CUDA kernels of torchbagua on the dispatcher, over LibTorch's stable ABI; torchbagua/native/ops.py has the
-// schemas.
+// Registers the CUDA kernels of torchbagua with the dispatcher, over LibTorch's stable ABI; torchbagua/native/ops.py
+// has the schemas.
 
-// First: it says what the last line of a codec's kernels does.
+// First, because it defines the macro in the last line of a codec's kernels.
 #include "cuda/codec.h"
-// Then the kernels, and what launches those that are no codec's.
+// Then the kernels, and the launchers of the kernels that belong to no codec.
 #include "cuda/low_rank.h"
 #include "cuda/qadam.h"
 #include "kernels/all.cuh"

@@ -1,5 +1,5 @@
-// The operations of a codec on the dispatcher, over LibTorch's stable ABI: torchbagua/native/block_format.py says what
-// they do. Here their arguments become what kernels take, in the order of the operation, or are refused.
+// The operations of a codec on the dispatcher, over LibTorch's stable ABI; torchbagua/native/block_format.py documents
+// them. This file checks their arguments and converts them, in the order of the operation, to what kernels take.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -11,14 +11,14 @@
 
 namespace torchbagua::binding {
 
-// `Kernels` has kName, how the operations' names begin; kDevice, the device that they are for; kFields, of a row of a
-// table; and a function for each operation of its device, which is given the call and the arguments, the tables'
-// content unseen.
+// `Kernels` has kName, the prefix of the operations' names; kDevice, the device type; kFields, the number of fields in
+// a row of a table; and a function for each operation on its device, which takes the call and the arguments, with the
+// content of tables unchecked.
 template <typename Kernels>
 struct CodecOps {
   static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kDevice, first}; }
 
-  // Arguments are looked at in their order, as in plain torch.
+  // Arguments are checked in order, as in plain torch.
   static void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
     const Call called = call("encode", x);
     with_element_of(called, {"x", x}, [&](auto element) {
@@ -117,7 +117,7 @@ struct CodecOps {
     library.impl((name + "_decode_mean").c_str(), TORCH_BOX(&CodecOps::decode_mean));
     library.impl((name + "_decode_mean_encode").c_str(), TORCH_BOX(&CodecOps::decode_mean_encode));
     library.impl((name + "_encode_feedback").c_str(), TORCH_BOX(&CodecOps::encode_feedback));
-    if constexpr (Kernels::kDevice == DeviceType::CPU) {  // a GPU has no cache in which a mean would wait
+    if constexpr (Kernels::kDevice == DeviceType::CPU) {  // a GPU has no cache to keep a mean in
       library.impl((name + "_decode_mean_encode_feedback").c_str(), TORCH_BOX(&CodecOps::decode_mean_encode_feedback));
     }
     if constexpr (Kernels::kCodesMomenta) {

@@ -1,5 +1,5 @@
-// The operations of low rank on the dispatcher, over LibTorch's stable ABI: torchbagua/native/low_rank.py says what
-// they do. Here their arguments become what kernels take, or are refused.
+// The low-rank operations on the dispatcher, over LibTorch's stable ABI; torchbagua/native/low_rank.py documents them.
+// This file checks their arguments and converts them to what kernels take.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,7 +16,7 @@ RowTable<Row> row_table_of(const Call& call, const Tensor& table) {
   return {static_cast<const Row*>(table.const_data_ptr()), table.size(0), table.size(1)};
 }
 
-// A float64 tensor [num_rows, W]; any number of rows where that is negative.
+// A float64 tensor [R, W] with `argument.size` rows; any number of rows if the size is negative.
 inline Grid<double> grid_of(const Call& call, const Argument& argument) {
   const Tensor& tensor = argument.tensor;
   check(call, argument, tensor.scalar_type() == ScalarType::Double, "float64", {{"R", argument.size}, {"W"}});
@@ -29,8 +29,8 @@ inline Grid<const double> const_grid_of(const Call& call, const Argument& argume
   return {static_cast<const double*>(tensor.const_data_ptr()), tensor.size(0), tensor.size(1)};
 }
 
-// `Kernels` has kDevice, the device that they are for, and a function for each operation, which is given the call and
-// the arguments, the tables' content unseen.
+// `Kernels` has kDevice, the device type, and a function for each operation, which takes the call and the arguments,
+// with the content of tables unchecked.
 template <typename Kernels>
 struct LowRankOps {
   static Call call(const char* name, const Tensor& first) { return {{"low_rank", name}, Kernels::kDevice, first}; }

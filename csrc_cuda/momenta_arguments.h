@@ -1,4 +1,4 @@
-// Lists of momenta as kernels take them, or their refusal.
+// Checks lists of momenta and converts them to the form that kernels take.
 #pragma once
 
 #include <utility>
@@ -9,7 +9,7 @@
 
 namespace torchbagua::binding {
 
-// The momentum of one parameter, or of a part of it: of the elements [begin, end) of the gradients.
+// The momentum of one parameter, or of a part of one: of the elements [begin, end) of the gradients.
 struct Momentum {
   long long begin;
   long long end;
@@ -21,12 +21,12 @@ struct Momentum {
 using Tensors = std::vector<Tensor>;
 using Numbers = std::vector<double>;
 
-// All momenta of a call, of which none is empty.
+// All momenta of a call; none of them is empty.
 struct Momenta {
   std::vector<Momentum> all;
-  mutable size_t last = 0;  // the one that was asked for last: they are asked for in their order
+  mutable size_t last = 0;  // the result of the last lookup, since lookups are in order
 
-  // The one that has this element. Those that follow it in memory have the elements that follow.
+  // The momentum with this element. The momenta after it in memory have the elements after it.
   TORCHBAGUA_ELEMENT const Momentum* from(long long element) const {
     const Momentum* const momenta = all.data();
     size_t i = element < momenta[last].begin ? 0 : last;
@@ -38,7 +38,7 @@ struct Momenta {
   }
 };
 
-// Those of `num_elements` gradients, one after the other, with the numbers of each.
+// The momenta of `num_elements` gradients, in order, with the numbers of each.
 inline Momenta momenta_of(const Call& call, const Tensors& tensors, const Numbers& beta1s, const Numbers& shares,
                           int64_t num_elements) {
   int64_t together = 0;
@@ -47,7 +47,7 @@ inline Momenta momenta_of(const Call& call, const Tensors& tensors, const Number
     together += momentum.numel();
   }
   if (together != num_elements) {
-    refuse(call, "momenta", text_of("as long as gradients together, ", num_elements), text_of(together));
+    refuse(call, "momenta", text_of("of the same total length as gradients, ", num_elements), text_of(together));
   }
   const std::pair<const char*, const Numbers&> lists[] = {{"beta1s", beta1s}, {"shares", shares}};
   for (const auto& [name, numbers] : lists) {

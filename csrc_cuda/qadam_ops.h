@@ -1,5 +1,5 @@
-// QAdam's operations on the dispatcher, over LibTorch's stable ABI: torchbagua/native/qadam.py says what they do. Here
-// their lists of tensors are refused, or become what kernels take.
+// QAdam's operations on the dispatcher, over LibTorch's stable ABI; torchbagua/native/qadam.py documents them. This
+// file checks their lists of tensors and converts them to what kernels take.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -32,8 +32,8 @@ inline bool is_like(const Tensor& one, const Tensor& other) {
          std::equal(own.begin(), own.end(), others.begin(), others.end());
 }
 
-// `Kernels` has kDevice, the device that they are for, and two functions over lists, which are given the operation, its
-// numbers, a list, and `pointers_of(element, i)`, the pointers of the tensors that go with the one at i in that list.
+// `Kernels` has kDevice, the device type, and two functions over lists. They take the operation, its numbers, a list,
+// and `pointers_of(element, i)`, which returns the pointers of all tensors that belong to tensor i of that list.
 template <typename Kernels>
 struct QAdamOps {
   // The other lists must be like the weights, tensor by tensor.

@@ -1,8 +1,9 @@
-"""Checks the built site: `python docs_build/check.py site` names what is wrong and ends with 1, or ends with 0.
+"""Checks the built site: `python docs_build/check.py site` prints the problems and exits with 1, or exits with 0.
 
-Wrong is a link, picture or script that leads nowhere, or to a page without the anchor; whatever a page loads from
-elsewhere; and a public name that has no docstring, or no place in the API reference. (zensical itself looks at links in
-Markdown, and at references to names: not at docstrings, HTML and pictures.) The package is read, and not imported.
+A problem is a link, picture or script with a missing target, a link to a page without the anchor, anything that a page
+loads from another site, and a public name without a docstring or without a place in the API reference. (zensical itself
+checks links in Markdown and references to names, but not docstrings, HTML and pictures.) The package is parsed, not
+imported.
 """
 
 import re
@@ -25,7 +26,7 @@ MODULES = (
     "torchbagua.transport",
     "torchbagua.transport.suite",
 )
-# Public too: their objects are handed to users, or an algorithm of one's own is written with them.
+# Also public: users receive their objects, or write custom algorithms with them.
 FURTHER = (
     "torchbagua.algorithms.gradient.feedback.ErrorFeedback",
     "torchbagua.algorithms.weights.asynchronous.AsyncModelAverageAlgorithmImpl",
@@ -45,7 +46,7 @@ LOADED_BY_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s
 
 
 class Page(HTMLParser):
-    """What a page has, leads to and loads."""
+    """The anchors of a page, its links, and the files that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -67,11 +68,11 @@ class Page(HTMLParser):
 
 
 def problems_of_pages(site: Path, pages: dict[Path, Page]) -> Iterator[str]:
-    """Yield what is wrong with links and with what is loaded, page by page."""
+    """Yield the problems of links and loaded files, page by page."""
     for path, page in pages.items():
         name = path.relative_to(site)
-        yield from (f"{name}: loads {one} from elsewhere" for one in page.loads if ELSEWHERE.match(one))
-        if name.name == "404.html":  # is served for pages at any depth, with links from the root
+        yield from (f"{name}: loads {url} from another site" for url in page.loads if ELSEWHERE.match(url))
+        if name.name == "404.html":  # it is served for pages at any depth, with links from the root
             continue
         for link in dict.fromkeys(page.links + page.loads):
             target, anchor = urldefrag(link)
@@ -79,12 +80,12 @@ def problems_of_pages(site: Path, pages: dict[Path, Page]) -> Iterator[str]:
                 continue
             found = (path.parent / unquote(target)).resolve() if target else path
             if not found.is_file():
-                yield f"{name}: {link} leads nowhere"
+                yield f"{name}: the target of {link} does not exist"
             elif found in pages and unquote(anchor) not in pages[found].anchors:
-                yield f"{name}: {link} leads to a page without this anchor"
+                yield f"{name}: the target page of {link} does not have this anchor"
     for path in site.rglob("*.css"):
-        for one in LOADED_BY_STYLE.findall(path.read_text(encoding="utf-8")):
-            yield f"{path.relative_to(site)}: loads {one} from elsewhere"
+        for url in LOADED_BY_STYLE.findall(path.read_text(encoding="utf-8")):
+            yield f"{path.relative_to(site)}: loads {url} from another site"
 
 
 def public_objects() -> dict[str, griffe.Object]:
@@ -93,32 +94,32 @@ def public_objects() -> dict[str, griffe.Object]:
     paths = list(FURTHER)
     for path in MODULES:
         module = package.modules_collection[path]
-        own = [name for name, one in module.members.items() if not one.is_alias and one.is_class]
+        own = [name for name, member in module.members.items() if not member.is_alias and member.is_class]
         paths += [f"{path}.{name}" for name in module.exports or own if not str(name).startswith("_")]
     found: dict[str, griffe.Object] = {}
     for path in paths:
-        one = package.modules_collection[path]
-        one = one.final_target if one.is_alias else one
-        if one.is_module:  # attach, say, the function of the module attach; else a module, whose names stand for it
-            one = one.members.get(one.name)
-        if one is not None:
-            found[path] = one
+        member = package.modules_collection[path]
+        member = member.final_target if member.is_alias else member
+        if member.is_module:  # such as attach: the function in the module attach; other modules are listed by name
+            member = member.members.get(member.name)
+        if member is not None:
+            found[path] = member
     return found
 
 
 def problems_of_names(anchors: set[str]) -> Iterator[str]:
-    """Yield the public names, and the methods that public classes introduce, without a docstring or a place."""
+    """Yield the public names, and methods that public classes introduce, without a docstring or a reference entry."""
     objects = public_objects()
-    for path, one in objects.items():
+    for path, public in objects.items():
         if path not in anchors:
             yield f"{path} is not in the API reference"
-        if not one.is_attribute and not one.has_docstring:
+        if not public.is_attribute and not public.has_docstring:
             yield f"{path} has no docstring"
-        inherited = {name for base in one.mro() for name in base.members} if one.is_class else set()
-        for name, member in one.members.items():
+        inherited = {name for base in public.mro() for name in base.members} if public.is_class else set()
+        for name, member in public.members.items():
             if name in inherited or name.startswith("_") or (member.is_attribute and "property" not in member.labels):
                 continue
-            if not any(other is one and f"{place}.{name}" in anchors for place, other in objects.items()):
+            if not any(other is public and f"{place}.{name}" in anchors for place, other in objects.items()):
                 yield f"{path}.{name} is not in the API reference"
             if not member.has_docstring:
                 yield f"{path}.{name} has no docstring"

@@ -152,11 +152,17 @@ def _transport_is_closed() -> None:
 
 
 def _transport_breaks_a_promise() -> None:
-    class Silent(GlooTransport):
-        def all_reduce(self, tensor: torch.Tensor) -> None:
-            """Leave the tensor as it is."""
+    class LosesResultOfRank1(GlooTransport):
+        def __init__(self, members: Members) -> None:
+            super().__init__(members)
+            self.rank = members.rank
 
-    check_transport(Silent, size=2)
+        def all_reduce(self, tensor: torch.Tensor) -> None:
+            super().all_reduce(tensor)
+            if self.rank == 1:
+                tensor.zero_()
+
+    check_transport(LosesResultOfRank1, size=2)
 
 
 def _two_traces_of_one_file() -> None:
@@ -198,7 +204,7 @@ EXAMPLES: Sequence[Example] = (
     Example(
         "torchbagua.CommunicationError",
         "Communication failed after the start: a rank died, closed its group, or took longer than the timeout.",
-        "Restart from a checkpoint, see [Restarts](../guides/restarts.md).",
+        "Restart from a checkpoint; see [Restarts](../guides/restarts.md).",
         _peer_does_not_take_part,
     ),
     Example(
@@ -234,8 +240,8 @@ EXAMPLES: Sequence[Example] = (
     ),
     Example(
         "RuntimeWarning",
-        "Training continues, but probably not as you expect: an unsuitable optimizer, gradients that bypass DDP, a "
-        "kernel that cannot be compiled.",
+        "Training continues, but probably not as you expect: an unsuitable optimizer, a bucket size that costs time, "
+        "gradients that bypass DDP, a kernel that cannot be compiled.",
         "Do what the message says.",
         _optimizer_does_not_suit,
     ),
@@ -263,9 +269,10 @@ def error_list() -> str:
     """Each class with when it is raised, an example, and what to do."""
     sections = []
     for example in EXAMPLES:
+        package, _, name = example.name.rpartition(".")
+        full_name = f"`{example.name}`\n\n" if package else ""
         sections.append(
-            f"## {example.name.rpartition('.')[2]}\n\n`{example.name}`\n\n{example.raised_when} {example.action}\n\n"
-            f"```text\n{message_of(example)}\n```\n"
+            f"## {name}\n\n{full_name}{example.raised_when} {example.action}\n\n```text\n{message_of(example)}\n```\n"
         )
     return "\n" + "\n".join(sections) + "\n"
 

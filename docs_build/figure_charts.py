@@ -25,7 +25,7 @@ from released import Figures, Network, Number, Row
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a page. Those of the groups differ for every kind of colour vision, after Okabe and Ito."""
+    """The colours of a page. The groups are distinguishable with every kind of colour vision, after Okabe and Ito."""
 
     text: str
     line: str
@@ -38,23 +38,23 @@ THEMES = {
     "light": Theme(text="#1f2328", line="#d0d4da", torch="#6e7781", equal="#0072b2", different="#c05000"),
     "dark": Theme(text="#e6edf3", line="#444c56", torch="#9aa4af", equal="#56b4e9", different="#e69f00"),
 }
-# Groups of contestants, as legends name them, by the colour of the theme.
+# The names of the groups of contestants in legends, by the colour of the theme.
 GROUPS = {"torch": "torch alone", "equal": "torchbagua, equal weights", "different": "torchbagua, weights averaged"}
 AVERAGES_WEIGHTS = ("decentralized", "shift_one", "low_precision", "async")
-# In charts of times: no two that differ little.
+# In charts of times; of contestants that differ little, only one is shown.
 OF_TORCH = (BASELINE, "bf16", "powersgd", COMPUTE_ONLY)
 COMPARED = (
     *("gradient_allreduce", "bf16", "powersgd", "low_rank", "bytegrad", "four_bits", "one_bit_feedback", "topk"),
     *("qadam", "qadam_1bit", *AVERAGES_WEIGHTS),
 )
-# In charts of losses, where contestants have other names.
+# In charts of losses, in which contestants have other names.
 TRAINED_OF_TORCH = ("bf16", "powersgd_hook")
 TRAINED = (
     *("gradient_allreduce", "bf16", "powersgd_hook", "bytegrad", "4bits", "topk", "powersgd", "qadam", "qadam_1bit"),
     *AVERAGES_WEIGHTS,
 )
-WIDTH = 8.2  # inches, so that a page shows letters nearly as large as its own
-LARGEST_LOSS_PERCENT = 8  # what is above is named at the edge
+WIDTH = 8.2  # inches, so that letters are nearly as large as those of the page
+LARGEST_LOSS_PERCENT = 8  # larger losses are named at the edge
 
 
 def group_of(contestant: str, of_torch: Sequence[str] = OF_TORCH) -> str:
@@ -62,7 +62,7 @@ def group_of(contestant: str, of_torch: Sequence[str] = OF_TORCH) -> str:
 
 
 def to_svg(figure: Figure) -> bytes:
-    """Return the figure as SVG, without a date and with names that are not random."""
+    """Return the figure as SVG, without a date and with deterministic names."""
     written = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "torchbagua", "svg.fonttype": "path"}):
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -93,7 +93,7 @@ def _add_legend(figure: Figure, theme: Theme, groups: Sequence[str], others: Map
 
 
 def _rows(network: Network, order: Sequence[str], theme: Theme, axes: Axes) -> Iterator[tuple[int, str, Row]]:
-    """Name the rows of a panel, the first at the top; yield the place, colour and row of each that was measured."""
+    """Order the rows of a panel, the first at the top; yield the place, colour and row of each measured contestant."""
     axes.set_ylim(len(order) - 0.4, -0.6)
     for place, name in enumerate(order):
         if name in network.rows:
@@ -101,7 +101,7 @@ def _rows(network: Network, order: Sequence[str], theme: Theme, axes: Axes) -> I
 
 
 def _measured(figures: Figures, number: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the networks of one node that were measured, and the contestants by their number on the first of them."""
+    """Return the measured networks of one node, and the contestants sorted by `number` on the first network."""
     titles = [title for title in FLAT_NETWORKS if title in figures.networks]
     rows = figures.networks[titles[0]].rows
     present = [name for name in names if name in rows]
@@ -121,7 +121,7 @@ def draw_speedups(figures: Figures, theme: Theme) -> Figure:
         axes.set_xscale("log")
         for place, colour, row in _rows(figures.networks[title], order, theme, axes):
             speedup = row.numbers["speedup"]
-            # From 1 on, where DDP is: a slower contestant's bar goes to the left.
+            # The bar starts at 1, DDP's speed-up: the bar of a slower contestant extends to the left.
             axes.barh(place, speedup.median - 1, left=1, color=colour, height=0.72)
             _add_range(axes, place, speedup, theme)
             axes.annotate(
@@ -154,7 +154,7 @@ def draw_speedups(figures: Figures, theme: Theme) -> Figure:
 
 
 def _labels(figures: Figures, titles: Sequence[str], order: Sequence[str]) -> list[str]:
-    """Short names: of two contestants that differ only in what is left out here, charts have one."""
+    """Short names. Charts show only one of two contestants that differ only in the suffix removed here."""
     return [re.sub(", (error feedback|one bucket)$", "", row.label) for row in _of(figures, titles[0], order)]
 
 
@@ -163,7 +163,7 @@ def _of(figures: Figures, title: str, names: Sequence[str]) -> list[Row]:
 
 
 def draw_steps(figures: Figures, theme: Theme) -> Figure:
-    """Step time beside its floors: a panel for each network, a bar for each contestant."""
+    """Step time and its floors: a panel for each network, a bar for each contestant."""
     titles, order = _measured(figures, "step_ms", (COMPUTE_ONLY, BASELINE, *COMPARED))
     panels = _panels(theme, list(map(network_name, titles)), (WIDTH, 0.27 * len(order) + 1.4))
     for axes, title in zip(panels, titles, strict=True):
@@ -195,7 +195,7 @@ def draw_steps(figures: Figures, theme: Theme) -> Figure:
     rows = figures.networks[titles[0]].rows
     panels[0].set_yticks(range(len(order)), _labels(figures, titles, order))
     panels[0].figure.suptitle(
-        "Milliseconds of a step, and times its floor", x=0.01, ha="left", fontsize=11, color=theme.text
+        "Milliseconds of a step, and multiple of its floor", x=0.01, ha="left", fontsize=11, color=theme.text
     )
     floors = {"floor": Line2D([], [], color=theme.text, linewidth=1.8)}
     if any("schedule_floor_ms" in row.numbers for row in rows.values()):
@@ -205,7 +205,7 @@ def draw_steps(figures: Figures, theme: Theme) -> Figure:
 
 
 def draw_losses(sections: Sequence[Section], theme: Theme) -> Figure:
-    """Held-out loss against plain DDP over the bits sent for an element: a panel for each task."""
+    """Held-out loss compared with plain DDP over the bits sent per element: a panel for each task."""
     panels = _panels(theme, [section["title"] for section in sections], (9, 4.8))
     for axes, section in zip(panels, sections, strict=True):
         axes.set_xscale("log", base=2)
@@ -216,10 +216,10 @@ def draw_losses(sections: Sequence[Section], theme: Theme) -> Figure:
         axes.grid(axis="y", color=theme.line, linewidth=0.6)
         axes.axhline(0, color=theme.text, linewidth=1)
         axes.set_axisbelow(True)
-        axes.set_xlabel("bits sent for an element; DDP in float32: 32", fontsize=9, color=theme.text)
+        axes.set_xlabel("bits sent per element; DDP in float32: 32", fontsize=9, color=theme.text)
         points = [_add_trained(axes, row, theme) for row in section["rows"] if row["contestant"] in TRAINED]
         _name_points(axes, points)
-    panels[0].set_ylabel("held-out loss against DDP, %", fontsize=9, color=theme.text)
+    panels[0].set_ylabel("held-out loss vs. DDP, %", fontsize=9, color=theme.text)
     panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:+.0f}" if value else "0")
     _add_legend(panels[0].figure, theme, list(GROUPS), {})  # type: ignore[arg-type]
     return panels[0].figure  # type: ignore[return-value]
@@ -227,7 +227,7 @@ def draw_losses(sections: Sequence[Section], theme: Theme) -> Figure:
 
 @dataclass(frozen=True)
 class _Point:
-    """What one training has: where it stands, and what is written beside it."""
+    """A training in a chart: its coordinates, label and colour."""
 
     x: float
     y: float
@@ -248,7 +248,7 @@ def _add_trained(axes: Axes, row: Trained, theme: Theme) -> _Point:
 
 
 def _name_points(axes: Axes, points: Sequence[_Point]) -> None:
-    """Write each name as near to its point as it covers no point, no range and no other name."""
+    """Write each name as close to its point as possible without covering a point, a range or another name."""
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # so that the layout is known
     places = [tuple(place) for place in axes.transData.transform([(point.x, point.y) for point in points])]
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]

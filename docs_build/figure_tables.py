@@ -1,4 +1,4 @@
-"""How pages write figures of training over slow networks: numbers, names, tables."""
+"""Formats figures of training over slow networks for the pages: numbers, names, tables."""
 
 import re
 import textwrap
@@ -14,7 +14,7 @@ SLOW_RANK = "{}, the last rank takes 3 times as long"
 SPACE = "\N{NO-BREAK SPACE}"
 LINE_LENGTH = 120
 
-# As pages call the contestants of benchmarks/contestants.py.
+# The names of the contestants of benchmarks/contestants.py on the pages.
 LABELS = {
     COMPUTE_ONLY: "without communication",
     BASELINE: "DDP, float32",
@@ -29,13 +29,13 @@ LABELS = {
     "four_bits_feedback": "`CompressedAllReduceAlgorithm`, 4 bits, error feedback",
     "one_bit_feedback": "`CompressedAllReduceAlgorithm`, 1 bit, error feedback",
     "topk": "`TopKAlgorithm` of 1 %",
-    "compute_adam": "nothing; torch's fused Adam",
+    "compute_adam": "no communication; torch's fused Adam",
     "qadam": "`QAdamAlgorithm`",
     "qadam_1bit": "`QAdamAlgorithm`, 1 bit",
     "decentralized": "`DecentralizedAlgorithm`, all",
     "shift_one": "`DecentralizedAlgorithm`, shift_one",
     "low_precision": "`LowPrecisionDecentralizedAlgorithm`",
-    CONTROL: "nothing; torch's all-reduce beside training",
+    CONTROL: "control: torch's all-reduce, concurrent",
     "async": "`AsyncModelAverageAlgorithm`",
     "bytegrad_flat": "`ByteGradAlgorithm(hierarchical=False)`",
     "bytegrad_hierarchical": "`ByteGradAlgorithm()`",
@@ -43,7 +43,7 @@ LABELS = {
 }
 
 
-# How figures are written
+# Numbers and names
 
 
 def network_name(title: str) -> str:
@@ -69,7 +69,7 @@ def megabytes(value: float) -> str:
 
 
 def _cell(row: Row, number: str, form: Callable[[float], str], *, bold: bool = False) -> str:
-    """The median, and below it in small print the smallest and the largest of the runs where they differ."""
+    """The median, and below it in small print the smallest and the largest of the runs if they differ."""
     if number not in row.numbers:
         return MISSING
     value = row.numbers[number]
@@ -89,13 +89,13 @@ def listed(items: Iterable[str]) -> str:
 
 
 def value_range(values: Iterable[float], form: Callable[[float], str]) -> str:
-    """`a to b`, or only `a` where both are written alike."""
+    """`a to b`, or only `a` if both have the same text."""
     present = list(values)
     return " to ".join(dict.fromkeys([form(min(present)), form(max(present))]))
 
 
 def paragraphs(*paragraphs: str) -> str:
-    """As a part of a page: text in lines, tables as they are, blank lines around them."""
+    """Format a part of a page: wrapped text, unchanged tables, and blank lines between them."""
     lines = [
         part
         if part.startswith("|")
@@ -109,10 +109,10 @@ def paragraphs(*paragraphs: str) -> str:
 # Tables
 
 
-def step_table(figures: Figures, what: str, names: Sequence[str], *, bold: Sequence[str] = ()) -> str:
+def step_table(figures: Figures, names: Sequence[str], *, bold: Sequence[str] = ()) -> str:
     """Each contestant over each network of one node: bytes, times, ratios to the floors, speed-ups."""
     networks = {title: figures.networks[title] for title in FLAT_NETWORKS if title in figures.networks}
-    head = [f"{what} by", "MB sent a step and rank"]
+    head = ["method", "MB sent per step and rank"]
     for title, network in networks.items():
         head.append(f"{network_name(title)}: ms")
         head += ["x floor", "x schedule floor"] if network.settings["rank_rate"] else []
@@ -139,7 +139,7 @@ def median_cell(row: Row, number: str, form: Callable[[float], str]) -> str:
 
 def nodes_table(figures: Figures, names: Sequence[str], *, bold: Sequence[str]) -> str:
     rows = figures.networks[TWO_NODES].rows
-    head = ["gradients by", "MB over the slow link a step", "ms", "x floor", "x schedule floor", "speed-up"]
+    head = ["method", "MB over the slow link per step", "ms", "x floor", "x schedule floor", "speed-up"]
     body = [
         [
             _bold(LABELS[name], name in bold),
@@ -162,6 +162,6 @@ def slow_rank_table(figures: Figures) -> str:
 
 
 def slow_rank_networks(figures: Figures) -> dict[str, str]:
-    """By title, what the networks with a slow rank are called."""
+    """Return the names of the networks with a slow rank, by title."""
     names = {SLOW_RANK.format(title): network_name(title) for title in FLAT_NETWORKS}
     return {title: name for title, name in names.items() if title in figures.networks}

@@ -1,4 +1,4 @@
-"""The parts of pages that have figures of training over slow networks: tables, and sentences around them."""
+"""The parts of pages with figures of training over slow networks: tables, and the sentences around them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,7 +24,7 @@ from figure_tables import (
 from released import Figures, Number
 from table import table
 
-Shown = Mapping[str, Figures]  # what pages show, by the groups of benchmarks/results/figures.json
+Shown = Mapping[str, Figures]  # the figures that pages show, by the groups of benchmarks/results/figures.json
 
 
 def _number(figures: Figures, title: str, contestant: str, number: str) -> Number:
@@ -38,18 +38,18 @@ def _speedup(figures: Figures, title: str, contestant: str) -> str:
 def _same_runs(shown: Shown, group: str) -> str:
     """The provenance of a section of Benchmarks, or a link to it if the section above has the same runs."""
     if shown[group].names == shown["gradients"].names:
-        return "Of [the same runs](#gradients-over-a-slow-network)."
+        return "Measured in [the same runs](#gradients-over-a-slow-network)."
     return _provenance(shown[group])
 
 
 def _compute_note(figures: Figures) -> str:
     rows = [figures.networks[title].rows[COMPUTE_ONLY] for title in FLAT_NETWORKS if title in figures.networks]
     taken = value_range((row.numbers["step_ms"].median for row in rows), milliseconds)
-    return f"The step without communication took {taken} ms."
+    return f"A step without communication took {taken} ms."
 
 
 def _bytes_note(figures: Figures, names: Sequence[str]) -> str:
-    """How many more bytes the interfaces counted than the library did, at most."""
+    """The largest excess of the bytes that the interfaces counted over those that the library counted."""
     shaped = [network for network in figures.networks.values() if network.settings["rank_rate"]]
     rows = [network.rows[name].numbers for network in shaped for name in names if name in network.rows]
     more = [row["counted_bytes"].median / row["recorded_bytes"].median - 1 for row in rows if "recorded_bytes" in row]
@@ -57,11 +57,11 @@ def _bytes_note(figures: Figures, names: Sequence[str]) -> str:
 
 
 def _provenance(figures: Figures) -> str:
-    """How many runs, when, of which revision, on which machine, and in which files."""
+    """The number of runs, their dates, the revision, the machine, and the files."""
     ends = [environment["date_utc"][:16].replace("T", " ") for environment in figures.environments]
     several = len(ends) > 1
     runs = f"Medians of {len(ends)} runs" if several else "One run"
-    spread = " In small print: the smallest and the largest of the runs." if several else ""
+    spread = " Small print shows the smallest and the largest of the runs." if several else ""
     machines = listed(dict.fromkeys(map(_machine, figures.environments)))
     files = listed(f"`benchmarks/results/{name}`" for name in figures.names)
     revision = figures.environments[0]["git_revision"]
@@ -78,14 +78,14 @@ def _machine(environment: Mapping[str, str]) -> str:
 
 
 def _origin(figures: Figures, page: str) -> str:
-    """How many runs, when and of which revision, with a link to the rest."""
+    """The number of runs, their date and revision, with a link to the details."""
     last, num_runs = figures.environments[-1], len(figures.names)
     runs = f"Medians of {num_runs} runs in different hours" if num_runs > 1 else "One run"
     link = f"[Benchmarks]({page}#how-speed-is-measured)"
     return f"{runs}, {last['date_utc'][:10]}, revision `{last['git_revision']}`; see {link}."
 
 
-# The parts, by the names that stand in their markers
+# The parts; a marker contains the name of the function
 
 
 GRADIENTS = (
@@ -117,27 +117,27 @@ def headline(shown: Shown) -> str:
         else ""
     )
     return paragraphs(
-        table(["gradients by", "MB sent a step and rank", *networks], body),
+        table(["method", "MB sent per step and rank", *networks], body),
         f"{_origin(figures, 'docs/benchmarks.md')} {spread}".rstrip(),
     )
 
 
 def _largest_spread(figures: Figures) -> float:
-    """By how many percent the speed-ups of README's rows differ from run to run, at most."""
+    """The largest difference, in percent, of the speed-ups of README's rows between runs."""
     rows = [figures.networks[title].rows for title in FLAT_NETWORKS if title in figures.networks]
     found = [of[name].numbers["speedup"] for of in rows for name in ("bf16", "bytegrad", "four_bits") if name in of]
     return max(100 * (number.largest / number.smallest - 1) for number in found)
 
 
 def headline_sentence(shown: Shown) -> str:
-    """Home's."""
+    """The sentence of the home page."""
     figures = shown["gradients"]
     of_networks = [
         f"{_number(figures, title, 'bytegrad', 'speedup').median:.1f} times {where}"
         for title, where in (
             ("200mbit", "as fast as DDP in float32 at 200 Mbit/s"),
             ("1gbit", "at 1 Gbit/s"),
-            ("unshaped", "without a limit to the network"),
+            ("unshaped", "on an unlimited network"),
         )
     ]
     sentence = f"With four ranks and 12.5 M parameters, 8-bit gradients make a step {listed(of_networks)}."
@@ -153,7 +153,7 @@ def gradients(shown: Shown) -> str:
         f"takes {floor} times its floor. The faster the network, the smaller the gain."
     )
     notes = f"{_compute_note(figures)} {_bytes_note(figures, GRADIENTS)} {_provenance(figures)}"
-    return paragraphs(lead, step_table(figures, "gradients", GRADIENTS, bold=["bytegrad", "four_bits"]), notes)
+    return paragraphs(lead, step_table(figures, GRADIENTS, bold=["bytegrad", "four_bits"]), notes)
 
 
 def two_nodes(shown: Shown) -> str:
@@ -167,11 +167,11 @@ def momenta(shown: Shown) -> str:
     speedups = [_speedup(figures, "200mbit", name) for name in ("qadam", "qadam_1bit")]
     lead = (
         f"After its warm-up [QAdam](algorithms/qadam.md) is {speedups[0]} times as fast as plain DDP at 200 Mbit/s in "
-        f"8 bits, and {speedups[1]} times in one bit. In one bit the network is no limit at these rates, and the time "
-        "changes little with them."
+        f"8 bits, and {speedups[1]} times in one bit. In one bit the network is not the limit at these rates, and the "
+        "step time depends little on them."
     )
     notes = f"{_compute_note(figures)} {_same_runs(shown, 'momenta')}"
-    return paragraphs(lead, step_table(figures, "momenta", MOMENTA, bold=["qadam", "qadam_1bit"]), notes)
+    return paragraphs(lead, step_table(figures, MOMENTA, bold=["qadam", "qadam_1bit"]), notes)
 
 
 def weights(shown: Shown) -> str:
@@ -183,9 +183,9 @@ def weights(shown: Shown) -> str:
         [_number(figures, title, name, "speedup").median for name in decentralized] for title in ("200mbit", "unshaped")
     )
     lead = (
-        f"Under [asynchronous averaging](algorithms/async.md) a step takes {floors} times as long as without "
+        f"With [asynchronous averaging](algorithms/async.md) a step takes {floors} times as long as without "
         "communication. The [decentralized algorithms](algorithms/decentralized.md) are at best "
-        f"{times(max(best))} times as fast as plain DDP at 200 Mbit/s, and {value_range(unshaped, times)} times where "
+        f"{times(max(best))} times as fast as plain DDP at 200 Mbit/s, and {value_range(unshaped, times)} times if "
         "the network has no limit."
     )
     sent = {
@@ -194,12 +194,12 @@ def weights(shown: Shown) -> str:
     }
     where = listed(place_of(network_name(title)) for title in titles)
     rounds = (
-        f"The averaging rounds of the last two rows go by the clock, so a faster network makes more of them: {where} "
-        f"the control sent {listed(sent[CONTROL])} MB a step, and `AsyncModelAverageAlgorithm` "
+        "The last two rows average at intervals of time, not of steps, so a faster network allows more rounds per "
+        f"step: {where} the control sent {listed(sent[CONTROL])} MB per step, and `AsyncModelAverageAlgorithm` "
         f"{listed(sent['async'])} MB."
     )
     notes = f"{_compute_note(figures)} {_same_runs(shown, 'weights')}"
-    return paragraphs(lead, step_table(figures, "weights", WEIGHTS, bold=["async"]), rounds, notes)
+    return paragraphs(lead, step_table(figures, WEIGHTS, bold=["async"]), rounds, notes)
 
 
 def slow_rank(shown: Shown) -> str:
@@ -211,26 +211,27 @@ def slow_rank(shown: Shown) -> str:
         return listed(f"{share} {place_of(networks[title])}" for title, share in of_networks.items())
 
     lead = (
-        "One of four ranks is three times as slow as the others. These keep a share of their own speed: under DDP "
-        f"{kept(BASELINE)}, under [`AsyncModelAverageAlgorithm`](algorithms/async.md) {kept('async')}."
+        "One of four ranks is three times as slow as the others. The others keep a fraction of their own speed: with "
+        f"DDP {kept(BASELINE)}, with [`AsyncModelAverageAlgorithm`](algorithms/async.md) {kept('async')}."
     )
     return paragraphs(lead, slow_rank_table(figures), _same_runs(shown, "weights"))
 
 
-def _algorithm_steps(shown: Shown, group: str, what: str, names: Sequence[str], bold: Sequence[str] = ()) -> str:
+def _algorithm_steps(shown: Shown, group: str, names: Sequence[str], bold: Sequence[str] = ()) -> str:
     """The table of a page in docs/algorithms."""
     figures = shown[group]
     return paragraphs(
-        step_table(figures, what, names, bold=bold), f"{_compute_note(figures)} {_origin(figures, '../benchmarks.md')}"
+        step_table(figures, names, bold=bold),
+        f"{_compute_note(figures)} {_origin(figures, '../benchmarks.md')}",
     )
 
 
 def gradient_allreduce_steps(shown: Shown) -> str:
-    return _algorithm_steps(shown, "gradients", "gradients", (BASELINE, "gradient_allreduce"))
+    return _algorithm_steps(shown, "gradients", (BASELINE, "gradient_allreduce"))
 
 
 def bytegrad_steps(shown: Shown) -> str:
-    return _algorithm_steps(shown, "gradients", "gradients", (BASELINE, "bf16", "bytegrad"), ["bytegrad"])
+    return _algorithm_steps(shown, "gradients", (BASELINE, "bf16", "bytegrad"), ["bytegrad"])
 
 
 def bytegrad_nodes(shown: Shown) -> str:
@@ -239,11 +240,11 @@ def bytegrad_nodes(shown: Shown) -> str:
 
 
 def qadam_steps(shown: Shown) -> str:
-    return _algorithm_steps(shown, "momenta", "momenta", MOMENTA, ["qadam", "qadam_1bit"])
+    return _algorithm_steps(shown, "momenta", MOMENTA, ["qadam", "qadam_1bit"])
 
 
 def async_steps(shown: Shown) -> str:
-    return _algorithm_steps(shown, "weights", "weights", (BASELINE, CONTROL, "async"), ["async"])
+    return _algorithm_steps(shown, "weights", (BASELINE, CONTROL, "async"), ["async"])
 
 
 def async_slow_rank(shown: Shown) -> str:
@@ -251,25 +252,25 @@ def async_slow_rank(shown: Shown) -> str:
 
 
 def decentralized_steps(shown: Shown) -> str:
-    return _algorithm_steps(shown, "weights", "weights", (BASELINE, "decentralized", "shift_one"))
+    return _algorithm_steps(shown, "weights", (BASELINE, "decentralized", "shift_one"))
 
 
 def low_precision_steps(shown: Shown) -> str:
-    return _algorithm_steps(shown, "weights", "weights", (BASELINE, "bf16", "shift_one", "low_precision"))
+    return _algorithm_steps(shown, "weights", (BASELINE, "bf16", "shift_one", "low_precision"))
 
 
 def without_a_limit(shown: Shown) -> str:
-    """Choose's sentence about fast networks."""
+    """The sentence of docs/choose.md about fast networks."""
     bytegrad = _speedup(shown["gradients"], "unshaped", "bytegrad")
     return paragraphs(
-        "**Your network is fast.** Compression takes time of the processor. With four processes on two cores and no "
-        f"limit to the network, `ByteGradAlgorithm` was {bytegrad} times as fast as DDP in float32, and "
-        f"`QAdamAlgorithm` {_speedup(shown['momenta'], 'unshaped', 'qadam')} times."
+        "**Your network is fast.** Compression takes CPU time. With four processes on two cores and an unlimited "
+        f"network, `ByteGradAlgorithm` was {bytegrad} times as fast as DDP in float32, and `QAdamAlgorithm` "
+        f"{_speedup(shown['momenta'], 'unshaped', 'qadam')} times."
     )
 
 
 def times_the_bound(shown: Shown) -> str:
-    """Choose's sentence below the program that computes a bound."""
+    """The sentence of docs/choose.md below the program that computes a bound."""
     groups = {"gradients": (BASELINE, "bf16", "bytegrad"), "momenta": ("qadam",), "weights": ("shift_one", "async")}
 
     def ratios(title: str) -> str:
@@ -282,7 +283,8 @@ def times_the_bound(shown: Shown) -> str:
     return paragraphs(
         f"With four ranks on two cores, steps at 200 Mbit/s took {ratios('200mbit')} times this bound, and "
         f"{one_bit[0]} times with QAdam in one bit. At 1 Gbit/s they took {ratios('1gbit')} times the bound, and "
-        f"{one_bit[1]} times: there the two cores are the limit, and not the network ([Benchmarks](benchmarks.md))."
+        f"{one_bit[1]} times with QAdam in one bit: the two cores, not the network, are then the bottleneck "
+        "([Benchmarks](benchmarks.md))."
     )
 
 

@@ -1,11 +1,11 @@
-"""The figures of training over slow networks that the pages show: `make bench-docs`.
+"""Measures the figures of training over slow networks, and writes them into the pages: `make bench-docs`.
 
-    python docs_build/figures.py            # measures once more, in some 20 minutes; root, Linux
+    python docs_build/figures.py            # measures another run, in about 20 minutes; root, Linux
     python docs_build/figures.py --write    # writes tables, sentences and charts into the pages
 
-The pages show medians of three runs of one revision, which ended in different hours. A run is a record
-`benchmarks/results/figures-DATE.json`. `--write` names the newest three in `benchmarks/results/figures.json`; the pages
-show the records that stand there. benchmarks/released.py has the rule.
+The pages show medians of three runs of one revision that ended in different hours. A run is a record
+`benchmarks/results/figures-DATE.json`. `--write` lists the newest three in `benchmarks/results/figures.json`; the pages
+show the records that this file lists. benchmarks/released.py implements the rule.
 """
 
 import argparse
@@ -40,12 +40,12 @@ PAGES = (
     "docs/choose.md",
     "docs/index.md",
 )
-# Of network.py: everything else is its default.
+# Arguments of network.py; all others have their defaults.
 ARGUMENTS = ("--deadline", "3600")
 
 
 def load_shown() -> Shown:
-    """Read what the pages show, by group of tables."""
+    """Read the figures that the pages show, by group of tables."""
     return {group: load_figures(names) for group, names in read_choice().items()}
 
 
@@ -69,12 +69,12 @@ def charts(shown: Shown) -> Iterator[tuple[Path, bytes]]:
 
 
 def write() -> None:
-    """Choose the runs, and write each page and chart that is not up to date."""
+    """Select the runs, and write each page and chart that is not up to date."""
     if names := newest_runs():
         write_choice(dict.fromkeys(read_choice(), names))
         print(f"The pages show {', '.join(names)}.")
     else:
-        print(f"No revision has {NUM_RUNS} runs that ended in different hours; the pages keep the runs that they show.")
+        print(f"No revision has {NUM_RUNS} runs that ended in different hours. The pages keep the runs that they show.")
     shown = load_shown()
     texts = ((ROOT / name, updated(name, shown).encode()) for name in PAGES)
     for path, content in (*texts, *charts(shown)):
@@ -84,18 +84,18 @@ def write() -> None:
 
 
 def measure() -> int:
-    """Measure once more. Returns the exit status of network.py."""
+    """Measure another run. Returns the exit status of network.py."""
     if git_revision(ROOT).endswith("-dirty"):
-        sys.exit("bench-docs: tracked files have changes; the pages show a revision, so commit or stash them first")
+        sys.exit("bench-docs: tracked files have changes, but the pages name a revision; commit or stash them first")
     program = [sys.executable, str(ROOT / "benchmarks" / "network.py"), *ARGUMENTS]
     code = subprocess.run([*program, "--json", str(RESULTS / f"{dated('figures')}.json")]).returncode
-    print(f"Measure in {NUM_RUNS} different hours. Then `make bench-docs ARGS=--write` writes the pages.")
+    print(f"Measure in {NUM_RUNS} different hours. Then run `make bench-docs ARGS=--write` to write the pages.")
     return code
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="measure nothing; write what is recorded into the pages")
+    parser.add_argument("--write", action="store_true", help="only write the recorded figures into the pages")
     if parser.parse_args().write:
         write()
         return 0

@@ -1,4 +1,4 @@
-"""Makes names in docstrings links: of `attach` in backticks, as the source has it, the reference makes a link to it."""
+"""Turns names in docstrings into links: the reference links `attach`, in backticks in the source, to its entry."""
 
 import re
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import griffe
 
 NAME = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)`(?!`)")
-# Below the package: modules whose names a docstring gives without their paths.
-# Each stands before those that import its names.
+# Submodules with names that docstrings use without their paths. A module precedes the modules that import its names.
 PUBLIC_MODULES = (
     "codecs",
     "collectives.topology",
@@ -23,24 +22,24 @@ PUBLIC_MODULES = (
 
 
 class Links(griffe.Extension):
-    """An extension of griffe, which reads the package for the reference."""
+    """A griffe extension; griffe parses the package for the reference."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Go through all docstrings."""
+        """Process all docstrings."""
         modules = [pkg, *(pkg[name] for name in PUBLIC_MODULES)]
         self.public = {name: f"{module.path}.{name}" for module in reversed(modules) for name in module.members}
         self.visit(pkg)
 
-    def visit(self, one: griffe.Object) -> None:
-        """Make links in the docstring of an object, and in those of its members."""
-        if one.docstring:
-            one.docstring.value = NAME.sub(lambda found: self.link(found[1], one), one.docstring.value)
-        for member in one.members.values():
+    def visit(self, place: griffe.Object) -> None:
+        """Insert links into the docstrings of an object and of its members."""
+        if place.docstring:
+            place.docstring.value = NAME.sub(lambda found: self.link(found[1], place), place.docstring.value)
+        for member in place.members.values():
             if not member.is_alias:
                 self.visit(member)
 
     def link(self, name: str, place: griffe.Object) -> str:
-        """Return a reference to what `name` means in the docstring of `place`; it stays text where there is none."""
+        """Return a reference to what `name` means in the docstring of `place`, or plain code if it means no object."""
         cls = place if place.is_class else place.parent
         first, _, rest = name.partition(".")
         if place.is_function and first in {parameter.name for parameter in place.parameters}:

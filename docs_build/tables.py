@@ -1,8 +1,8 @@
 """Writes the documentation's lists of algorithms and codecs, from their registries: `make tables`.
 
-Each list stands between two markers of a file: the table of all algorithms, entries in the reference, and pages in the
-navigation. A new algorithm needs its page: the file in docs/algorithms whose introduction links to
-its class in the reference.
+Each list is between two markers of a file: the table of all algorithms, entries in the reference, and pages in the
+navigation. A new algorithm needs a page: a file in docs/algorithms with an introduction that links to the algorithm's
+class in the reference.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ PROGRAM = "docs_build/tables.py"  # as markers name it
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name, and the algorithm that it stands for, with its default arguments."""
+    """A registered name, and its algorithm with default arguments."""
 
     name: str
     description: str | None
@@ -34,37 +34,37 @@ class Entry:
 
     @property
     def class_name(self) -> str:
-        """The name of its class, which `torchbagua` exports."""
+        """The name of the algorithm's class, which `torchbagua` exports."""
         return type(self.algorithm).__name__
 
     @property
     def page(self) -> str:
-        """The file of docs/algorithms whose introduction links to the class."""
+        """The file of docs/algorithms with an introduction that links to the class."""
         link = f"[torchbagua.{self.class_name}]"
         introductions = {path.name: path.read_text("utf-8").split("\n## ")[0] for path in sorted(PAGES.glob("*.md"))}
         found = [name for name, introduction in introductions.items() if link in introduction]
         if len(found) != 1:
             raise ValueError(
-                f"{self.class_name}: one page in docs/algorithms must have {link} in its introduction, got "
+                f"{self.class_name}: exactly one page in docs/algorithms must have {link} in its introduction, got "
                 f"{' and '.join(found) or 'none'}"
             )
         return found[0]
 
     @property
     def codec(self) -> str:
-        """The codec that it uses by default."""
+        """The codec that the algorithm uses by default."""
         codec = type(self.algorithm.make_codec())
         if codec is codecs.Identity:
             return "full precision"
         return (
             f"[`{codec.__name__}`][torchbagua.codecs.{codec.__name__}]"
             if codec.__name__ in codecs.__all__
-            else "its own"
+            else "algorithm-specific"
         )
 
     @property
     def error_feedback(self) -> str:
-        """Whether it keeps residuals."""
+        """Whether the algorithm stores residuals."""
         used = getattr(self.algorithm, "error_feedback", False)
         if any(field.name == "error_feedback" for field in dataclasses.fields(self.algorithm)):  # type: ignore[arg-type]
             return "by default" if used else "optional"
@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def sharded_modules(self) -> str:
-        """Whether it takes modules on which fully_shard was called."""
+        """Whether the algorithm supports modules on which fully_shard was called."""
         if self.algorithm.averages_weights:
             return "between replicas"
         try:
@@ -83,7 +83,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Return the package's own algorithms, those that average gradients first."""
+    """Return the package's own algorithms, gradient algorithms first."""
     adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, warmup_steps=1)
     found = [
         Entry(name, description, init_for(name, [adam]))
@@ -115,7 +115,7 @@ def algorithms() -> str:
 
 
 def algorithm_entries() -> str:
-    """The entries of docs/api/algorithms.md: each class with the public methods that it is the first to have."""
+    """The entries of docs/api/algorithms.md: each class with the public methods that no base class has."""
     blocks = []
     for kind in dict.fromkeys(type(entry.algorithm) for entry in entries()):
         members = [
@@ -142,7 +142,7 @@ def algorithm_pages() -> str:
 
 
 def codec_classes() -> list[str]:
-    """Return the names of the classes that stand behind the package's own names of codecs, and of full precision."""
+    """Return the class names of the codecs that the package registers, and of full precision."""
     made = [make() for make in REGISTRY.values() if make.__module__.startswith("torchbagua.codecs.")]
     return list(dict.fromkeys(type(codec).__name__ for codec in [*made, codecs.Identity()]))
 
@@ -182,7 +182,7 @@ def updated(name: str) -> str:
 
 
 def main() -> None:
-    """Write each file that has a list which is not up to date."""
+    """Write each file with a list that is not up to date."""
     for name in FILES:
         text = updated(name)
         if text != (ROOT / name).read_text("utf-8"):

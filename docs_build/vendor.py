@@ -1,8 +1,9 @@
-"""Puts the scripts that pages need into docs/assets/vendor, so that the site loads nothing from elsewhere.
+"""Puts the scripts that pages need into docs/assets/vendor, so that the site loads nothing from other sites.
 
-KaTeX sets equations, Mermaid draws diagrams, and with iframe-worker the search works where pages are opened as files.
+KaTeX typesets equations, Mermaid draws diagrams, and iframe-worker makes the search work if pages are opened as files.
 
-npm packs each by its version, and what comes must have the checksum that stands here. Does nothing where they are.
+npm downloads each package by its version, and the archive must have the checksum listed here. Packages that are already
+in the folder are skipped.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 VENDOR = Path(__file__).parent.parent / "docs" / "assets" / "vendor"
-# By npm's name and version: the SHA-512 of the archive, in hexadecimal, and what is taken of it.
+# By npm name and version: the SHA-512 of the archive, in hexadecimal, and the files to copy from it.
 PACKAGES = {
     "iframe-worker@1.0.4": (
         "ae879a688f8b8352c935f8290a3a117bff96cc48f2f7e674f0ba04beef393023"
@@ -36,7 +37,7 @@ PACKAGES = {
 
 def main() -> None:
     if shutil.which("npm") is None and not all(is_there(name) for name in PACKAGES):
-        sys.exit("make docs: npm is needed, which fetches KaTeX and Mermaid (Debian: the package npm)")
+        sys.exit("make docs: npm is not installed; install it to download KaTeX and Mermaid (Debian: the package npm)")
     for name, (checksum, patterns) in PACKAGES.items():
         if not is_there(name):
             fetch(name, checksum, patterns)
@@ -52,7 +53,7 @@ def is_there(name: str) -> bool:
 
 
 def fetch(name: str, checksum: str, patterns: list[str]) -> None:
-    """Download one package and take of it what `patterns` name, without the folder that they are in."""
+    """Download one package and copy the files that match `patterns`, without the folder that contains them."""
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run(
             ["npm", "pack", "--silent", "--ignore-scripts", name], cwd=temporary, check=True, stdout=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""One small training run with a weight algorithm on every rank, and what the weights went through."""
+"""A small training run with a weight algorithm on every rank, and a trace of its weights."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ SYNCHRONOUS = {
 }
 ALGORITHMS = {**SYNCHRONOUS, "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)}
 EVERY = pytest.mark.parametrize("name", ALGORITHMS)
-# None of them communicates while these tests take their steps.
+# None of them communicates during the steps of these tests.
 RARELY = {
     "decentralized": tb.DecentralizedAlgorithm(communication_interval=100),
     "low precision": tb.LowPrecisionDecentralizedAlgorithm(communication_interval=100),
@@ -35,7 +35,7 @@ RARELY = {
 
 
 class Normed(nn.Module):
-    """Layers of odd sizes with a BatchNorm between them, a frozen one and a cache of its own."""
+    """Layers of odd sizes with a BatchNorm between them, a frozen layer and a non-persistent cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class Normed(nn.Module):
 
 @dataclass
 class Trace:
-    """What one rank saw: weights and floating-point buffers, averaged ones only, by name.
+    """The weights and floating-point buffers of one rank, by name; only those that are averaged.
 
     Attributes:
         start: at the start of each step, and after the last.
-        updated: in each step after forward, backward and the optimizer's own update.
+        updated: in each step, after the optimizer's update.
         final: after detach.
     """
 
@@ -66,15 +66,15 @@ class Trace:
 
 
 def weights_of(module: nn.Module) -> Weights:
-    """A copy of the trained parameters and the persistent floating-point buffers."""
-    kept = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    """Return a copy of the trained parameters and the persistent floating-point buffers."""
+    averaged = {name: p for name, p in module.named_parameters() if p.requires_grad}
     in_state = module.state_dict()
-    kept |= {name: b for name, b in module.named_buffers() if name in in_state and b.dtype != torch.int64}
-    return {name: tensor.detach().clone() for name, tensor in kept.items()}
+    averaged |= {name: b for name, b in module.named_buffers() if name in in_state and b.dtype != torch.int64}
+    return {name: tensor.detach().clone() for name, tensor in averaged.items()}
 
 
 class Trainer:
-    """A copy of a model on one rank, on its device, wrapped in DDP, with an optimizer and batches of its own."""
+    """A copy of a model on one rank, on its device, wrapped in DDP, with a separate optimizer and data."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1, **ddp_options: Any) -> None:
         self.module = copy.deepcopy(model)
@@ -86,7 +86,7 @@ class Trainer:
         self.optimizer.register_step_post_hook(lambda *_: self.trace.updated.append(weights_of(self.module)))
 
     def step(self) -> None:
-        """One step of the user's loop."""
+        """Take one step of a user's loop."""
         self.trace.start.append(weights_of(self.module))
         self.optimizer.zero_grad()
         self.ddp(torch.randn(6, 10, generator=self.data).to(self.device)).square().sum().backward()
@@ -103,7 +103,7 @@ def train(
     after_step: Callable[[Trainer, tb.Attachment], None] = lambda trainer, attachment: None,
     **trainer_options: Any,
 ) -> Trace:
-    """Train a copy of `model` under `algorithm`."""
+    """Train a copy of `model` with `algorithm`."""
     trainer = Trainer(group, model, **trainer_options)
     bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
     with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group) as attachment:
@@ -116,24 +116,24 @@ def train(
 
 
 def is_buffer(name: str) -> bool:
-    """Whether it is a buffer of `Normed` or `Wide`."""
+    """Return whether `name` is a buffer of `Normed` or `Wide`."""
     return "running" in name
 
 
 def stacked(weights: Sequence[Weights], name: str) -> list[oracle.Array]:
-    """One tensor of all ranks, flat, in numpy."""
-    return [flat(one[name]) for one in weights]
+    """Return one tensor of all ranks, as flat numpy arrays."""
+    return [flat(rank_weights[name]) for rank_weights in weights]
 
 
 def assert_same_weights(weights: Sequence[Weights]) -> None:
-    """All ranks hold the same bits."""
-    for other in weights[1:]:
+    """Check that the weights of all ranks are bitwise equal."""
+    for rank_weights in weights[1:]:
         for name, tensor in weights[0].items():
-            assert torch.equal(tensor, other[name]), name
+            assert torch.equal(tensor, rank_weights[name]), name
 
 
 def check_unchanged(trace: Trace) -> None:
-    """Averaging has left the weights as the optimizer's steps did."""
+    """Check that averaging has not changed the weights after the optimizer's steps."""
     assert trace.updated
     for step, updated in enumerate(trace.updated):
         assert_same_weights([updated, trace.start[step + 1]])
@@ -141,13 +141,13 @@ def check_unchanged(trace: Trace) -> None:
 
 
 def batches(rank: int) -> Callable[[], torch.Tensor]:
-    """A rank's data."""
+    """Return a function that returns the next batch of a rank."""
     generator = torch.Generator().manual_seed(rank)
     return lambda: torch.randn(6, 10, generator=generator)
 
 
 def alone(group: dist.ProcessGroup, body: Callable[[], Any]) -> Any:
-    """Run `body` on one rank after the other: what is sent to a rank that stands still would wait for it."""
+    """Run `body` on one rank after another: any communication with a blocked rank would wait for it."""
     for rank in range(group.size()):
         if rank == group.rank():
             result = body()

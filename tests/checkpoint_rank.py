@@ -1,4 +1,4 @@
-"""One rank of a run that is saved with torch.distributed.checkpoint, or resumed from there; started by torchrun.
+"""Train on one rank, and save with torch.distributed.checkpoint, or resume from it; started by torchrun.
 
 Arguments: "save" or "resume", the checkpoint's folder, and the algorithm. Each rank prints a digest of its weights
 after step 9; the checkpoint is of step 4, with a round in flight.
@@ -20,7 +20,7 @@ STOP, END = 4, 9
 
 
 def nesterov(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """An outer optimizer, whose repr is another one in each process."""
+    """Make an outer optimizer. The repr of this function differs between processes."""
     return torch.optim.SGD(shadows, lr=0.5, momentum=0.5, nesterov=True)
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     with tb.attach(ddp, optimizer, ALGORITHMS[name]) as attachment:
 
         def checkpoint() -> dict[str, Any]:
-            # A key for each rank: one key for all would keep one rank's weights and drop the others'.
+            # A key for each rank: with a common key, dcp would save the weights of a single rank.
             own = {
                 "model": ddp.module.state_dict(),
                 "optimizer": optimizer.state_dict(),
@@ -62,7 +62,7 @@ def main() -> None:
                 step()
             dcp.save(checkpoint(), checkpoint_id=folder)
         else:
-            for _ in range(2):  # which fill the optimizers' states, into which dcp loads
+            for _ in range(2):  # to create the optimizer states into which dcp loads
                 step()
             state = checkpoint()
             dcp.load(state, checkpoint_id=folder)

@@ -1,6 +1,6 @@
-"""One rank that trains a module as it is, and compiled in several ways; started by torchrun. Prints digests of weights.
+"""A rank that trains a module eagerly, and compiled in several ways; torchrun starts it. Prints digests of weights.
 
-Arguments: the ways of `compiled`, and the values of `torch._dynamo.config.optimize_ddp`; all are tried with all.
+Arguments: ways of `compile_ddp`, and values of `torch._dynamo.config.optimize_ddp`; all combinations run.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ALGORITHMS = {
 
 
 class Net(nn.Module):
-    """Of a class of its own: `nn.Sequential.compile` compiles nothing (torch 2.13)."""
+    """A separate class, since `nn.Sequential.compile` compiles nothing (torch 2.13)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Net(nn.Module):
         return self.last(self.second(self.norm(self.first(x)).tanh()).tanh())
 
 
-def compiled(ddp: DistributedDataParallel, way: str, backend: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Return what the loop calls."""
+def compile_ddp(ddp: DistributedDataParallel, way: str, backend: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Return the function that the loop calls."""
     if way == "inner":
         ddp.module.compile(backend=backend)
     elif way == "ddp.compile":
@@ -60,7 +60,7 @@ def train(name: str, way: str) -> str:
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
     with tb.attach(ddp, optimizer, ALGORITHMS[name]) as attachment:
-        called = compiled(ddp, way, backend)
+        called = compile_ddp(ddp, way, backend)
         for _ in range(5):
             optimizer.zero_grad()
             called(torch.randn(4, 10, generator=data)).square().sum().backward()
@@ -84,7 +84,7 @@ def main() -> None:
         for mode in arguments.modes:
             with torch._dynamo.config.patch(optimize_ddp={"True": True, "False": False}.get(mode, mode)):
                 for way in arguments.ways:
-                    # One write, which the other rank's cannot cut in two.
+                    # A single write, which the other rank's write cannot split.
                     print(f"digests {name} {mode} {way} {plain} {train(name, way)}\n", end="", flush=True)
     dist.destroy_process_group()
 

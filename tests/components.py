@@ -1,4 +1,4 @@
-"""One component on a runner of its own, which gets the calls that `comm_hook` and `attach` make, without training."""
+"""A component on a separate runner, which receives the calls of `comm_hook` and `attach` without training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def append_nothing(component: object, bucket: tb.BaguaBucket) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientComponent(tb.Algorithm):
-    """A gradient algorithm whose impl has one component, made by `make`; `append` appends to buckets what it does."""
+    """A gradient algorithm whose impl has one component, from `make`; `append` appends its operations to buckets."""
 
     make: Callable[[tb.Runner], Any] = field(repr=False)
     append: Append = field(default=append_nothing, repr=False)
@@ -38,7 +38,7 @@ class GradientComponent(tb.Algorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightComponent(ModelAveragingAlgorithm):
-    """The same for a weight algorithm."""
+    """A weight algorithm whose impl has one component, with the arguments of `GradientComponent`."""
 
     make: Callable[[tb.Runner], Any] = field(repr=False)
     append: Append = field(default=append_nothing, repr=False)
@@ -53,7 +53,7 @@ class WeightComponent(ModelAveragingAlgorithm):
 
 
 class ComponentImpl(tb.AlgorithmImpl):
-    """Has the component."""
+    """The impl of an algorithm with one component."""
 
     def __init__(self, runner: tb.Runner) -> None:
         super().__init__(runner)
@@ -89,7 +89,7 @@ def backward(
     *,
     has_joined: bool = False,
 ) -> tb.BaguaBucket:
-    """Do what a synchronised backward does, with DDP's one bucket of these gradients; their averages become `.grad`."""
+    """Do what a synchronized backward of a DDP with one bucket of these gradients does; averages become `.grad`."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     for parameter in parameters:
         parameter.grad = None
@@ -105,7 +105,7 @@ def backward(
 
 
 def dyadic(*shape: int, seed: int, num_bits: int = 10, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers between -1 and 1 with `num_bits` bits after the point: sums of a few of them are exact in float32."""
+    """Return numbers between -1 and 1 with `num_bits` bits after the point: sums of a few are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     bound = 2**num_bits
     return (torch.randint(1 - bound, bound, shape, generator=generator) / bound).to(dtype)

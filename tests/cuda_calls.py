@@ -1,4 +1,4 @@
-"""Which functions of CUDA a part of a program has called, on all of its threads, as torch's profiler saw it."""
+"""Count the CUDA functions that a part of a program calls, on all its threads, with torch's profiler."""
 
 import json
 from collections import Counter
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-# What lets the host wait for the GPU. cudaMemcpyAsync does not, as long as the host's memory is pinned.
+# Calls in which the host waits for the GPU. cudaMemcpyAsync does not wait if the host's memory is pinned.
 WAITING_CALLS = {
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -36,5 +36,5 @@ def calls_within(profile: torch.profiler.profile, name: str, folder: Path) -> Co
 
 
 def waiting(calls: Counter[str]) -> dict[str, int]:
-    """Those of the calls that let the host wait."""
+    """Return the calls in which the host waits."""
     return {name: count for name, count in calls.items() if name in WAITING_CALLS}

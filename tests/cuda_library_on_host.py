@@ -1,8 +1,8 @@
 """Calls the operations of a library of bind_cuda.cu and pretended_cuda_runtime.cpp, with the kernels on the host.
 
-python cuda_library_on_host.py LIBRARY KERNELS: prints one line for every call that gave the bytes of the reference
-and for every argument that was refused, then what launches that fail say. In a process of its own: what is registered
-with torch stays.
+python cuda_library_on_host.py LIBRARY KERNELS: prints a line for every call whose bytes are equal to the reference's
+and for every argument that is refused, then the errors of launches that fail. It needs a separate process: the
+operations stay registered with torch.
 """
 
 import ctypes
@@ -35,18 +35,18 @@ from torchbagua.native.ops import NATIVE_OPS
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
-# With the compute capability of the GPU.
+# With the compute capability of the GPU in each.
 FAILURES = ((NO_KERNEL_IMAGE, 70), (NO_KERNEL_IMAGE, 103), (INSUFFICIENT_DRIVER, 90), (LAUNCH_FAILURE, 90))
 
 
 def call(operation: str, arguments: list[object], **numbers: float) -> None:
-    """By the key that CUDA tensors have."""
+    """Call an operation with the dispatch key of CUDA tensors."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     getattr(torch.ops.torchbagua, operation).default.redispatch(keys, *arguments, **numbers)
 
 
 def refusal_of(kernel: Callable[..., None], *arguments: object, **numbers: float) -> str:
-    """What it says of an argument, up to what it got; by its device the library tells where CUDA tensors would be."""
+    """Return the error about an argument, up to "got", and with "cpu" as the device if the library names cuda:3."""
     try:
         kernel(*arguments, **numbers)
     except ValueError as error:
@@ -55,27 +55,27 @@ def refusal_of(kernel: Callable[..., None], *arguments: object, **numbers: float
 
 
 def check_refusals() -> None:
-    """Every argument that is not as it must be is refused in the words of plain torch; prints their names."""
+    """Check that every invalid argument is refused with the message of plain torch; print the arguments' names."""
     for operation in OPERATIONS:
         good = good_arguments(MINMAX_UINT8, operation)
         name = f"minmax_uint8_{operation}"
-        if NATIVE_OPS[name].is_of_cpus:
+        if NATIVE_OPS[name].is_cpu_only:
             continue
         for argument in good:
-            # None on another device: here a GPU's are the CPU's.
+            # No tensors on another device: here a GPU's tensors are the CPU's.
             for bad in [0.0] if argument == "divisor" else [x for x in spoiled(argument, good) if x.device == CPU]:
                 arguments = list({**good, argument: bad}.values())
-                said = refusal_of(call, name, arguments)
-                assert said == refusal_of(NATIVE_OPS[name], *arguments)
-                assert said.startswith(f"torchbagua::{name}: {argument} must be ")
+                message = refusal_of(call, name, arguments)
+                assert message == refusal_of(NATIVE_OPS[name], *arguments)
+                assert message.startswith(f"torchbagua::{name}: {argument} must be ")
             print(f"refused {operation} {argument}")
     for operation in low_rank.OPERATIONS:
         name, good = f"low_rank_{operation}", low_rank.arguments_of(operation)
         for index, argument in enumerate(low_rank.argument_names(operation)):
             arguments = [*good[:index], good[index].to(torch.int16), *good[index + 1 :]]
-            said = refusal_of(call, name, arguments)
-            assert said.startswith(f"torchbagua::{name}: {argument} must be "), said
-            assert refusal_of(NATIVE_OPS[name], *arguments).startswith(said.split(" must be ")[0])
+            message = refusal_of(call, name, arguments)
+            assert message.startswith(f"torchbagua::{name}: {argument} must be "), message
+            assert refusal_of(NATIVE_OPS[name], *arguments).startswith(message.split(" must be ")[0])
             print(f"refused {name} {argument}")
     for name, numbers in QADAM_NUMBERS.items():
         schema = getattr(torch.ops.torchbagua, name).default._schema
@@ -83,9 +83,9 @@ def check_refusals() -> None:
             lists = qadam_lists(name)
             lists[index][-1] = lists[index][-1].to(torch.int16)
             argument = schema.arguments[index].name
-            said = refusal_of(call, name, lists, **numbers)
-            assert said.startswith(f"torchbagua::{name}: {argument} must be "), said
-            assert refusal_of(NATIVE_OPS[name], *lists, **numbers).startswith(said.split(" must be ")[0])
+            message = refusal_of(call, name, lists, **numbers)
+            assert message.startswith(f"torchbagua::{name}: {argument} must be "), message
+            assert refusal_of(NATIVE_OPS[name], *lists, **numbers).startswith(message.split(" must be ")[0])
             print(f"refused {name} {argument}")
 
 
@@ -105,11 +105,11 @@ def main(library: Path, kernels: Path) -> None:
     for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]):
         table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
         for operation, dtype in CASES:
-            mine = arguments_of(operation, table, wire_bytes, dtype)
-            theirs = copies(mine)
-            call(f"minmax_uint8_{operation}", mine)
-            NATIVE_OPS[f"minmax_uint8_{operation}"](*theirs)
-            check_same(mine, theirs)
+            actual = arguments_of(operation, table, wire_bytes, dtype)
+            reference = copies(actual)
+            call(f"minmax_uint8_{operation}", actual)
+            NATIVE_OPS[f"minmax_uint8_{operation}"](*reference)
+            check_same(actual, reference)
             (launched,) = launches
             expected = (kernel_of(operation, dtype), len(lengths), launcher.THREADS, 1003, 3)
             assert launched == expected, (launched, expected)
@@ -118,12 +118,12 @@ def main(library: Path, kernels: Path) -> None:
 
     for operation, numbers in QADAM_NUMBERS.items():
         lists = qadam_lists(operation)
-        of_reference = [copies(one) for one in lists]
+        of_reference = [copies(tensors) for tensors in lists]
         call(operation, lists, **numbers)
         NATIVE_OPS[operation](*of_reference, **numbers)
-        for own, others in zip(lists, of_reference, strict=True):
-            check_same(own, others)
-        expected = [(*one, tensor_tables.TABLE_THREADS, 1003, 3) for one in qadam_launches(operation)]
+        for actual, reference in zip(lists, of_reference, strict=True):
+            check_same(actual, reference)
+        expected = [(*kernel, tensor_tables.TABLE_THREADS, 1003, 3) for kernel in qadam_launches(operation)]
         assert launches == expected, (launches, expected)
         launches.clear()
         call(operation, [[torch.zeros(0)] for _ in lists], **numbers)
@@ -131,12 +131,12 @@ def main(library: Path, kernels: Path) -> None:
         print(operation)
 
     for operation in low_rank.OPERATIONS:
-        mine = low_rank.arguments_of(operation)
-        theirs = copies(mine)
-        call(f"low_rank_{operation}", mine)
-        NATIVE_OPS[f"low_rank_{operation}"](*theirs)
-        check_same(mine, theirs)
-        grid = len(mine[low_rank.argument_names(operation).index("table")])
+        actual = low_rank.arguments_of(operation)
+        reference = copies(actual)
+        call(f"low_rank_{operation}", actual)
+        NATIVE_OPS[f"low_rank_{operation}"](*reference)
+        check_same(actual, reference)
+        grid = len(actual[low_rank.argument_names(operation).index("table")])
         assert launches == [(f"torchbagua_low_rank_{operation}", grid, launcher.THREADS, 1003, 3)], launches
         launches.clear()
         print(f"low_rank_{operation}")

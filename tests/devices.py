@@ -1,4 +1,4 @@
-"""Where tests run native operations: on the CPU, and, in tests marked `gpu`, on the first GPU."""
+"""The devices on which tests run native operations: the CPU and, in tests marked `gpu`, the first GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,20 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-ALIGNMENT_BYTES = 16  # of the widest access of a kernel
+ALIGNMENT_BYTES = 16  # of a kernel's widest access
 GUARD_BYTES = 16 * ALIGNMENT_BYTES
 GUARD = 0xA5
 
 
 def require_gpu() -> torch.device:
-    """The first GPU; the test is skipped where there is none."""
+    """Return the first GPU; skip the test if torch can use no GPU."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU that this torch can use")
     return GPU
 
 
 class GuardedCopy:
-    """A copy of a tensor on `device`, as far from an aligned address as the original, between bytes that nobody writes.
+    """A copy of a tensor on `device`, as far from an aligned address as the original, between guard bytes.
 
     Attributes:
         tensor: the copy, of the original's shape and strides.
@@ -40,14 +40,14 @@ class GuardedCopy:
         self.tensor.copy_(original)
 
     def check_guards(self, name: str) -> None:
-        """Fail where something was written outside the tensor called `name`."""
+        """Fail if something was written outside the tensor called `name`."""
         assert all((guard == GUARD).all() for guard in self._guards), f"written outside {name}"
 
 
 def on_device(operation: torch._ops.OpOverload, device: torch.device) -> Callable[..., None]:
-    """`operation` for tensors of the CPU: it works on guarded copies on `device`, and what it writes is copied back.
+    """Return `operation` for CPU tensors: it runs on guarded copies on `device`, and written tensors are copied back.
 
-    Tensors that are not on the CPU are handed on as they are.
+    Tensors that are not on the CPU are passed unchanged.
     """
     schema = operation._schema.arguments
 
@@ -63,10 +63,10 @@ def on_device(operation: torch._ops.OpOverload, device: torch.device) -> Callabl
             return [inside(item) for item in value]
         return value.tensor if isinstance(value, GuardedCopy) else value
 
-    def take_back(original: Any, copy: Any, name: str, *, is_written: bool) -> None:
+    def copy_back(original: Any, copy: Any, name: str, *, is_written: bool) -> None:
         if isinstance(copy, list):
-            for index, (one, other) in enumerate(zip(original, copy, strict=True)):
-                take_back(one, other, f"{name}[{index}]", is_written=is_written)
+            for index, (item, item_copy) in enumerate(zip(original, copy, strict=True)):
+                copy_back(item, item_copy, f"{name}[{index}]", is_written=is_written)
         elif isinstance(copy, GuardedCopy):
             copy.check_guards(name)
             if is_written:
@@ -78,10 +78,10 @@ def on_device(operation: torch._ops.OpOverload, device: torch.device) -> Callabl
         copies = {name: copy_of(value) for name, value in originals.items()}
         try:
             operation(**{name: inside(copy) for name, copy in copies.items()})
-        finally:  # where it refuses it has written nothing, and the caller looks
+        finally:  # if the operation refuses, the caller checks that it has written nothing
             for argument in schema:
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 name = argument.name
-                take_back(originals.get(name), copies.get(name), name, is_written=is_written)
+                copy_back(originals.get(name), copies.get(name), name, is_written=is_written)
 
     return run

@@ -1,4 +1,4 @@
-"""The fenced blocks of README, CONTRIBUTING and docs, and what the programs among them define."""
+"""The fenced blocks of README, CONTRIBUTING and docs, and the names that the programs among them define."""
 
 import re
 import textwrap
@@ -18,10 +18,10 @@ class Block:
     """A fenced block.
 
     Attributes:
-        page: below the root.
-        line: where its text begins.
-        language: what stands behind the fence.
-        text: without the page's indentation.
+        page: its path below the root.
+        line: the line where its text begins.
+        language: the text after the fence.
+        text: its text, without the page's indentation.
     """
 
     page: Path
@@ -34,7 +34,7 @@ class Block:
 
     @property
     def includes(self) -> list[str]:
-        """The files that it consists of, where it is no text of its own."""
+        """The files that it includes instead of containing text."""
         return re.findall(r"^-+8<-+ \"([^\":]+)", self.text, re.MULTILINE)
 
 
@@ -53,12 +53,12 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def names_in(page: str, wanted: str, *, module: str) -> dict[str, Any]:
-    """Return what the program on a page of docs defines that has `wanted` in it; it is not run as a program.
+    """Return the names that the program with `wanted` on a page of docs defines; it is not run as `__main__`.
 
     Args:
-        page: below docs.
-        wanted: in one program of the page alone.
-        module: whose the names are from then on.
+        page: its path below docs.
+        wanted: a text that only this program of the page contains.
+        module: the module to which the names belong from then on.
     """
     (program,) = [block for block in blocks_of(ROOT / "docs" / page) if wanted in block.text]
     names: dict[str, Any] = {"__name__": module}

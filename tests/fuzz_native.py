@@ -1,8 +1,8 @@
-"""Feeds the native kernels arbitrary wires, spoiled ones, and mostly wrong block tables; meant for AddressSanitizer.
+"""Feed the native kernels arbitrary wires, corrupted wires, and mostly wrong block tables; meant for AddressSanitizer.
 
     python tests/fuzz_native.py --library LIBRARY --seconds 5 [--seed 0]
 
-LIBRARY is the CPU library. tests/test_native_sanitizer.py compiles it with -fsanitize=address and runs this with it.
+LIBRARY is the CPU library. tests/test_native_sanitizer.py compiles it with -fsanitize=address and runs this program.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EXTREMES = (-(2**63), -1, 0, 1, 2, 2**31, 2**62, 2**63 - 8, 2**63 - 1)
 
 
 def good_table(codec: Codec, lengths: list[int]) -> tuple[list[list[int]], int, int]:
-    """Rows of a table whose blocks fill x and the wire to the last byte, and the sizes of these."""
+    """Return the rows of a table whose blocks fill x and the wire to the last byte, and the sizes of x and the wire."""
     rows, start, payload = [], 0, codec.header_bytes * len(lengths)
     for index, length in enumerate(lengths):
         rows.append([*codec.row(start, length, codec.header_bytes * index, payload)])
@@ -32,7 +32,7 @@ def good_table(codec: Codec, lengths: list[int]) -> tuple[list[list[int]], int, 
     return rows, start, payload
 
 
-def spoil(rows: list[list[int]], draw: random.Random) -> None:
+def corrupt(rows: list[list[int]], draw: random.Random) -> None:
     """Change one field of one row: by a little, to an extreme, or to anything."""
     row = draw.choice(rows)
     field = draw.randrange(len(row))
@@ -47,25 +47,27 @@ def spoil(rows: list[list[int]], draw: random.Random) -> None:
 
 
 def own_memory(tensor: Tensor, draw: random.Random) -> Tensor:
-    """The same values in an allocation that ends with them, and that they need not begin: reads past them are seen."""
+    """Return the values in an allocation that ends with them and may begin before them: reads past them are found."""
     skipped = draw.randrange(4)
     return torch.cat((tensor.new_zeros(skipped), tensor.flatten()))[skipped:].view(tensor.shape)
 
 
 def fuzz_once(draw: random.Random) -> bool:
-    """One call of one operation; whether the table was accepted. Raises what is not a refusal."""
+    """Call an operation once; return whether it accepted the table. Raises every error but refusals of the table."""
     codec = draw.choice(CODECS)
     lengths = [min(draw.choice(LENGTHS), codec.longest) for _ in range(draw.randrange(1, 5))]
     rows, num_elements, wire_bytes = good_table(codec, lengths)
     num_rows = draw.randrange(1, 5)
     wires = own_memory(torch.randint(0, 256, (num_rows, wire_bytes), dtype=torch.uint8), draw)
-    if draw.random() < 0.5:  # a sparse codec does not look at a payload without indices in order, as bytes seldom are
+    if (
+        draw.random() < 0.5
+    ):  # a sparse codec skips a payload whose indices are not in order, and random bytes seldom are
         for wire in wires:
             codec.native("encode")(torch.randn(num_elements), torch.tensor(rows, dtype=torch.int64), wire)
             for _ in range(draw.randrange(3)):
                 wire[draw.randrange(wire_bytes)] ^= 1 << draw.randrange(8)
     for _ in range(draw.choice((0, 1, 1, 2))):
-        spoil(rows, draw)
+        corrupt(rows, draw)
     table = torch.tensor(rows, dtype=torch.int64)
     x = own_memory(torch.randint(-(2**31), 2**31, (num_elements,)).to(torch.int32).view(torch.float32), draw)
     x = x.to(draw.choice(ELEMENT_TYPES))

@@ -1,6 +1,6 @@
-"""A rank of test_horovod.py: AllReduceAggregationHVD is held to what holds of AllReduceAggregation.
+"""Run the checks of AllReduceAggregation for AllReduceAggregationHVD, on one rank of test_horovod.py.
 
-Started by horovodrun, or by torchrun, where Horovod is initialised over torch's group.
+Started by horovodrun, or by torchrun; with torchrun, Horovod is initialized over torch's group.
 """
 
 import os

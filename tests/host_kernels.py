@@ -1,4 +1,4 @@
-"""The CUDA kernels as functions of the host, see cuda_on_host.h: what they compute, without a GPU."""
+"""The CUDA kernels as host functions, see cuda_on_host.h, to test their results without a GPU."""
 
 import ctypes
 import functools
@@ -20,7 +20,7 @@ OUTCOMES = ("done", "trapped", "stuck")
 
 @functools.cache
 def source_of(file: str) -> str:
-    """A file of kernels as the compiler sees it: macros define some of them."""
+    """Return a file of kernels after preprocessing, since macros define some kernels."""
     if shutil.which(COMPILER[0]) is None:
         pytest.skip(f"there is no C++ compiler ({COMPILER[0]} is not on PATH)")
     command = [*COMPILER, "-E", "-P", "-x", "c++", "-std=c++17", str(CSRC / "kernels" / file)]
@@ -28,7 +28,7 @@ def source_of(file: str) -> str:
 
 
 def find_kernels(source: str) -> list[str]:
-    """The names of the kernels in a file."""
+    """Return the names of the kernels in a file."""
     return re.findall(r"\b(torchbagua_\w+)\(", source)
 
 
@@ -39,7 +39,7 @@ class Span(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The same of two dimensions: Rows, or Table."""
+    """A tensor of two dimensions in the same header: Rows, or Table."""
 
     _fields_ = [("data", ctypes.c_void_p), ("num_rows", ctypes.c_longlong), ("row_size", ctypes.c_longlong)]
 
@@ -60,7 +60,7 @@ class HostKernels:
     """A compiled library of kernels.
 
     Attributes:
-        library: made by `compile_kernels`.
+        library: the file that `compile_kernels` built.
     """
 
     def __init__(self, library: Path) -> None:
@@ -68,7 +68,7 @@ class HostKernels:
         self._loaded = ctypes.CDLL(str(library))
 
     def run(self, kernel: str, *arguments: Any, blocks: range, num_blocks: int, num_threads: int) -> str:
-        """Run `blocks` of a grid of `num_blocks`; return how that ended, one of OUTCOMES.
+        """Run `blocks` of a grid of `num_blocks`; return the outcome, one of OUTCOMES.
 
         Args:
             kernel: its name.
@@ -88,7 +88,7 @@ def _as_c(argument: Any) -> Any:
 
 
 def compile_kernels(folder: Path) -> None:
-    """Compile all kernels for the host, into `folder`/kernels.so; skips the test where there is no compiler."""
+    """Compile all kernels for the host, into `folder`/kernels.so; skip the test if there is no compiler."""
     if shutil.which(COMPILER[0]) is None:
         pytest.skip(f"there is no C++ compiler ({COMPILER[0]} is not on PATH)")
     lines = [f'#include "{Path(__file__).with_name("cuda_on_host.h")}"']

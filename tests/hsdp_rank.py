@@ -1,8 +1,8 @@
-"""One rank of replicas of sharded modules (HSDP), which compares gradients with an oracle; started by torchrun.
+"""Train replicas of sharded modules (HSDP) on one rank, and compare gradients with an oracle; started by torchrun.
 
-Two ranks share a module, of which the others have replicas. The oracle: each rank forms the gradients of all ranks'
-data with an unsharded copy, adds the rows of those that share a module, and forms the coded mean of these over the
-replicas. What FSDP leaves in `.grad` must have these bits, whichever way the mean is formed in.
+Two ranks share a module, and the other ranks have replicas of it. The oracle: each rank computes the gradients of every
+rank's data with an unsharded copy, sums the rows of the ranks that share a module, and computes the compressed mean of
+these sums over the replicas. The gradients that FSDP stores in `.grad` must be bitwise equal, in both ways of reducing.
 
 Arguments: the way, "hook" or "backend", and the names of the cases; or "otherwise".
 """
@@ -56,18 +56,20 @@ def sum_then_divide_by_three(module: FSDPModule) -> None:
 
 @dataclass
 class Case:
-    """What differs from plain `fully_shard` with ByteGrad, where torch itself reduce-scatters.
+    """The differences of a case from plain `fully_shard` with ByteGrad, if torch itself reduce-scatters.
 
     Attributes:
-        algorithm: is attached, or registered.
-        coded: what its codec makes of a row.
-        within: what is made of a row that goes to a rank of the same module.
+        algorithm: the attached or registered algorithm.
+        coded: returns a row as the codec of the algorithm decodes it.
+        within: returns a row as the ranks of the same module receive it.
         policy: an argument of `fully_shard`.
         prepare: called with the sharded module.
-        divisors: of the sum within a module, of that over replicas, and of what comes of it; by default as many as add.
-        accumulates: two micro-steps: "all" reduces both over all ranks, "shards" the first within the module alone.
-        shards: how many ranks share a module; with 1 it is torch's `replicate`.
-        weights: the codec in whose bytes they are gathered.
+        divisors: divide the sum within a module, the sum over replicas, and the result; by default the number of summed
+            rows, the number of replicas, and 1.
+        accumulates: if not empty, two micro-steps: "all" reduces both over all ranks, "shards" reduces the first only
+            within the module.
+        shards: the number of ranks that share a module; with 1, torch's `replicate` is used.
+        weights: the codec of gathered weights; None for full precision.
     """
 
     algorithm: tb.Algorithm = BYTEGRAD
@@ -101,22 +103,24 @@ CASES = {**BOTH_WAYS, **BY_HOOK, **BY_BACKEND}
 WAYS = {"hook": [*BOTH_WAYS, *BY_HOOK, "otherwise"], "backend": [*BOTH_WAYS, *BY_BACKEND, "otherwise"]}
 
 
-def rounded(case: Case, x: Any) -> Any:
+def round_to_reduce_dtype(case: Case, x: Any) -> Any:
     return in_bfloat16(x) if case.policy.reduce_dtype is torch.bfloat16 else x
 
 
 def row_within(case: Case, gradients: list[list[torch.Tensor]]) -> tuple[Any, list[int]]:
-    """Return what the reduce-scatter gives one rank of a module, of the gradients of its ranks."""
+    """Return the reduce-scattered row of this rank's shard of a module, given the gradients of the module's ranks."""
     shard = dist.get_rank() % case.shards
-    rows = [[row_of(one, shard, case.shards) for one in of_rank] for of_rank in gradients]
-    segments = [one.size for one in rows[0]]
-    total = ordered_sum([case.within(np.concatenate(one), segments) for one in rows])
-    return rounded(case, total / F32(case.divisors[0] if case.divisors else case.shards)), segments
+    rows = [[row_of(gradient, shard, case.shards) for gradient in rank_gradients] for rank_gradients in gradients]
+    segments = [row.size for row in rows[0]]
+    total = ordered_sum([case.within(np.concatenate(rank_rows), segments) for rank_rows in rows])
+    return round_to_reduce_dtype(case, total / F32(case.divisors[0] if case.divisors else case.shards)), segments
 
 
 def mean_over_replicas(case: Case, rows: list[Any], segments: list[int]) -> Any:
     total = ordered_sum([case.coded(row, segments) for row in rows])
-    mean = rounded(case, case.coded(total / F32(case.divisors[1] if case.divisors else len(rows)), segments))
+    mean = round_to_reduce_dtype(
+        case, case.coded(total / F32(case.divisors[1] if case.divisors else len(rows)), segments)
+    )
     return mean / F32(case.divisors[2] if case.divisors else 1)
 
 
@@ -129,26 +133,32 @@ def loss_of(module: nn.Module, x: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def gradients_of_all(copied: nn.Module, step: int, micro: int, case: Case) -> list[dict[str, torch.Tensor]]:
-    every = []
+    gradients = []
     for rank in range(dist.get_world_size()):
         unsharded = copy.deepcopy(copied).to(case.policy.param_dtype or torch.float32)
-        decoded(case.weights, [[one] for one in unsharded.parameters()], case.shards)
+        decoded(case.weights, [[parameter] for parameter in unsharded.parameters()], case.shards)
         loss_of(unsharded, data_of(step, rank, micro), case).backward()
-        every.append({name: one.grad for name, one in unsharded.named_parameters() if one.grad is not None})
-    return every
+        gradients.append(
+            {name: parameter.grad for name, parameter in unsharded.named_parameters() if parameter.grad is not None}
+        )
+    return gradients
 
 
-def expected(case: Case, micros: list[list[dict[str, torch.Tensor]]], members: list[str]) -> list[Any]:
-    """Return what the gradients of `members` are, which are all of one FSDP parameter group, on this rank."""
+def expected_gradients(case: Case, micros: list[list[dict[str, torch.Tensor]]], members: list[str]) -> list[Any]:
+    """Return this rank's gradients of `members`, the parameters of one FSDP parameter group."""
     total: Any = None
-    kept: list[Any] = []
-    for index, of_ranks in enumerate(micros):
-        every = [[one[name] for name in members] for one in of_ranks]
-        within = [row_within(case, every[i : i + case.shards]) for i in range(0, len(every), case.shards)]
+    accumulated: list[Any] = []
+    for index, rank_gradients in enumerate(micros):
+        selected = [[gradients[name] for name in members] for gradients in rank_gradients]
+        within = [row_within(case, selected[i : i + case.shards]) for i in range(0, len(selected), case.shards)]
         rows, segments = [row for row, _ in within], within[0][1]
-        rows = [rounded(case, row + before) for row, before in zip(rows, kept, strict=True)] if kept else rows
+        rows = (
+            [round_to_reduce_dtype(case, row + before) for row, before in zip(rows, accumulated, strict=True)]
+            if accumulated
+            else rows
+        )
         if case.accumulates == "shards" and index == 0:
-            kept = rows
+            accumulated = rows
             continue
         mean = mean_over_replicas(case, rows, segments)
         total = mean if total is None else total + mean
@@ -168,7 +178,7 @@ def train(way: str, name: str) -> None:
     shape, names = (dist.get_world_size() // case.shards, case.shards), ("replicas", "shards")
     torch.manual_seed(0)
     copied = Net()
-    torch.manual_seed(rank // case.shards if way == "hook" else 0)  # attach gives replicas the weights of the first
+    torch.manual_seed(rank // case.shards if way == "hook" else 0)  # attach broadcasts the weights of the first replica
     module = Net()
     attachment = None
     if way == "hook":
@@ -201,42 +211,42 @@ def train(way: str, name: str) -> None:
             module.set_requires_all_reduce(micro == 1 or case.accumulates != "shards")
             loss_of(module, data_of(step, rank, micro), case).backward()
         for modules in GROUPS:
-            members = [one for one in parameters if one.rsplit(".", 1)[0] in modules]
-            for one, row in zip(members, expected(case, micros, members), strict=True):
-                local = parameters[one].grad.to_local().reshape(-1)
+            members = [parameter_name for parameter_name in parameters if parameter_name.rsplit(".", 1)[0] in modules]
+            for parameter_name, row in zip(members, expected_gradients(case, micros, members), strict=True):
+                local = parameters[parameter_name].grad.to_local().reshape(-1)
                 assert torch.equal(local, torch.from_numpy(row[: local.numel()])), (
-                    f"{way}, {name}, step {step}, {one}: {local[:5]} {row[:5]}"
+                    f"{way}, {name}, step {step}, {parameter_name}: {local[:5]} {row[:5]}"
                 )
         optimizer.step()
-        for one in parameters.values():
-            check_same(one.to_local().detach(), mesh)
+        for parameter in parameters.values():
+            check_same(parameter.to_local().detach(), mesh)
         with torch.no_grad():
-            for one, parameter in copied.named_parameters():
-                parameter.copy_(parameters[one].full_tensor())
+            for parameter_name, parameter in copied.named_parameters():
+                parameter.copy_(parameters[parameter_name].full_tensor())
     if attachment is not None:
         check_trace(name, recorder)
         attachment.detach()
 
 
 def check_same(shard: torch.Tensor, mesh: DeviceMesh) -> None:
-    """That all replicas hold the same bits; over a group that no codec touches."""
+    """Check that all replicas are bitwise equal, over a group without a codec."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, shard)
-    every = gathered[dist.get_rank() % mesh.size(1) :: mesh.size(1)]
-    assert len(every) == mesh.size(0)
-    assert all(torch.equal(one, shard) for one in every)
+    replicas = gathered[dist.get_rank() % mesh.size(1) :: mesh.size(1)]
+    assert len(replicas) == mesh.size(0)
+    assert all(torch.equal(replica, shard) for replica in replicas)
 
 
 def use_the_backend_otherwise() -> None:
-    """What is no sum or mean of a flat floating-point tensor is exact; of others there is one warning."""
+    """Only sums and means of flat floating-point tensors are compressed; the first without align_blocks warns."""
     size, rank = dist.get_world_size(), dist.get_rank()
     tb.fsdp.register_backend(BYTEGRAD, name="torchbagua_otherwise")
     group = init_device_mesh("cpu", (size,), backend_override={0: "torchbagua_otherwise"}).get_group()
     for exact in (torch.tensor(rank + 0.1), torch.arange(9) + rank, torch.full((2, 3), rank + 0.1)):
-        every: list[Any] = [None] * size
-        dist.all_gather_object(every, exact)
+        tensors: list[Any] = [None] * size
+        dist.all_gather_object(tensors, exact)
         dist.all_reduce(exact, group=group)
-        assert torch.allclose(exact, torch.stack(every).sum(0))
+        assert torch.allclose(exact, torch.stack(tensors).sum(0))
     largest = torch.tensor([rank + 0.1, -rank - 0.1])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     assert torch.equal(largest, torch.tensor([size - 0.9, -0.1]))
@@ -247,7 +257,7 @@ def use_the_backend_otherwise() -> None:
     dist.broadcast(first, group=group, group_src=0)
     assert first.item() == 0
     dist.barrier(group=group)
-    rows = [torch.randn(100, generator=torch.Generator().manual_seed(other)).numpy() for other in range(size)]
+    rows = [torch.randn(100, generator=torch.Generator().manual_seed(peer)).numpy() for peer in range(size)]
     sent = in_8_bits(ordered_sum([in_8_bits(row, [100]) for row in rows]), [100])
     for functional in (False, True):  # from Python, and from C++
         x = torch.from_numpy(rows[rank].copy())
@@ -257,28 +267,28 @@ def use_the_backend_otherwise() -> None:
                 x = funcol.all_reduce(x, "sum", group).wait()
             else:
                 dist.all_reduce(x, group=group)
-        told = [one for one in caught if "call torchbagua.fsdp.align_blocks" in str(one.message)]
-        assert len(told) == (not functional)
+        reported = [warning for warning in caught if "call torchbagua.fsdp.align_blocks" in str(warning.message)]
+        assert len(reported) == (not functional)
         assert torch.equal(x, torch.from_numpy(sent))
 
 
 def refuse_and_attach_to_one() -> None:
-    """Refused is what differs between replicas; a single replica has its gradients compressed as without any."""
+    """Arguments that differ between replicas are refused; a single replica compresses as without replicas."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicas", "shards"))
     module = fully_shard(nn.Linear(512, 512), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replicas = mesh.get_group("replicas")
-    with pytest.raises(ValueError, match="disagree in the rank that holds a shard"):
+    with pytest.raises(ValueError, match="disagree on the rank that holds a shard"):
         tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=mesh.get_group("shards"))
-    with pytest.raises(ValueError, match="disagree in the algorithm"):
+    with pytest.raises(ValueError, match="disagree on the algorithm"):
         tb.fsdp.attach(module, optimizer, BYTEGRAD if rank < 2 else FOUR_BITS, replicate_group=replicas)
-    with pytest.raises(ValueError, match="disagree in attach's argument quantize_weights"):
+    with pytest.raises(ValueError, match="disagree on attach's argument quantize_weights"):
         tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=replicas, quantize_weights=[EIGHT, None][rank // 2])
     with tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=replicas):
         module(torch.ones(1, 512)).sum().backward()
 
-    # A filter of one rank reaches the other meshes too, through whichever groups an attachment opens first.
+    # The filter of rank 1 also raises on the other meshes, through the groups that an attachment opens first.
     for algorithm in (BYTEGRAD, tb.LowPrecisionDecentralizedAlgorithm()):
         wide = fully_shard(nn.Linear(512, 512).double(), mesh=mesh["shards"])
         optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
@@ -296,7 +306,7 @@ def refuse_and_attach_to_one() -> None:
     ):
         module(torch.ones(1, 512)).sum().backward()
     sent = [event for event in recorder.events if event.phase == "send"]
-    assert 3.9 * sum(one.wire_bytes for one in sent) < sum(one.raw_bytes for one in sent)
+    assert 3.9 * sum(event.wire_bytes for event in sent) < sum(event.raw_bytes for event in sent)
 
 
 def check_trace(name: str, recorder: tb.observe.Recorder) -> None:
@@ -312,7 +322,7 @@ def main() -> None:
     way, *names = sys.argv[1:]
     otherwise = refuse_and_attach_to_one if way == "hook" else use_the_backend_otherwise
     run_cases(names, lambda name: otherwise() if name == "otherwise" else train(way, name))
-    assert not [one for one in threading.enumerate() if "torchbagua" in one.name]
+    assert not [thread for thread in threading.enumerate() if "torchbagua" in thread.name]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Arguments of the operations of low rank, good ones."""
+"""Valid arguments of the low-rank operations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ PRODUCTS = [(7, 64, 4), (5, 130, 1), (3, 1, 2), (300, 37, 9)]
 
 
 def random_factors(factors: Sequence[tuple[int, int]] = FACTORS) -> Tensor:
-    """With vectors that are zero, depend on others, are tiny, and are huge."""
+    """Return factors with vectors that are zero, depend on others, are tiny, and are huge."""
     x = torch.randn(sum(rank * length for rank, length in factors), generator=torch.Generator().manual_seed(0))
     length = factors[0][1]
     x[length : 2 * length] = 2 * x[:length]
@@ -27,7 +27,7 @@ def random_factors(factors: Sequence[tuple[int, int]] = FACTORS) -> Tensor:
 
 
 def tables_of(factors: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Pieces and matrices of factors that lie one after the other."""
+    """Return the pieces and matrices of factors that lie one after the other."""
     pieces, matrices, start = [], [], 0
     for matrix, (rank, length) in enumerate(factors):
         firsts = range(0, length, PIECE_ELEMENTS)
@@ -38,7 +38,7 @@ def tables_of(factors: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 
 def arguments_of(operation: str) -> list[Tensor]:
-    """The arguments of an operation, in its order."""
+    """Return the arguments of an operation, in its order."""
     generator = torch.Generator().manual_seed(1)
     pieces, matrices = tables_of(FACTORS)
     entries = num_entries(13)
@@ -62,7 +62,7 @@ def arguments_of(operation: str) -> list[Tensor]:
 
 
 def bad_tables(operation: str) -> list[Tensor]:
-    """Tables of which one row leads out of a tensor."""
+    """Return tables with one row that points outside of a tensor."""
     arguments: Any = dict(zip(argument_names(operation), arguments_of(operation), strict=True))
     good = arguments["table"]
     bad = []
@@ -76,5 +76,5 @@ def bad_tables(operation: str) -> list[Tensor]:
 
 
 def argument_names(operation: str) -> list[str]:
-    """Of an operation, in its order."""
-    return [one.name for one in getattr(torch.ops.torchbagua, f"low_rank_{operation}").default._schema.arguments]
+    """Return the names of an operation's arguments, in its order."""
+    return [arg.name for arg in getattr(torch.ops.torchbagua, f"low_rank_{operation}").default._schema.arguments]

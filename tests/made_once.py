@@ -1,4 +1,4 @@
-"""Files that several tests need and that take long to make, as what a compiler gives: made once for all workers."""
+"""Files that several tests need and that take long to create, such as a compiler's output: created once for all."""
 
 import os
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from filelock import FileLock
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """Returns a folder of this run of pytest, which the first test that asks for it has made.
+    """Returns a folder of this run of pytest. The first test that asks for it creates it.
 
     Args:
         tmp_path_factory: pytest's.
-        name: of the folder, the same in all workers of xdist.
-        make: writes what is wanted into an empty folder, which is moved then.
+        name: the name of the folder, the same in all workers of xdist.
+        make: writes the files into an empty folder, which is then moved to its place.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,4 +1,4 @@
-"""The native codecs as the tests see them: their bytes, tables of blocks, hostile values, and both kernels at once."""
+"""The native codecs for the tests: their bytes, tables of blocks, hostile values, and checks of both kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ from torchbagua.native.topk import index_bits
 OPS = torch.ops.torchbagua
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 L = 128  # a block length of the tests: four of the kernels' 32 lanes
-TILE = 4096  # elements: the kernels take longer blocks in several steps
+TILE = 4096  # elements: the kernels process longer blocks in several steps
 
 
 @dataclass(frozen=True)
 class Codec:
-    """The bytes of a block, the beginning of the operations' names, and where the native kernels run.
+    """The bytes of a block, the prefix of the operations' names, and the device of the native kernels.
 
-    The reference runs on the CPU, and all tensors that the tests hold are there. Of a sparse codec, `kept_of_64` is how
-    many of 64 elements the tests keep, `index_bytes` what says which of a block, None where each has an index,
-    and `longest` is the longest block.
+    The reference runs on the CPU, and all tensors of the tests are there. For a sparse codec, `kept_of_64` is the
+    number of elements of 64 that the tests keep, `index_bytes` the size of a block's positions (None if each element
+    has an index), and `longest` the longest block.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Codec:
     longest: int = 2**63 - 1
 
     def on(self, device: torch.device) -> "Codec":
-        """The same with its kernels on `device`, which are loaded."""
+        """Return the same codec with its kernels on `device`, which are loaded."""
         native.load()
         rows = [row for row in native.status() if row.device == device.type and row.operation.startswith(self.name)]
         assert rows
@@ -46,30 +46,30 @@ class Codec:
         return replace(self, device=device)
 
     def payload_bytes(self, length: int) -> int:
-        """Of a block of `length` elements."""
+        """Return the payload bytes of a block of `length` elements."""
         kept = self.num_kept(length)
         return -(-length // self.elements_per_byte) if kept is None else self.bytes_of_kept(length, kept)
 
     def bytes_of_kept(self, length: int, kept: int) -> int:
-        """The payload bytes of a block of `length` elements of which `kept` are kept."""
+        """Return the payload bytes of a block of `length` elements of which `kept` are kept."""
         packed = -(-kept * index_bits(length) // 8)
         return kept + (packed if self.index_bytes is None else self.index_bytes)
 
     def num_kept(self, length: int) -> int | None:
-        """Of a block of `length` elements; None where it is all of them."""
+        """Return how many elements of a block of `length` elements are kept; None if all are."""
         return None if self.kept_of_64 is None else -(-length * self.kept_of_64 // 64)
 
     def row(self, start: int, length: int, header: int, payload: int) -> tuple[int, ...]:
-        """Of a table; of any numbers."""
+        """Return a row of a table, with any numbers."""
         kept = self.num_kept(max(1, min(length, 2**31)))
         return (start, length, header, payload, *([] if kept is None else [kept]))
 
     def native(self, operation: str) -> torch._ops.OpOverload:
-        """The operation itself, for tensors of any device."""
+        """Return the operation itself, for tensors on any device."""
         return getattr(OPS, f"{self.name}_{operation}").default
 
     def kernels(self, operation: str) -> list[Callable[..., None]]:
-        """The native kernel and the reference."""
+        """Return the native kernel and the reference."""
         return [on_device(self.native(operation), self.device), NATIVE_OPS[f"{self.name}_{operation}"]]
 
     def opcheck(self, operation: str, *arguments: Any) -> None:
@@ -87,8 +87,10 @@ CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK, BLOCKK)
 
 
 def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, int]:
-    """A table of blocks of `lengths`, and its wire's size: in x, in the wire and in the table they stand in any order,
-    with gaps between them."""
+    """Return a table of blocks of `lengths`, and its wire's size.
+
+    Blocks are in any order in x, in the wire and in the table, with gaps between them.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def place(sizes: list[int], unit: int) -> list[int]:
@@ -110,18 +112,18 @@ def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, in
 
 
 def num_elements(table: Tensor) -> int:
-    """The size of an x that holds all blocks and a little more."""
+    """Return the size of an x that contains all blocks and a few elements more."""
     return int((table[:, 0] + table[:, 1]).max()) + 3 if len(table) else 0
 
 
 def random_bits(count: int, seed: int) -> Tensor:
-    """Every float32 there is: NaN, Inf, subnormals and all."""
+    """Return random float32 values of any bits: NaN, Inf, subnormals and all others."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
 
 
 def hostile_values(kind: str, count: int, seed: int) -> Tensor:
-    """`count` float32 values of one kind of trouble."""
+    """Return `count` float32 values of one hostile kind."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, generator=generator)
     if kind == "any bits":
@@ -153,14 +155,14 @@ several = settings(max_examples=min(60, settings.default.max_examples), deadline
 
 
 def assert_same_values(got: Tensor, expected: Tensor) -> None:
-    """Equal bits, but any NaN for a NaN: its payload is the processor's own affair."""
+    """Assert equal bits, but accept any NaN for a NaN: its payload depends on the processor."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     same = (got.view(bits) == expected.view(bits)) | (got.isnan() & expected.isnan())
     assert same.all(), (got[~same], expected[~same])
 
 
 def encoded_by_both(codec: Codec, x: Tensor, table: Tensor, wire_bytes: int, seed: int = 0) -> Tensor:
-    """The wire of x, which native and reference agree on, padding (random here) included."""
+    """Return the wire of x. Assert that native and reference agree on it, padding (random here) included."""
     before = torch.randint(0, 256, (wire_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     wires = before.clone(), before.clone()
     for encode, wire in zip(codec.kernels("encode"), wires, strict=True):
@@ -170,7 +172,7 @@ def encoded_by_both(codec: Codec, x: Tensor, table: Tensor, wire_bytes: int, see
 
 
 def decoded_by_both(codec: Codec, wire: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The x of a wire, which native and reference agree on; what lies between the blocks is 7."""
+    """Return the x of a wire. Assert that native and reference agree on it; elements between the blocks are 7."""
     outputs = [torch.full((num_elements(table),), 7.0, dtype=dtype) for _ in range(2)]
     for decode, output in zip(codec.kernels("decode"), outputs, strict=True):
         decode(wire, table, output)
@@ -179,7 +181,7 @@ def decoded_by_both(codec: Codec, wire: Tensor, table: Tensor, dtype: torch.dtyp
 
 
 def mean_by_both(codec: Codec, rows: Tensor, table: Tensor, divisor: float) -> Tensor:
-    """The wire of the mean of rows, which native and reference agree on; what lies between the blocks is 7."""
+    """Return the wire of the mean of rows. Assert that native and reference agree; bytes between the blocks are 7."""
     wires = [torch.full_like(rows[0], 7) for _ in range(2)]
     for decode_mean_encode, wire in zip(codec.kernels("decode_mean_encode"), wires, strict=True):
         decode_mean_encode(rows, table, divisor, wire)
@@ -188,7 +190,7 @@ def mean_by_both(codec: Codec, rows: Tensor, table: Tensor, divisor: float) -> T
 
 
 def assert_header_decodes_to_nan(codec: Codec, values: list[float], dtype: torch.dtype) -> None:
-    """A block with these floats for a header decodes to NaN, and a mean with it has a NaN header and a zero payload."""
+    """Assert that a block with this header decodes to NaN, and a mean with it has a NaN header and a zero payload."""
     table, wire_bytes = lay_out(codec, [L])
     start, _, header, payload, *_ = table[0].tolist()
     wire = torch.arange(wire_bytes).to(torch.uint8)
@@ -203,20 +205,20 @@ def assert_header_decodes_to_nan(codec: Codec, values: list[float], dtype: torch
 def feedback_by_both(
     codec: Codec, x: Tensor, residual: Tensor, table: Tensor, wire_bytes: int
 ) -> tuple[Tensor, Tensor]:
-    """Wire and left_out of x with a residual, which native and reference agree on; between the blocks both are 7."""
+    """Return wire and left_out of x with a residual. Assert that both kernels agree; between the blocks both are 7."""
     results = []
     for kernel in codec.kernels("encode_feedback"):
         wire, left_out = torch.full((wire_bytes,), 7, dtype=torch.uint8), torch.full_like(x, 7.0)
         kernel(x, residual, table, wire, left_out)
         results.append((wire, left_out))
-    (wire, left_out), (other_wire, other_left_out) = results
-    assert torch.equal(wire, other_wire)
-    assert_same_values(left_out, other_left_out)
+    (wire, left_out), (reference_wire, reference_left_out) = results
+    assert torch.equal(wire, reference_wire)
+    assert_same_values(left_out, reference_left_out)
     return wire, left_out
 
 
 def assert_mean_feedback_is_both_in_turn(codec: Codec, rows: Tensor, residual: Tensor, table: Tensor) -> None:
-    """The mean of rows with a residual has the bytes of the mean and then the feedback; between the blocks all is 7."""
+    """Assert that the mean of rows with a residual has the bytes of mean, then feedback; the gaps are 7."""
     mean, left_out = torch.full_like(residual, 7.0), torch.full_like(residual, 7.0)
     wire = torch.full_like(rows[0], 7)
     NATIVE_OPS[f"{codec.name}_decode_mean"](rows, table, 3.0, mean)

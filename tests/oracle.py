@@ -1,6 +1,6 @@
-"""The algorithms in one process, on stacked numpy arrays, written from the formulas and from nothing of torchbagua.
+"""The algorithms in one process, on stacked numpy arrays, written from the formulas and independent of torchbagua.
 
-Arrays are float32, or float64, which no codec takes: those are added in float64 and sent as they are.
+Arrays are float32 or float64. No codec encodes float64: such arrays are summed in float64 and sent uncompressed.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 F32 = np.float32
 Array = npt.NDArray[np.floating]
-Coded = Callable[[Array], Array]  # what a block is after encode and decode
+Coded = Callable[[Array], Array]  # returns a block after encode and decode
 
 
 def rne(y: Array) -> Array:
@@ -19,9 +19,9 @@ def rne(y: Array) -> Array:
 
 
 def quantise_block(x: Array, num_steps: int = 255, header: Coded = lambda bounds: bounds) -> Array:
-    """Return what a block is after a min-max codec's encode and decode, MinMaxUInt8's by default.
+    """Return a block after a min-max codec's encode and decode, by default MinMaxUInt8's.
 
-    `header` is what its header makes of minimum and maximum, NaN where it cannot hold them.
+    `header` returns minimum and maximum as the header represents them, NaN if it cannot.
     """
     if not np.all(np.abs(x) < F32(2.0**126)):  # NaN compares false
         return np.full_like(x, np.nan)
@@ -38,7 +38,7 @@ def quantise_block(x: Array, num_steps: int = 255, header: Coded = lambda bounds
 
 
 def bfloat16_outwards(bounds: Array) -> Array:
-    """Return the largest bfloat16 that is no larger than the first, and the smallest no smaller than the second."""
+    """Return the largest bfloat16 no larger than the first bound, and the smallest no smaller than the second."""
     cut = (bounds.view(np.int32) & -0x10000).view(F32)
     is_inside = np.array([cut[0] > bounds[0], cut[1] < bounds[1]])
     next_away = (cut.view(np.int32) + 0x10000).view(F32)
@@ -47,12 +47,12 @@ def bfloat16_outwards(bounds: Array) -> Array:
 
 
 def quantise_block_4_bits(x: Array) -> Array:
-    """Return what a block is after MinMaxUInt4's encode and decode."""
+    """Return a block after MinMaxUInt4's encode and decode."""
     return quantise_block(x, 15, bfloat16_outwards)
 
 
 def mean_magnitude(x: Array) -> np.float32:
-    """Return the mean of |x|, added by 32 lanes and then by halves of them."""
+    """Return the mean of |x|, summed in 32 lanes, which are then summed by halves."""
     lanes = np.zeros(32, F32)
     for first in range(0, x.size, 32):
         part = np.abs(x[first : first + 32])
@@ -63,7 +63,7 @@ def mean_magnitude(x: Array) -> np.float32:
 
 
 def sign_block(x: Array) -> Array:
-    """Return what a block is after Sign1Bit's encode and decode."""
+    """Return a block after Sign1Bit's encode and decode."""
     with np.errstate(over="ignore"):
         scale = mean_magnitude(x)
     if not scale < F32(2.0**126):  # NaN compares false
@@ -72,7 +72,7 @@ def sign_block(x: Array) -> Array:
 
 
 def quantise(x: Array, segments: Sequence[int], block: int = 2048, coded: Coded = quantise_block) -> Array:
-    """Code blocks of at most `block` elements that do not cross the ends of segments."""
+    """Encode and decode blocks of at most `block` elements that do not cross the ends of segments."""
     result = np.empty_like(x)
     start = 0
     for length in segments:
@@ -84,7 +84,7 @@ def quantise(x: Array, segments: Sequence[int], block: int = 2048, coded: Coded 
 
 
 def ordered_sum(rows: Sequence[Array]) -> Array:
-    """Add rows in float32, or float64 ones in float64, in order."""
+    """Sum rows in order, in float32, or in float64 if they are float64."""
     total = rows[0].astype(np.float64 if rows[0].dtype == np.float64 else F32, copy=True)
     for row in rows[1:]:
         total = total + row
@@ -92,7 +92,7 @@ def ordered_sum(rows: Sequence[Array]) -> Array:
 
 
 def gradient_allreduce(rows: Sequence[Array], nodes: Sequence[int] | None = None) -> Array:
-    """Mean in full precision; with `nodes`, node sums are added in node order."""
+    """Return the mean in full precision; with `nodes`, node sums are added in node order."""
     return ordered_sum(node_sums(rows, nodes)) / F32(len(rows))
 
 
@@ -104,7 +104,7 @@ def bytegrad(
     coded: Coded = quantise_block,
     within_nodes: Coded = lambda row: row,
 ) -> Array:
-    """Q(mean_j Q(g_j)); with `nodes`, over the node sums of W(g_j), and W of the result, W being `within_nodes`."""
+    """Q(mean_j Q(g_j)); with `nodes`, over the node sums of W(g_j), and W of the result, where W is `within_nodes`."""
     if rows[0].dtype == np.float64:
         return gradient_allreduce(rows, nodes)
     sums = node_sums([within_nodes(row) for row in rows], nodes)
@@ -113,9 +113,9 @@ def bytegrad(
 
 
 class TwoPhaseResiduals:
-    """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean.
+    """The compressed mean of stacked arrays, with the residuals of ranks' (or nodes') sent values and of the mean.
 
-    With a momentum, of velocities; that of an element that is sent becomes zero if it `forgets`.
+    With a momentum, it averages velocities; the velocity of an element that is sent becomes zero if it `forgets`.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class TwoPhaseResiduals:
         self.velocities: list[Array] = []
 
     def __call__(self, rows: Sequence[Array]) -> Array:
-        """Return the mean, and take what is left out for the residuals."""
+        """Return the mean, and update the residuals."""
         sums = node_sums(rows, self.nodes)
         if self.momentum is not None:
             before = self.velocities or [np.zeros_like(row) for row in sums]
-            sums = [one * F32(self.momentum) + row for one, row in zip(before, sums, strict=True)]
-        full = sums if self.sent is None else [row + left for row, left in zip(sums, self.sent, strict=True)]
+            sums = [velocity * F32(self.momentum) + row for velocity, row in zip(before, sums, strict=True)]
+        full = sums if self.sent is None else [row + residual for row, residual in zip(sums, self.sent, strict=True)]
         wires = [self.quantise(row) for row in full]
         self.sent = [row - wire for row, wire in zip(full, wires, strict=True)]
         if self.momentum is not None:
             pairs = zip(sums, wires, strict=True)
-            self.velocities = [np.where(self.forgets & (wire != 0), F32(0), one) for one, wire in pairs]
+            self.velocities = [np.where(self.forgets & (wire != 0), F32(0), velocity) for velocity, wire in pairs]
         mean = ordered_sum(wires) / F32(len(rows)) + self.mean
         result = self.quantise(mean)
         self.mean = mean - result
@@ -148,7 +148,7 @@ class TwoPhaseResiduals:
 
 
 def orthonormal(vectors: Array) -> Array:
-    """The Gram-Schmidt process over the rows of a float32 array, by their inner products in float64."""
+    """Apply the Gram-Schmidt process to the rows of a float32 array, with inner products in float64."""
     rank, length = vectors.shape
     padded = np.zeros((rank, -(-length // 1024) * 1024))
     padded[:, :length] = vectors
@@ -182,7 +182,7 @@ def orthonormal(vectors: Array) -> Array:
 
 
 class PowerSGD:
-    """The gradient of one matrix on all ranks, averaged as a product of two factors."""
+    """Averages the gradient of one matrix over all ranks as a product of two factors."""
 
     def __init__(
         self,
@@ -206,12 +206,12 @@ class PowerSGD:
         full = [row + error for row, error in zip(rows, errors, strict=True)]
         kept = self.right if self.keeps_factor else np.zeros_like(self.right)
         right = orthonormal(np.where(kept.any(1, keepdims=True), kept, self.first))
-        left = orthonormal(self.mean([self.product(right, one, is_transposed=True) for one in full]))
-        self.right = self.mean([self.product(left, one, is_transposed=False) for one in full])
+        left = orthonormal(self.mean([self.product(right, matrix, is_transposed=True) for matrix in full]))
+        self.right = self.mean([self.product(left, matrix, is_transposed=False) for matrix in full])
         result = np.zeros_like(full[0])
-        for one, other in zip(left, self.right, strict=True):
-            result += one[:, None] * other
-        self.errors = [one - result for one in full]
+        for left_vector, right_vector in zip(left, self.right, strict=True):
+            result += left_vector[:, None] * right_vector
+        self.errors = [matrix - result for matrix in full]
         return result
 
 
@@ -240,7 +240,7 @@ def qadam_step(
     decoupled: bool,
     sqrt: Callable[[Array], Array] = np.sqrt,
 ) -> tuple[Array, Array]:
-    """Return weight and momentum after a step past the warm-up of `num_warm` steps, the `num_since`th of these."""
+    """Return weight and momentum after step `num_since` past the warm-up of `num_warm` steps."""
     number = weight.dtype.type
     kept = weight * number(1 - lr * weight_decay if decoupled else 1)
     slope = gradient + kept * number(0 if decoupled else weight_decay)
@@ -262,7 +262,7 @@ def node_sums(rows: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]
 
 
 def peers_mean(rows: Sequence[Array], nodes: Sequence[int] | None, num_before: int) -> list[Array]:
-    """Mean with the peer of round `num_before` in shift_one; with `nodes`, of the nodes' means."""
+    """Return each rank's mean with its peer of round `num_before` in shift_one; with `nodes`, of the nodes' means."""
     means = node_means(rows, nodes)
     half = len(means) // 2
     peers = [(num_before + r) % half + half if r < half else (r - half - num_before) % half for r in range(len(means))]
@@ -270,7 +270,7 @@ def peers_mean(rows: Sequence[Array], nodes: Sequence[int] | None, num_before: i
 
 
 def moved(x: Array, difference: Array, snapshot: Array, *, is_buffer: bool) -> Array:
-    """x + (mean - snapshot); a buffer, which decays, stays between its own value and the mean."""
+    """Return x + (mean - snapshot); a buffer, which decays, stays between its own value and the mean."""
     if not is_buffer:
         return x + difference
     mean = snapshot + difference
@@ -278,9 +278,10 @@ def moved(x: Array, difference: Array, snapshot: Array, *, is_buffer: bool) -> A
 
 
 class LowPrecisionRing:
-    """Low-precision decentralized training on stacked arrays: replicas w of all members of the ring.
+    """Low-precision decentralized training on stacked arrays; `w` contains the replicas of all members of the ring.
 
-    Buffers are in full precision, and stay between their own value and the mean of the replicas; so is float64.
+    Buffers are in full precision, and stay between their own value and the mean of the replicas. float64 is also in
+    full precision.
     """
 
     def __init__(
@@ -331,17 +332,17 @@ def to_ranks(results: Sequence[Array], nodes: Sequence[int] | None) -> list[Arra
 
 
 def largest_of(block: int, kept: int) -> Coded:
-    """Return what codes a block with TopK, of which `kept` of `block` elements are kept."""
+    """Return a function that encodes and decodes a block with TopK, which keeps `kept` of `block` elements."""
     return lambda x: largest_of_block(x, -(-x.size * kept // block))
 
 
 def largest_of_block(x: Array, kept: int) -> Array:
-    """Return what a block is after TopK's encode and decode."""
+    """Return a block after TopK's encode and decode."""
     return in_8_bits(x, np.argsort(-np.abs(x), kind="stable")[:kept])
 
 
 def in_8_bits(x: Array, places: npt.NDArray[np.integer]) -> Array:
-    """Return what a block is after a sparse codec's encode and decode, which keeps these places."""
+    """Return a block after encode and decode by a sparse codec that keeps these places."""
     if not np.all(np.abs(x) < F32(2.0**126)):  # NaN compares false
         return np.full_like(x, np.nan)
     largest = np.abs(x[places]).max()
@@ -353,12 +354,12 @@ def in_8_bits(x: Array, places: npt.NDArray[np.integer]) -> Array:
 
 
 def largest_run_of(block: int, kept: int) -> Coded:
-    """Return what codes a block with BlockK, of which `kept` of `block` elements are kept."""
+    """Return a function that encodes and decodes a block with BlockK, which keeps `kept` of `block` elements."""
     return lambda x: largest_run_of_block(x, -(-x.size * kept // block))
 
 
 def largest_run_of_block(x: Array, kept: int) -> Array:
-    """Return what a block is after BlockK's encode and decode."""
+    """Return a block after BlockK's encode and decode."""
     starts = [min(start, x.size - kept) for start in range(0, x.size, kept)]
     sums = [sum(float(value) ** 2 for value in x[start : start + kept]) for start in starts]
     return in_8_bits(x, np.arange(kept) + starts[sums.index(max(sums))])

@@ -1,4 +1,4 @@
-"""A small run under DDP with a QAdamOptimizer on every rank, and what the oracle says of it."""
+"""A small run with DDP and a QAdamOptimizer on every rank, and its comparison with the oracle."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Life:
-    """What one rank saw, by step and parameter name.
+    """A rank's records, by step and parameter name.
 
     Attributes:
         local: gradients before averaging.
@@ -40,7 +40,7 @@ class Life:
 
 
 class ChannelsLast(nn.Module):
-    """A convolution whose weight lies in memory in another order than its shape has, and one that is transposed."""
+    """A convolution whose weight's memory order differs from its shape's, and a transposed parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ChannelsLast(nn.Module):
 
 
 class Trainer:
-    """One rank's copy of a model under DDP with a QAdamOptimizer."""
+    """A rank's copy of a model in DDP with a QAdamOptimizer."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, warmup_steps: int = NUM_WARM, **options: Any):
         self.group = group
@@ -67,12 +67,12 @@ class Trainer:
         self.synchronises_each = False
 
     def hook(self, nodes: Sequence[int] | None = None, **arguments: Any) -> tb.AlgorithmImpl:
-        """Register the standalone hook, which records local gradients on the way."""
+        """Register the standalone hook, in a wrapper that records local gradients."""
         names = {parameter: name for name, parameter in self.named.items()}
-        life = self.life  # a hook that holds its DDP keeps it, and its groups, for ever
+        life = self.life  # a hook that refers to its DDP would keep it and its groups alive forever
 
         def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            life.local[-1].update({names[one]: gradient.clone() for one, gradient in gradients_in(bucket)})
+            life.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients_in(bucket)})
             return tb.comm_hook(state, bucket)
 
         group = self.group if nodes is None else tb.BaguaProcessGroup(self.group, nodes=nodes)
@@ -101,7 +101,7 @@ Average = Callable[[Sequence[oracle.Array]], oracle.Array]
 
 
 def eight_bits(size: int, nodes: Sequence[int] | None) -> Average:
-    """The mean of a parameter of `size` elements, without error feedback."""
+    """Return the mean of a parameter of `size` elements, without error feedback."""
     return lambda rows: oracle.bytegrad(rows, [size], nodes)
 
 
@@ -111,9 +111,9 @@ def check_lives(
     nodes: Sequence[int] | None = None,
     make_average: Callable[[int, Sequence[int] | None], Average] = eight_bits,
 ) -> None:
-    """Gradients and steps are the oracle's; Adam's own steps are those of torch.optim.Adam on its gradients."""
+    """Check that gradients and steps equal the oracle's, and warm-up steps torch.optim.Adam's on equal gradients."""
     averages = {name: make_average(value.numel(), nodes) for name, value in initial.items()}
-    # On their own device: Adam is another program on a GPU, and its last bits are others.
+    # On the weights' device: on a GPU Adam is another program, with other last bits.
     adams = {name: nn.Parameter(value.clone()) for name, value in initial.items()}
     adam = torch.optim.Adam(adams.values(), **SETTINGS)
     for step in range(len(lives[0].weights)):
@@ -151,7 +151,7 @@ def check_lives(
 
 
 def _torch_sqrt(x: oracle.Array) -> oracle.Array:
-    """Of float64, as Adam has it: where MKL computes it, some last bits are not those of IEEE (torch 2.13)."""
+    """Compute float64 square roots as Adam does: with MKL some last bits differ from IEEE's (torch 2.13)."""
     return torch.from_numpy(x).sqrt().numpy()
 
 
@@ -160,7 +160,7 @@ def initial_of(model: nn.Module) -> Tensors:
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested dictionaries, copied."""
+    """Yield copies of the tensors in nested dictionaries."""
     for value in state.values() if isinstance(state, dict) else ():
         if isinstance(value, torch.Tensor):
             yield value.clone()
@@ -175,7 +175,7 @@ def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
 def weights_with_and_without_scale(
     group: dist.ProcessGroup, model: nn.Module, scaler: torch.amp.GradScaler, **arguments: Any
 ) -> tuple[Tensors, Tensors]:
-    """The last weights of a plain run, and of the same run with a loss scale."""
+    """Return the last weights of a plain run, and of the same run with a loss scale."""
     plain, scaled = Trainer(group, model), Trainer(group, model)
     algorithms = [tb.QAdamAlgorithm(trainer.optimizer, **arguments) for trainer in (plain, scaled)]
     with (

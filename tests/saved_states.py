@@ -1,10 +1,10 @@
-"""Small runs on two ranks that are saved in their middle and go on: from a file of this release, or of an earlier one.
+"""Small runs on two ranks that are saved in the middle and resumed, from files of this or an earlier release.
 
 `python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt, one file for each name in MAKE_ALGORITHM.
-A release that changes a state adds files of its own, and keeps the older ones, which later releases load.
+A release that changes a state adds its own files, and keeps the older files, which later releases load.
 
-All arithmetic after STOP is of single elements, and what is multiplied before it is added is exact, so that a run goes
-on from a file to the same bits on any machine.
+All arithmetic after STOP is elementwise, and products that are added are exact, so that a run continues bitwise from a
+file on any machine.
 """
 
 import io
@@ -42,7 +42,7 @@ MAKE_ALGORITHM: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
 
 
 class Scales(nn.Module):
-    """Factors of single elements, and a buffer."""
+    """Elementwise factors, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Scales(nn.Module):
 
 
 class Trainer:
-    """One rank of the run that `name` says; data differ by rank and step."""
+    """One rank of the run `name`; data differ by rank and step."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.rank = group.rank()
@@ -76,7 +76,7 @@ class Trainer:
         self.optimizer.step()
 
     def save(self, attachment: tb.Attachment) -> dict[str, Any]:
-        """Return what this rank saves."""
+        """Return the state that this rank saves."""
         return {
             "model": self.ddp.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -84,7 +84,7 @@ class Trainer:
         }
 
     def load(self, attachment: tb.Attachment, state: dict[str, Any]) -> None:
-        """Go on from what this rank has saved."""
+        """Continue from the saved state of this rank."""
         self.ddp.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         attachment.load_state_dict(state["attachment"])
@@ -94,8 +94,8 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.ddp.module.state_dict().items()}
 
 
-def saved_run(name: str) -> dict[str, Any]:
-    """Train, and return by rank what it saved after STOP steps, and its weights at the end of END steps."""
+def train_and_save(name: str) -> dict[str, Any]:
+    """Train, and return by rank the state after STOP steps, and the weights after END steps."""
 
     def body(group: dist.ProcessGroup) -> dict[str, Any]:
         trainer = Trainer(group, name)
@@ -104,7 +104,7 @@ def saved_run(name: str) -> dict[str, Any]:
                 trainer.step(number)
             deadline_s = time.monotonic() + 60
             while name == "async" and not attachment.state_dict()["impl"]["differences"]["weight"].any():
-                trainer.step(STOP)  # until a round has ended that is to be applied, of weights that differ
+                trainer.step(STOP)  # until a round over differing weights has ended, and its mean waits to be applied
                 assert time.monotonic() < deadline_s
             file = io.BytesIO()
             torch.save(trainer.save(attachment), file)
@@ -119,4 +119,4 @@ def saved_run(name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     for name in sys.argv[2:] or MAKE_ALGORITHM:
         with (FOLDER / f"state-{sys.argv[1]}-{name}.pt").open("xb") as file:
-            torch.save(saved_run(name), file)
+            torch.save(train_and_save(name), file)

@@ -1,6 +1,6 @@
-"""One rank that trains a sharded module, and saves or loads it with torch.distributed.checkpoint; started by torchrun.
+"""Train a sharded module on one rank, and save or load it with torch.distributed.checkpoint; started by torchrun.
 
-Arguments: "save", or "load" on another number of ranks, the name of the algorithm that is attached, and a folder.
+Arguments: "save", or "load" on another number of ranks; the name of the attached algorithm; and a folder.
 """
 
 import sys
@@ -27,11 +27,11 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 def whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return weights and Adam's moments, whole."""
-    found = {name: one.full_tensor().detach().clone() for name, one in module.named_parameters()}
-    for name, one in module.named_parameters():
+    """Return the weights and Adam's moments, unsharded."""
+    found = {name: parameter.full_tensor().detach().clone() for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{key} of {name}"] = optimizer.state[one][key].full_tensor()
+            found[f"{key} of {name}"] = optimizer.state[parameter][key].full_tensor()
     return found
 
 
@@ -64,7 +64,7 @@ def main(action: str, name: str, folder: Path) -> None:
         if dist.get_rank() == 0:
             torch.save(saved, folder / "whole.pt")
         return
-    before = {key: one.full_tensor().detach().clone() for key, one in module.named_parameters()}
+    before = {key: parameter.full_tensor().detach().clone() for key, parameter in module.named_parameters()}
     loaded = states(module, optimizer)
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizers"])
@@ -72,14 +72,14 @@ def main(action: str, name: str, folder: Path) -> None:
     with tb.fsdp.attach(module, optimizer, algorithm, **options):
         state = whole_state(module, optimizer)
         assert state.keys() == expected.keys()
-        # Adam's moments are each replica's own, and of those of two replicas the checkpoint holds some of each.
+        # Each replica has its own Adam moments, and the checkpoint contains a mix of those of both replicas.
         compared = expected if num_replicas == 1 else before
         assert all(torch.equal(state[key], expected[key]) for key in compared)
         assert not any(torch.equal(before[key], expected[key]) for key in before)
         train(module, optimizer, range(3, 6))
-    for key, one in module.named_parameters():
-        assert one.full_tensor().isfinite().all()
-        assert not torch.equal(one.full_tensor(), expected[key])
+    for key, parameter in module.named_parameters():
+        assert parameter.full_tensor().isfinite().all()
+        assert not torch.equal(parameter.full_tensor(), expected[key])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Trials of ranks that train a sharded module, of which one goes wrong; a process that has imported torch forks them.
+"""Trials in which ranks train a sharded module and one rank fails; a process that has imported torch forks the ranks.
 
-Arguments: for each trial a number, the seed of everything about it, or a Trial's fields as JSON. Prints a line of JSON
-for each trial: the trial, and what each rank has reported.
+Arguments: for each trial a number, which seeds all its choices, or a Trial's fields as JSON. Prints a line of JSON for
+each trial: the trial, and each rank's report.
 """
 
 import atexit
@@ -34,7 +34,7 @@ import torchbagua as tb
 ATTACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT = timedelta(seconds=60)
 SLEEP_S = ATTACH_TIMEOUT_S + 2.5
-# After a fault; what hangs for longer is ended.
+# After a fault; a rank that hangs for longer is killed.
 PATIENCE_S = ATTACH_TIMEOUT_S + 20
 NUM_LAYERS = 4
 MOST_TRIES = 3
@@ -42,14 +42,14 @@ MOST_TRIES = 3
 
 @dataclass(frozen=True)
 class Way:
-    """What is attached to what.
+    """An algorithm, and the sharded module that it is attached to.
 
     Attributes:
-        algorithm: is attached.
-        replicas: how many copies of the module there are.
-        reshards, prepare: an argument of `fully_shard`, and what is called with the sharded module.
-        options: of `attach`.
-        sizes: numbers of ranks.
+        algorithm: the algorithm that is attached.
+        replicas: the number of copies of the module.
+        reshards, prepare: `fully_shard`'s reshard_after_forward, and a function that is called with the sharded module.
+        options: `attach`'s options.
+        sizes: possible numbers of ranks.
     """
 
     algorithm: tb.Algorithm
@@ -84,14 +84,14 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One run, and what goes wrong in it.
+    """A run, and its fault.
 
     Attributes:
         way: of WAYS.
         size: the number of ranks.
         fault: "kill" and "stop" come from outside, `delay_s` after the second step; "sleep", for longer than the
             timeout, and "raise" come at `place`: "forward", "backward" or "step" of a step and a layer.
-        victim: the rank that goes wrong.
+        victim: the rank that fails.
     """
 
     way: str
@@ -112,11 +112,11 @@ def random_trial(seed: int) -> Trial:
 
 
 class Misbehaviour(ArithmeticError):
-    """What a rank raises that goes wrong."""
+    """The error that the failing rank raises."""
 
 
 def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
-    """Train until something is raised, and go wrong, if this is the rank."""
+    """Train until an error is raised, and fail if this is the victim."""
     way = WAYS[trial.way]
     shape = (way.replicas, trial.size // way.replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
@@ -143,7 +143,7 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
             output.register_hook(lambda _: reach("backward", index))
 
         layer.register_forward_hook(watch)
-    dist.barrier()  # what is slow in a start is over for all ranks
+    dist.barrier()  # all ranks have finished the slow parts of their start
     replicas = mesh.get_group("replicas") if way.replicas > 1 else None
     timeout = timedelta(seconds=ATTACH_TIMEOUT_S)
     options = dict(way.options)
@@ -160,7 +160,7 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
 
 
 def run_rank(trial: Trial, rank: int, folder: Path) -> None:
-    """Train, and write down what is raised, and when."""
+    """Train, and record the raised error and its time."""
     facts: dict[str, Any] = {}
     path = folder / f"rank{rank}.json"
 
@@ -175,7 +175,7 @@ def run_rank(trial: Trial, rank: int, folder: Path) -> None:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=trial.size, timeout=INIT_TIMEOUT)
         train(trial, rank, report)
     except Exception as error:
-        # A traceback's first words, or all of it where the error is none of ours.
+        # The error's first line, or the whole traceback if the error is not ours.
         words = str(error).splitlines()[0] if isinstance(error, RuntimeError) else traceback.format_exc()
         report(raised_at=time.monotonic(), error=f"{type(error).__name__}: {words}")
     report(lanes=[thread.name for thread in threading.enumerate() if thread.name.startswith("torchbagua")])
@@ -190,8 +190,8 @@ def start_rank(trial: Trial, rank: int, folder: Path) -> int:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     run_rank(trial, rank, folder)
-    # What is registered for the end is run, and must come to one. The rest of an interpreter's end takes seconds in a
-    # fork, which then copies all that torch has imported; test_survivors_raise_and_exit has it.
+    # Registered exit functions run, and must end. The rest of an interpreter's exit takes seconds in a fork, which then
+    # copies everything that torch has imported; test_survivors_raise_and_exit covers it.
     atexit._run_exitfuncs()
     os._exit(0)
 
@@ -203,7 +203,7 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
-    """Run a trial, end all processes, and return what they reported; None if a machine too busy had no second step."""
+    """Run a trial, end all processes, and return their reports; None if a busy machine reached no second step."""
     processes = {rank: start_rank(trial, rank, folder) for rank in range(trial.size)}
     statuses: dict[int, int] = {}
 

@@ -1,7 +1,8 @@
-"""One rank of a sharded module, of which the last is killed in a backward; run by test_sharded_faults.py.
+"""One rank of a sharded module. The last rank is killed in a backward. Run by test_sharded_faults.py.
 
 Arguments: rank, world size, a file for the store, and the way: "flat", "weights" (in 8 bits too), "hook" or "backend"
-(two replicas of two shards). The others print what they raise, after how many seconds, and which lanes they have left.
+(two replicas of two shards). The other ranks print their error, after how many seconds they raise, and their lanes that
+are left.
 """
 
 import contextlib
@@ -71,7 +72,7 @@ def main() -> None:
         print(f"raised after {time.monotonic() - start:.1f} s: {type(error).__name__}: {error}")
         if way == "backend":
             dist.destroy_process_group()
-        print(f"lanes {[one.name for one in threading.enumerate() if 'torchbagua' in one.name]}", flush=True)
+        print(f"lanes {[thread.name for thread in threading.enumerate() if 'torchbagua' in thread.name]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small module on which fully_shard was called, in a process that is the only rank."""
+"""A small module sharded with fully_shard, in a process that is the only rank."""
 
 from typing import Any
 
@@ -32,5 +32,5 @@ def assert_trains_as_without(algorithm: str, **options: Any) -> None:
             optimizer.step()
         if attachment is not None:
             attachment.detach()
-        weights.append([one.full_tensor() for one in module.parameters()])
+        weights.append([parameter.full_tensor() for parameter in module.parameters()])
     assert all(map(torch.equal, *weights))

@@ -1,11 +1,11 @@
-"""One rank that trains modules on which fully_shard was called, and compares with an oracle; started by torchrun.
+"""Train fully_shard modules on one rank, and compare the gradients with an oracle; started by torchrun.
 
-The oracle: each rank forms the gradients of all ranks' data with an unsharded copy, one after the other, codes each row
-of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits. Where weights are quantised, the
-copy computes with weights of which each row has been coded.
+The oracle: each rank computes the gradients of every rank's data with an unsharded copy, encodes and decodes each row
+of each gradient, and sums the rows in rank order. The gradients that FSDP stores in `.grad` must be bitwise equal. If
+weights are quantized, the copy computes with weights whose rows were encoded and decoded.
 
-Arguments: the names of the cases, "scaled" for gradients under a GradScaler, "gathered" for weights alone, "gathered
-exactly" for these in full precision, "overlapped", and "uneven nodes".
+Arguments: the names of the cases, "scaled" for gradients with a GradScaler, "gathered" for weights only, "gathered
+exactly" for weights in full precision, "overlapped", and "uneven nodes".
 """
 
 import copy
@@ -42,7 +42,7 @@ FULL = tb.CompressedAllReduceAlgorithm(None)
 
 @dataclass(frozen=True)
 class OwnAlgorithm(tb.Algorithm):
-    """One that a user has written: gradients in 4 bits, within nodes in full precision."""
+    """An algorithm that a user wrote: gradients in 4 bits, in full precision within nodes."""
 
     def make_codec(self) -> Compressor:
         return FOUR
@@ -58,7 +58,7 @@ OWN = OwnAlgorithm()
 
 
 class Net(nn.Module):
-    """Layers whose first dimensions no number of ranks divides, a frozen one, and one that may be left out."""
+    """Layers whose first dimensions do not divide evenly over ranks, a frozen layer, and a skippable layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,20 +76,21 @@ class Net(nn.Module):
 
 @dataclass
 class Case:
-    """What differs from plain `fully_shard`, with ByteGrad.
+    """The differences of a case from plain `fully_shard` with ByteGrad.
 
     Attributes:
-        algorithm: is attached.
+        algorithm: the attached algorithm.
         policy, reshards: arguments of `fully_shard`.
         prepare: called with the sharded module.
-        divisor: of the sum; by default the number of ranks.
-        accumulates: two micro-steps; "before" they are reduced, as `set_requires_gradient_sync` does, or "after" that.
-        poison: added to the first input of rank 0 in the second step, the last.
-        skips: whether a layer has no part in forward, and no gradient; all layers then communicate together.
+        divisor: divides the sum over ranks; by default the number of ranks.
+        accumulates: if not empty, two micro-steps are summed "before" the reduction, as `set_requires_gradient_sync`
+            does, or "after" it.
+        poison: added to the first input of rank 0 in the second step, which is then the last.
+        skips: whether forward skips a layer, which gets no gradient; all layers then communicate together.
         nodes: whether ranks are on two nodes.
         compiles: whether a layer is compiled.
-        freezes: whether a bias is frozen in the second step, and free again in the third.
-        weights: fsdp.attach's quantize_weights.
+        freezes: whether a bias is frozen in the second step, and unfrozen in the third.
+        weights: the argument quantize_weights of fsdp.attach.
     """
 
     algorithm: tb.Algorithm = BYTEGRAD
@@ -156,14 +157,14 @@ OF_FOUR_RANKS = [
 ]
 
 
-def coded(case: Case, row: Any, segments: list[int]) -> Any:
+def quantize_row(case: Case, row: Any, segments: list[int]) -> Any:
     if case.algorithm is FULL:
         return row
     return quantise(row, segments, BLOCK, quantise_block if case.algorithm is BYTEGRAD else quantise_block_4_bits)
 
 
 def row_of(gradient: torch.Tensor, rank: int, size: int) -> Any:
-    """Return what `rank` owns of a gradient, padded with zeros."""
+    """Return the rows of a gradient that `rank` owns, flat and padded with zeros."""
     length = -(-gradient.shape[0] // size)
     padded = torch.zeros(size * length, *gradient.shape[1:])
     padded[: gradient.shape[0]] = gradient.float()
@@ -171,34 +172,34 @@ def row_of(gradient: torch.Tensor, rank: int, size: int) -> Any:
 
 
 def decoded(weights: str | Compressor | None, groups: list[list[torch.Tensor]], size: int) -> None:
-    """Code the weights of each FSDP parameter group in place, row by row: one for each of `size` ranks."""
+    """Encode and decode the weights of each FSDP parameter group in place, in one row for each of `size` ranks."""
     if weights is None:
         return
     for members in groups:
         for rank in range(size):
-            rows = [row_of(one.detach(), rank, size) for one in members]
-            segments = [one.size for one in rows]
+            rows = [row_of(parameter.detach(), rank, size) for parameter in members]
+            segments = [row.size for row in rows]
             row = np.concatenate(rows)
             if weights == "bfloat16":
                 row = torch.from_numpy(row).bfloat16().float().numpy()
             else:
                 row = quantise(row, segments, BLOCK, quantise_block if weights is EIGHT else quantise_block_4_bits)
-            for one, part in zip(members, np.split(row, np.cumsum(segments)[:-1]), strict=True):
-                length = -(-one.shape[0] // size)
-                own = one.detach()[rank * length : (rank + 1) * length]
+            for parameter, part in zip(members, np.split(row, np.cumsum(segments)[:-1]), strict=True):
+                length = -(-parameter.shape[0] // size)
+                own = parameter.detach()[rank * length : (rank + 1) * length]
                 own.copy_(torch.from_numpy(part[: own.numel()]).view_as(own))
 
 
 def expected_row(case: Case, gradients: list[list[torch.Tensor]], shared: bool) -> Any:
-    """Return the mean of own row of the gradients of all ranks, which are those of one FSDP parameter group."""
+    """Return the mean over ranks of this rank's row of the gradients of one FSDP parameter group."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    rows = [[row_of(one, rank, size) for one in of_rank] for of_rank in gradients]
-    segments = [one.size for one in rows[0]]
-    whole = [np.concatenate(one) for one in rows]
+    rows = [[row_of(gradient, rank, size) for gradient in rank_gradients] for rank_gradients in gradients]
+    segments = [row.size for row in rows[0]]
+    whole = [np.concatenate(rank_rows) for rank_rows in rows]
     if case.nodes:  # full precision within the two nodes
         half = size // 2
         whole = [ordered_sum(whole[:half]), ordered_sum(whole[half:])]
-    total = ordered_sum([coded(case, one, [sum(segments)] if shared else segments) for one in whole])
+    total = ordered_sum([quantize_row(case, row, [sum(segments)] if shared else segments) for row in whole])
     mean = total / F32(case.divisor or size)
     if case.policy.reduce_dtype is torch.bfloat16:
         mean = torch.from_numpy(mean).bfloat16().float().numpy()
@@ -213,10 +214,10 @@ def data_of(step: int, rank: int, micro: int, case: Case) -> torch.Tensor:
 
 
 def comms(module: nn.Module) -> list[Any]:
-    """Return what FSDP reduce-scatters and gathers with."""
+    """Return the objects with which FSDP reduce-scatters and all-gathers."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     groups = [fsdp_param_groups(part)[0] for part in parts]
-    return [comm for one in groups for comm in (fsdp_reduce_scatter(one)[0], fsdp_all_gather(one)[0])]
+    return [comm for group in groups for comm in (fsdp_reduce_scatter(group)[0], fsdp_all_gather(group)[0])]
 
 
 def train(case: Case) -> None:
@@ -234,14 +235,14 @@ def train(case: Case) -> None:
     shard(module.middle[1])
     shard(module.frozen)
     groups = [["first", "middle.0"], ["middle.1"], ["frozen"], ["last"]]
-    if case.skips:  # one group with a part that is left out
+    if case.skips:  # a single group, with a layer that forward skips
         module = Net()
         module.load_state_dict(copied.state_dict())
         groups = [["first", "middle.0", "middle.1", "frozen", "last"]]
     shard(module)
     case.prepare(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    nodes = [other * 2 // size for other in range(size)]
+    nodes = [peer * 2 // size for peer in range(size)]
     group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes) if case.nodes else None
     recorder = tb.observe.Recorder()
     before = comms(module)
@@ -258,64 +259,77 @@ def train(case: Case) -> None:
     dtype = case.policy.param_dtype or torch.float32
     for step in range(3):
         optimizer.zero_grad()
-        for one in (module.first.bias, copied.first.bias):
-            one.requires_grad_(not (case.freezes and step == 1))
+        for bias in (module.first.bias, copied.first.bias):
+            bias.requires_grad_(not (case.freezes and step == 1))
         computing = copy.deepcopy(copied).to(dtype)
         of_groups = [
-            [one for name, one in computing.named_parameters() if name.rsplit(".", 1)[0] in names] for names in groups
+            [parameter for name, parameter in computing.named_parameters() if name.rsplit(".", 1)[0] in names]
+            for names in groups
         ]
         decoded(case.weights, of_groups, dist.get_world_size())
         micros = [0, 1] if case.accumulates else [0]
-        # One list of gradients for each reduction: of micro-steps, or of their sum.
+        # The gradients of each reduction, by rank: of one micro-step, or the sum of the micro-steps.
         reductions: list[list[dict[str, torch.Tensor]]] = []
         for micro in micros:
             of_ranks = []
-            for other in range(size):
+            for peer in range(size):
                 unsharded = copy.deepcopy(computing)
-                unsharded(data_of(step, other, micro, case).to(dtype), case.skips).float().square().sum().backward()
-                of_ranks.append({name: one.grad for name, one in unsharded.named_parameters() if one.grad is not None})
+                unsharded(data_of(step, peer, micro, case).to(dtype), case.skips).float().square().sum().backward()
+                of_ranks.append(
+                    {
+                        name: parameter.grad
+                        for name, parameter in unsharded.named_parameters()
+                        if parameter.grad is not None
+                    }
+                )
             if case.accumulates == "before" and reductions:
-                for mine, new in zip(reductions[0], of_ranks, strict=True):
-                    for name in mine:
-                        mine[name] = mine[name] + new[name]
+                for total, new in zip(reductions[0], of_ranks, strict=True):
+                    for name in total:
+                        total[name] = total[name] + new[name]
             else:
                 reductions.append(of_ranks)
             module.set_requires_gradient_sync(micro == micros[-1] or case.accumulates == "after")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 module(data_of(step, rank, micro, case), case.skips).float().square().sum().backward()
-            told = [one for one in caught if "not all parameters had a gradient" in str(one.message)]
-            assert len(told) == (case.skips and step == 0), [str(one.message) for one in caught]
+            reported = [warning for warning in caught if "not all parameters had a gradient" in str(warning.message)]
+            assert len(reported) == (case.skips and step == 0), [str(warning.message) for warning in caught]
         parameters = dict(module.named_parameters())
         for names in groups:
             members = [name for name in parameters if name in reductions[0][0] and name.rsplit(".", 1)[0] in names]
             if not members:  # all are frozen
                 continue
             totals: list[Any] = []
-            for of_ranks in reductions:
-                rows = expected_row(case, [[one[name] for name in members] for one in of_ranks], case.skips)
+            for rank_gradients in reductions:
+                rows = expected_row(
+                    case, [[gradients[name] for name in members] for gradients in rank_gradients], case.skips
+                )
                 totals = [before + new for before, new in zip(totals, rows, strict=True)] if totals else rows
             for name, row in zip(members, totals, strict=True):
                 local = parameters[name].grad.to_local().reshape(-1)
                 assert torch.equal(local.nan_to_num(7e7), torch.from_numpy(row[: local.numel()]).nan_to_num(7e7)), (
                     f"step {step}, {name}: {local[:5]} {row[:5]}"
                 )
-        has_nan = any(bool(one.grad.to_local().isnan().any()) for one in parameters.values() if one.grad is not None)
+        has_nan = any(
+            bool(parameter.grad.to_local().isnan().any())
+            for parameter in parameters.values()
+            if parameter.grad is not None
+        )
         if case.poison and step == 1:
             assert has_nan
             break
         assert not has_nan
         optimizer.step()
         with torch.no_grad():
-            for name, one in copied.named_parameters():
-                one.copy_(parameters[name].full_tensor())
+            for name, parameter in copied.named_parameters():
+                parameter.copy_(parameters[name].full_tensor())
     check_trace(case, recorder, attachment)
     attachment.detach()
-    assert all(map(lambda one, other: one is other, before, comms(module)))
+    assert all(map(lambda old, new: old is new, before, comms(module)))
 
 
 def scale_gradients() -> None:
-    """An Inf that lands in the shard of rank 0 alone has all ranks skip the step."""
+    """All ranks skip the step if only the shard of rank 0 contains an Inf."""
     rank = dist.get_rank()
     module = fully_shard(nn.Linear(10, 37))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -335,7 +349,7 @@ def scale_gradients() -> None:
 
 
 def gather_weights() -> None:
-    """Gathered weights have the oracle's bits, also where one is not a number; what cannot be coded is named."""
+    """Gathered weights are bitwise equal to the oracle's, NaN included; weights that no codec encodes are named."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     module = fully_shard(nn.Linear(10, 37))
@@ -343,29 +357,29 @@ def gather_weights() -> None:
     if rank == size - 1:
         with torch.no_grad():
             module.weight.to_local()[0, 3] = torch.nan
-    whole = [one.full_tensor().detach() for one in module.parameters()]
-    coded = [one.clone() for one in whole]
-    decoded(EIGHT, [coded], size)
-    assert coded[0].isnan().sum() == BLOCK
+    whole = [parameter.full_tensor().detach() for parameter in module.parameters()]
+    quantized = [weight.clone() for weight in whole]
+    decoded(EIGHT, [quantized], size)
+    assert quantized[0].isnan().sum() == BLOCK
     for async_op in (False, True):
         with torch.no_grad():
-            module(torch.ones(1, 10))  # leaves whole weights behind, which were not coded
+            module(torch.ones(1, 10))  # leaves unsharded weights behind, which were not encoded
         with tb.fsdp.attach(module, optimizer, BYTEGRAD, quantize_weights=EIGHT):
             handle = module.unshard(async_op=async_op)
             if handle is not None:
                 handle.wait()
-            for one, expected in zip(module.parameters(), coded, strict=True):
-                assert torch.equal(one.nan_to_num(7e7), expected.nan_to_num(7e7))
-        module.unshard()  # by torch again
-        for one, expected in zip(module.parameters(), whole, strict=True):
-            assert torch.equal(one.nan_to_num(7e7), expected.nan_to_num(7e7))
+            for parameter, expected in zip(module.parameters(), quantized, strict=True):
+                assert torch.equal(parameter.nan_to_num(7e7), expected.nan_to_num(7e7))
+        module.unshard()  # with torch's all-gather again
+        for parameter, expected in zip(module.parameters(), whole, strict=True):
+            assert torch.equal(parameter.nan_to_num(7e7), expected.nan_to_num(7e7))
 
     with tb.fsdp.attach(module, optimizer, BYTEGRAD, quantize_weights="bfloat16"):
         with torch.inference_mode():
             module(torch.ones(1, 10))
         module(torch.ones(1, 10)).sum().backward()
 
-    with pytest.raises(ValueError, match="ranks disagree in attach's argument quantize_weights"):
+    with pytest.raises(ValueError, match="ranks disagree on attach's argument quantize_weights"):
         tb.fsdp.attach(module, optimizer, BYTEGRAD, quantize_weights=["minmax_uint8", "minmax_uint4"][rank % 2])
 
     long = fully_shard(nn.Sequential(nn.Linear(512, 512)))
@@ -382,11 +396,11 @@ def gather_weights() -> None:
     mixed = nn.Linear(10, 37)
     mixed.bias = nn.Parameter(mixed.bias.detach().bfloat16(), requires_grad=False)
     fully_shard(mixed)
-    whole = [one.full_tensor().detach() for one in mixed.parameters()]
+    whole = [parameter.full_tensor().detach() for parameter in mixed.parameters()]
     optimizer = torch.optim.SGD(mixed.parameters(), lr=0.1)
     message = "torchbagua: weights of FSDPLinear are gathered in full precision, because"
     with warnings.catch_warnings():
-        # A filter of one rank: all raise, and nothing is installed.
+        # With the filter on one rank, all ranks raise, and nothing is installed.
         warnings.simplefilter("error" if rank == 1 else "ignore", tb.UncompressedParametersWarning)
         with pytest.raises(
             tb.UncompressedParametersWarning, match=f"{message}.* filter of rank 1 makes this an error$"
@@ -395,14 +409,14 @@ def gather_weights() -> None:
     with pytest.warns(tb.UncompressedParametersWarning, match=message):
         attachment = tb.fsdp.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT)
     with attachment, warnings.catch_warnings():
-        warnings.simplefilter("error")  # attach has said it
+        warnings.simplefilter("error")  # attach has already warned
         mixed.unshard()
         assert all(map(torch.equal, mixed.parameters(), whole))
         mixed.reshard()
 
 
 class SentAsBfloat16(torch.Tensor):
-    """A shard that says how it is gathered."""
+    """A shard that defines how FSDP gathers it."""
 
     def fsdp_pre_all_gather(self, *_: Any) -> tuple[tuple[torch.Tensor], None]:
         return (self.as_subclass(torch.Tensor).bfloat16(),), None
@@ -417,37 +431,37 @@ class SentAsBfloat16(torch.Tensor):
         return None
 
 
-def with_a_bias_in_bfloat16() -> nn.Linear:
-    """What FSDP gathers as bytes."""
+def make_layer_with_bfloat16_bias() -> nn.Linear:
+    """Return a layer of two dtypes, which FSDP gathers as bytes."""
     layer = nn.Linear(10, 37)
     layer.bias = nn.Parameter(layer.bias.detach().bfloat16(), requires_grad=False)
     return fully_shard(layer)
 
 
-def with_an_extension() -> nn.Linear:
-    layer = fully_shard(nn.Linear(10, 36))  # shards of equal length: it does not pad
+def make_layer_with_extension() -> nn.Linear:
+    layer = fully_shard(nn.Linear(10, 36))  # shards of equal length, since the extension does not pad
     weight: Any = layer.weight
     weight._local_tensor = weight._local_tensor.detach().as_subclass(SentAsBfloat16)
     return layer
 
 
 def gather_exactly() -> None:
-    """Weights in full precision have torch's bits, in all ways in which FSDP gathers them; its group is idle."""
+    """Full-precision weights are bitwise equal to torch's, in every way that FSDP gathers; its group stays idle."""
     makers = {
         "float32": lambda: fully_shard(nn.Linear(10, 37)),
         "bfloat16": lambda: fully_shard(nn.Linear(10, 37), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-        "bytes": with_a_bias_in_bfloat16,
-        "an extension": with_an_extension,
+        "bytes": make_layer_with_bfloat16_bias,
+        "an extension": make_layer_with_extension,
     }
     for name, make in makers.items():
         torch.manual_seed(0)
         module = make()
         module.unshard()
-        whole = [one.detach().clone() for one in module.parameters()]
+        whole = [parameter.detach().clone() for parameter in module.parameters()]
         module.reshard()
         (param_group,) = fsdp_param_groups(module)
-        torchs = fsdp_all_gather(param_group)[0]
-        optimizer = torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.1)
+        torch_gather = fsdp_all_gather(param_group)[0]
+        optimizer = torch.optim.SGD([parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.1)
         with tb.attach(module, optimizer, BYTEGRAD):
             assert type(fsdp_all_gather(param_group)[0]) is BoundedGather
             with pytest.MonkeyPatch.context() as patch:
@@ -463,7 +477,7 @@ def gather_exactly() -> None:
                     module.unshard()
                 assert all(map(torch.equal, module.parameters(), whole)), name
                 module.reshard()
-        assert fsdp_all_gather(param_group)[0] is torchs
+        assert fsdp_all_gather(param_group)[0] is torch_gather
 
 
 def refuse_to_gather(*_: Any, **__: Any) -> None:
@@ -475,7 +489,7 @@ def watch_gradient(reached: threading.Event, layer: nn.Module, inputs: Any, outp
 
 
 def overlap_with_backward() -> None:
-    """Backward goes on while the lane is busy, unless somebody reads the gradient before its end."""
+    """Backward continues while the lane is busy, unless a hook reads the gradient before backward ends."""
     for reads in (False, True):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(10, 37), nn.Linear(37, 3))
@@ -494,7 +508,7 @@ def overlap_with_backward() -> None:
 
 
 def refuse_uneven_nodes() -> None:
-    """Over three ranks; without respect to nodes they train."""
+    """Three ranks on two nodes: the hierarchical algorithm is refused, and the flat algorithm trains."""
     module = fully_shard(nn.Linear(10, 37))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     groups = [tb.BaguaProcessGroup(dist.group.WORLD, nodes=["a", "a", "b"]) for _ in range(2)]
@@ -508,7 +522,7 @@ def refuse_uneven_nodes() -> None:
 def check_trace(case: Case, recorder: tb.observe.Recorder, attachment: tb.Attachment) -> None:
     sent = sum(event.bytes_sent for event in recorder.events)
     raw = sum(event.raw_bytes for event in recorder.events if event.phase == "send")
-    # And "wait", unless the lane is always done before this thread looks.
+    # "wait" is recorded too, unless the lane always finishes before this thread waits.
     assert {event.phase for event in recorder.events} >= {"bucket", "send", "receive", "step", "backward"}
     kinds = {event.bucket.split(" of ")[0] for event in recorder.events if event.phase == "bucket"}
     assert kinds == ({"gradients"} if case.weights is None else {"gradients", "weights"})

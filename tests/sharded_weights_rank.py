@@ -1,10 +1,10 @@
-"""One of four ranks, two meshes of two, whose sharded modules average weights between the meshes; started by torchrun.
+"""One of four ranks in two meshes of two. Sharded modules average weights between the meshes. Started by torchrun.
 
-Beside each sharded module a whole one is trained by the same algorithm over the same two ranks, with the mean of the
-gradients of its mesh's ranks. Both have the same bits all along: a sum of two is the same in any order, all factors of
-the optimizers are powers of two, and in the net "even" no block of a codec lies in two shards.
+Alongside each sharded module, the same algorithm trains an unsharded module over the same two ranks, with the mean of
+the gradients of its mesh's ranks. Both are bitwise equal throughout: a sum of two values is the same in any order, all
+factors of the optimizers are powers of two, and in the net "even" no block of a codec lies in two shards.
 
-Arguments: names of CASES, or of the functions in CHECKS.
+Arguments: names of CASES, or keys of CHECKS.
 """
 
 import copy
@@ -35,8 +35,8 @@ class Net(nn.Module):
     """Two layers, a norm with buffers, and a parameter that is not sharded.
 
     Args:
-        width: of the hidden layer; with 1, the second of two ranks has shards without elements.
-        outputs: of the last layer.
+        width: the width of the hidden layer; if 1, the second of two ranks has shards without elements.
+        outputs: the width of the last layer.
     """
 
     def __init__(self, width: int, outputs: int) -> None:
@@ -52,12 +52,12 @@ class Net(nn.Module):
 
 @dataclass
 class Case:
-    """What is trained, and how.
+    """An algorithm, and the net that it trains.
 
     Attributes:
-        algorithm: is attached.
-        is_even: whether shards are cut between blocks; else first dimensions are odd, or 1.
-        is_exact: whether there are the same bits as of a whole module.
+        algorithm: the attached algorithm.
+        is_even: whether shards are cut between blocks; otherwise first dimensions are odd, or 1.
+        is_exact: whether the weights are bitwise equal to those of an unsharded module.
     """
 
     algorithm: tb.Algorithm
@@ -99,11 +99,11 @@ def data_of(step: int, replica: int, shard: int) -> torch.Tensor:
 
 
 class Trainer:
-    """A net, its optimizer, and what it is trained on.
+    """A net, its optimizer and its attachment.
 
     Args:
-        mesh: of two dimensions, replicas and shards.
-        net: already sharded, or whole.
+        mesh: a mesh of two dimensions, replicas and shards.
+        net: a sharded or an unsharded net.
     """
 
     def __init__(self, mesh: DeviceMesh, net: Net) -> None:
@@ -117,28 +117,28 @@ class Trainer:
 
     def attach(self, algorithm: tb.Algorithm, **options: Any) -> tb.Attachment:
         replicas = self.mesh["replicas"].get_group()
-        where = {"replicate_group": replicas} if self.is_sharded else {"process_group": tb.BaguaProcessGroup(replicas)}
-        self.attachment = tb.fsdp.attach(self.net, self.optimizer, algorithm, **where, **options)
+        groups = {"replicate_group": replicas} if self.is_sharded else {"process_group": tb.BaguaProcessGroup(replicas)}
+        self.attachment = tb.fsdp.attach(self.net, self.optimizer, algorithm, **groups, **options)
         return self.attachment
 
     def backward(self, step: int) -> None:
-        """Leave the mean of the mesh's gradients."""
+        """Compute the mean of the mesh's gradients."""
         own = self.mesh["shards"].get_local_rank()
-        others = [] if self.is_sharded else [copy.deepcopy(self.net)]
+        peers = [] if self.is_sharded else [copy.deepcopy(self.net)]
         self.optimizer.zero_grad()
         self.net(data_of(step, self.replica, own)).square().mean().backward()
-        if self.is_sharded:  # what is not is the loop's own affair
+        if self.is_sharded:  # FSDP does not reduce the parameter that is not sharded
             dist.all_reduce(self.net.plain.grad, group=self.mesh["shards"].get_group())
             self.net.plain.grad.div_(2)
-        for other in others:
-            other.zero_grad()
-            other(data_of(step, self.replica, 1 - own)).square().mean().backward()
-            for mine, its in zip(self.net.parameters(), other.parameters(), strict=True):
+        for peer in peers:
+            peer.zero_grad()
+            peer(data_of(step, self.replica, 1 - own)).square().mean().backward()
+            for mine, its in zip(self.net.parameters(), peer.parameters(), strict=True):
                 if mine.grad is not None:
                     mine.grad.add_(its.grad).div_(2)
 
     def evaluate(self) -> torch.Tensor:
-        """Run a forward alone, which leaves the last layer gathered."""
+        """Run only a forward, which leaves the last layer gathered."""
         self.net.eval()
         with torch.no_grad():
             output = self.net(data_of(0, 0, 0))
@@ -156,24 +156,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return all weights, buffers, and momentum, whole."""
-    found = {name: whole(one) for name, one in [*trainer.parameters.items(), *trainer.net.named_buffers()]}
-    for name, one in trainer.parameters.items():
-        if one in trainer.optimizer.state:
-            found[f"momentum of {name}"] = whole(trainer.optimizer.state[one]["momentum_buffer"])
+    """Return all weights, buffers and momenta, unsharded."""
+    found = {name: whole(tensor) for name, tensor in [*trainer.parameters.items(), *trainer.net.named_buffers()]}
+    for name, parameter in trainer.parameters.items():
+        if parameter in trainer.optimizer.state:
+            found[f"momentum of {name}"] = whole(trainer.optimizer.state[parameter]["momentum_buffer"])
     return found
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
-    assert one.keys() == other.keys(), (where, one.keys() ^ other.keys())
-    different = [name for name in one if not torch.equal(one[name], other[name])]
-    assert not different, f"{where}: {different}, {one[different[0]].view(-1)[:4]} {other[different[0]].view(-1)[:4]}"
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], where: str) -> None:
+    assert left.keys() == right.keys(), (where, left.keys() ^ right.keys())
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different, f"{where}: {different}, {left[different[0]].view(-1)[:4]} {right[different[0]].view(-1)[:4]}"
 
 
 def same_on_replicas(mesh: DeviceMesh, tensor: torch.Tensor) -> bool:
-    every = [torch.empty_like(tensor) for _ in range(2)]
-    dist.all_gather(every, tensor.contiguous(), group=mesh["replicas"].get_group())
-    return torch.equal(every[0], every[1])
+    gathered = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(gathered, tensor.contiguous(), group=mesh["replicas"].get_group())
+    return torch.equal(gathered[0], gathered[1])
 
 
 def shard(net: Net, mesh: DeviceMesh) -> Net:
@@ -183,13 +183,13 @@ def shard(net: Net, mesh: DeviceMesh) -> Net:
 
 
 def trainers_of(case: Case, mesh: DeviceMesh) -> tuple[Trainer, Trainer]:
-    """Return a sharded one and a whole one, on which replicas differ: the first has been trained for a step."""
+    """Return a sharded and an unsharded trainer. Replicas differ: replica 0 has been trained for a step."""
     replica = mesh["replicas"].get_local_rank()
     both = Trainer(mesh, shard(case.net(replica), mesh)), Trainer(mesh, case.net(replica))
-    for one in both:
+    for trainer in both:
         if replica == 0:
-            one.train(range(100, 101))
-        one.evaluate()
+            trainer.train(range(100, 101))
+        trainer.evaluate()
     return both
 
 
@@ -200,13 +200,13 @@ def train(case: Case, mesh: DeviceMesh) -> None:
         if case.is_exact:
             assert_same(values_of(sharded), values_of(unsharded), where)
 
-    for one in both:
-        one.attach(case.algorithm)
+    for trainer in both:
+        trainer.attach(case.algorithm)
     assert_same(values_of(sharded), values_of(unsharded), "attached")
     has_differed = False
     for step in range(STEPS):
-        for one in both:
-            one.train(range(step, step + 1))
+        for trainer in both:
+            trainer.train(range(step, step + 1))
         compare(f"step {step}")
         has_differed |= not same_on_replicas(mesh, whole(sharded.net.first.weight))
         if isinstance(case.algorithm, tb.DiLoCoAlgorithm):
@@ -214,21 +214,21 @@ def train(case: Case, mesh: DeviceMesh) -> None:
             assert all(same_on_replicas(mesh, theta) for theta in shadow.tensors)
     assert has_differed, "replicas took the same steps, so that nothing was there to be averaged"
     with sharded.attachment.averaged_weights(), unsharded.attachment.averaged_weights():
-        outputs = [one.evaluate() for one in both]
+        outputs = [trainer.evaluate() for trainer in both]
         assert torch.equal(*outputs) or not case.is_exact
         compare("averaged")
         assert same_on_replicas(mesh, whole(sharded.net.first.weight))
-    for one in both:
-        one.train(range(STEPS, STEPS + 1))
+    for trainer in both:
+        trainer.train(range(STEPS, STEPS + 1))
     compare("after averaged_weights")
-    for one in both:
-        one.attachment.detach()
+    for trainer in both:
+        trainer.attachment.detach()
     compare("detached")
-    assert all(same_on_replicas(mesh, one) for one in values_of(sharded).values())
+    assert all(same_on_replicas(mesh, value) for value in values_of(sharded).values())
 
 
 def resume(case: Case, mesh: DeviceMesh) -> None:
-    """Bit for bit, from what each rank has saved; and not from what is another shard's."""
+    """Bitwise, from the state that each rank has saved; a state of another shard is refused."""
     trainer, _ = trainers_of(case, mesh)
     trainer.attach(case.algorithm)
     trainer.train(range(5))
@@ -240,93 +240,93 @@ def resume(case: Case, mesh: DeviceMesh) -> None:
     of_mesh: list[Any] = [None, None]
     dist.all_gather_object(of_mesh, saved.getvalue(), group=mesh["shards"].get_group())
     own = mesh["shards"].get_local_rank()
-    loaded, others = (torch.load(io.BytesIO(of_mesh[rank]), weights_only=True) for rank in (own, 1 - own))
+    loaded, other_shard = (torch.load(io.BytesIO(of_mesh[rank]), weights_only=True) for rank in (own, 1 - own))
     with pytest.raises(ValueError, match=rf"load_state_dict: .* 'first\.\w+, shard {1 - own} of 2'"):
-        again.attachment.load_state_dict(others["attachment"])
+        again.attachment.load_state_dict(other_shard["attachment"])
     again.attachment.load_rank_state_dict(loaded)
     again.train(range(5, 9))
     assert_same(values_of(trainer), values_of(again), "resumed")
-    for one in (again, trainer):
-        one.attachment.detach()
+    for run in (again, trainer):
+        run.attachment.detach()
 
 
 def unfreeze(mesh: DeviceMesh) -> None:
-    """A layer that is trained only later is averaged from then on."""
+    """A layer that is unfrozen later is averaged from then on."""
     for algorithm in (tb.DecentralizedAlgorithm(), diloco(FOUR_BITS)):
         both = trainers_of(Case(algorithm), mesh)
-        for one in both:
-            one.net.first.requires_grad_(False)
-            one.attach(algorithm)
-            one.train(range(3))
-            one.net.first.requires_grad_(True)
-            one.train(range(3, 7))
-            one.attachment.detach()
+        for trainer in both:
+            trainer.net.first.requires_grad_(False)
+            trainer.attach(algorithm)
+            trainer.train(range(3))
+            trainer.net.first.requires_grad_(True)
+            trainer.train(range(3, 7))
+            trainer.attachment.detach()
         assert_same(*map(values_of, both), str(algorithm))
         assert same_on_replicas(mesh, whole(both[0].net.first.weight))
 
 
 def load(mesh: DeviceMesh) -> None:
-    """Weights are loaded after attach, into shards and into a whole module; no round in flight changes them."""
+    """Weights are loaded after attach, into shards and into an unsharded module; no round in flight changes them."""
     for name in ("streaming diloco", "low precision", "decentralized"):
         both = trainers_of(CASES[name], mesh)
         own = CASES[name].net(5).state_dict()
-        checkpoint = {key: one + 1 / 8 for key, one in own.items() if one.is_floating_point()}
-        for one in both:
-            one.attach(CASES[name].algorithm)
-            one.train(range(2))  # with streaming diloco the first round is in flight
+        checkpoint = {key: value + 1 / 8 for key, value in own.items() if value.is_floating_point()}
+        for trainer in both:
+            trainer.attach(CASES[name].algorithm)
+            trainer.train(range(2))  # with streaming diloco the first round is in flight
             options = StateDictOptions(full_state_dict=True, strict=False)
-            set_model_state_dict(one.net, copy.deepcopy(checkpoint), options=options)
-            theirs = one.attachment.state_dict()["impl"]
+            set_model_state_dict(trainer.net, copy.deepcopy(checkpoint), options=options)
+            state = trainer.attachment.state_dict()["impl"]
             if name == "streaming diloco":
-                assert not any(difference.any() for difference in theirs["differences"].values())
-            one.train(range(2, 9))
+                assert not any(difference.any() for difference in state["differences"].values())
+            trainer.train(range(2, 9))
         assert_same(*map(values_of, both), name)
-        for one in both:
-            one.attachment.detach()
+        for trainer in both:
+            trainer.attachment.detach()
 
 
 def gradients_of(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
     copied = copy.deepcopy(net)
     copied.zero_grad()
     copied(x).square().mean().backward()
-    return [one.grad for one in copied.parameters()]
+    return [parameter.grad for parameter in copied.parameters()]
 
 
 def average_in_background(mesh: DeviceMesh) -> None:
-    """Gradients of the first steps, and then weights."""
+    """Average the gradients of the first steps, and then weights."""
     case = Case(tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=2), is_even=False)
     trainer, reference = trainers_of(case, mesh)
     trainer.attach(case.algorithm)
     with torch.no_grad():
-        for one, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
-            one.copy_(whole(value))
+        for parameter, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
+            parameter.copy_(whole(value))
     for step in range(2):
         trainer.backward(step)
         of_ranks = [gradients_of(reference.net, data_of(step, rank // 2, rank % 2)) for rank in range(4)]
-        for (name, one), *own in zip(trainer.net.named_parameters(), *of_ranks, strict=True):
-            if name != "plain":  # whose mean the loop forms, in another order
-                mean = ((own[0] + own[1]) / 2 + (own[2] + own[3]) / 2) / 2
-                assert torch.equal(whole(one.grad), mean), (step, name)
+        for (name, parameter), *gradients in zip(trainer.net.named_parameters(), *of_ranks, strict=True):
+            if name != "plain":  # the loop reduces it, in another order
+                mean = ((gradients[0] + gradients[1]) / 2 + (gradients[2] + gradients[3]) / 2) / 2
+                assert torch.equal(whole(parameter.grad), mean), (step, name)
         trainer.optimizer.step()
         with torch.no_grad():
-            for one, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
-                one.copy_(whole(value))
-    assert all(same_on_replicas(mesh, whole(one)) for one in trainer.net.parameters())
+            for parameter, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
+                parameter.copy_(whole(value))
+    assert all(same_on_replicas(mesh, whole(parameter)) for parameter in trainer.net.parameters())
     trainer.train(range(2, 6))
     impl = trainer.attachment.impl
     impl.abort(trainer.net)
-    assert all(same_on_replicas(mesh, whole(one)) for one in trainer.net.parameters())
+    assert all(same_on_replicas(mesh, whole(parameter)) for parameter in trainer.net.parameters())
     trainer.train(range(6, 7))
     assert not same_on_replicas(mesh, whole(trainer.net.first.weight))
     impl.resume(trainer.net)
     trainer.train(range(7, 10))
     trainer.attachment.detach()
     assert impl.num_rounds > 2
-    assert all(same_on_replicas(mesh, one) for one in values_of(trainer).values())
+    assert all(same_on_replicas(mesh, value) for value in values_of(trainer).values())
 
 
 def skip_together(mesh: DeviceMesh) -> None:
-    """An Inf in one shard of one replica has all ranks skip the step."""
+    """All ranks skip the step if one shard of one replica has an Inf."""
     replica, own = mesh["replicas"].get_local_rank(), mesh["shards"].get_local_rank()
     module = fully_shard(nn.Linear(8, 37), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
@@ -349,7 +349,7 @@ def skip_together(mesh: DeviceMesh) -> None:
 
 
 def refuse(mesh: DeviceMesh) -> None:
-    """Ranks that hold other shards; and nodes over which nobody averages gradients."""
+    """Refuse ranks with different shards, and nodes over which gradients are not averaged."""
     trainer, _ = trainers_of(Case(diloco()), mesh)
     with pytest.raises(ValueError, match="the shard that it holds"):
         tb.fsdp.attach(trainer.net, trainer.optimizer, "diloco", replicate_group=mesh["shards"].get_group())
@@ -366,22 +366,22 @@ def refuse(mesh: DeviceMesh) -> None:
                 optimizer.zero_grad()
                 module(data_of(step, dist.get_rank(), 0)).square().mean().backward()
                 optimizer.step()
-    every = [torch.empty(4, 8) for _ in range(4)]
-    dist.all_gather(every, whole(module.weight))
-    assert all(torch.equal(every[0], one) for one in every)
+    gathered = [torch.empty(4, 8) for _ in range(4)]
+    dist.all_gather(gathered, whole(module.weight))
+    assert all(torch.equal(gathered[0], weight) for weight in gathered)
 
 
 RESUMED = ["decentralized", "low precision", "streaming diloco"]
 
 
 class WithoutTorchGroup(GlooTransport):
-    """One of a user, which has no torch group."""
+    """A user's transport, which has no torch group."""
 
     abilities = replace(GlooTransport.abilities, has_torch_group=False)
 
 
 def reduce_over_fsdps_group(mesh: DeviceMesh) -> None:
-    """Over a transport without a torch group FSDP's own reduce-scatter stays, and training goes on."""
+    """With a transport without a torch group, FSDP's own reduce-scatter stays, and training continues."""
     replica, own = mesh["replicas"].get_local_rank(), mesh["shards"].get_local_rank()
     module = fully_shard(nn.Linear(8, 37), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)

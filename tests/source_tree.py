@@ -1,4 +1,4 @@
-"""Copies of the sources to install from or to break, and processes of their own that use them."""
+"""Copies of the sources to install from or to break, and separate processes that use them."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ COMPILER = os.environ.get("CXX", "c++").split()
 
 
 def copy_sources(to: Path) -> Path:
-    """Copies what an installation needs, without any built library, into the new folder `to`; returns `to`."""
+    """Copies the files that an installation needs, without built libraries, into the new folder `to`; returns `to`."""
     for name in ("torchbagua", "csrc_cuda"):
         shutil.copytree(REPOSITORY / name, to / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
@@ -26,16 +26,16 @@ def copy_sources(to: Path) -> Path:
 
 
 def build_empty_library(checkout: Path) -> None:
-    """Builds kernels for the CPU that hold nothing, ahead of time: `checkout` loads, which else would have to compile.
+    """Builds an empty CPU library ahead of time, which `checkout` loads; otherwise, it would have to compile.
 
-    To be called when no source of `checkout` changes any more.
+    Call it when no source of `checkout` will change any more.
     """
     library = checkout / "torchbagua" / "native" / f"{recipe.stem(recipe.CPU, checkout / 'csrc_cuda')}.abi3.so"
     programs.run([*COMPILER, "-shared", "-fPIC", "-x", "c++", os.devnull, "-o", library])
 
 
 def compiler_that(script: Path, does: str) -> Path:
-    """Writes the compiler `script`: c++, which first runs the shell line `does` when it is given a file to compile."""
+    """Writes the compiler `script`: c++, which first runs the shell line `does` if it is given a file to compile."""
     script.write_text(f"""#!/bin/sh
 case " $* " in *" -c "*) {does};; esac
 exec c++ "$@"
@@ -56,23 +56,23 @@ def _environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
-    """Waits for `process`, at most three minutes; returns its exit status and what it wrote to stdout and stderr."""
+    """Waits for `process`, at most three minutes; returns its exit status and its output on stdout and stderr."""
     out, err = process.communicate(timeout=180)
     return process.returncode, out, err
 
 
 def run_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
-    """Runs `code` as `python_started` starts it; returns its exit status and what it wrote to stdout and stderr."""
+    """Runs `code` as `python_started` starts it; returns its exit status and its output on stdout and stderr."""
     with python_started(code, folder, **variables) as process:
         return finish(process)
 
 
 def fork_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
-    """The same as `run_python` in a fork of a Python that has imported torch, see warm_python.py."""
+    """Runs `code` as `run_python` does, in a fork of a Python that has imported torch, see warm_python.py."""
     done = warm_python.run(["-c", code], cwd=folder, env=_environment(folder, variables), timeout_s=180, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def fork_started(code: str, folder: Path, out: Path, **variables: str) -> AbstractContextManager[warm_python.Fork]:
-    """Starts `code` as `python_started` does, in such a fork; all that it prints is in the new file `out`."""
+    """Starts `code` as `python_started` does, in such a fork; all its output is in the new file `out`."""
     return warm_python.started(["-c", code], out=out, cwd=folder, env=_environment(folder, variables))

@@ -1,4 +1,4 @@
-"""torchbagua.compat.mlbench: mlbench's aggregations, on ranks that are threads."""
+"""torchbagua.compat.mlbench: mlbench's aggregations, with threads as ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +91,7 @@ def test_every_kind_of_parameter(device: torch.device, make: Make, by_layer: boo
     run_ranks(3, body, device=device)
 
 
-def test_a_gradient_that_autograd_leaves_to_be_conjugated() -> None:
+def test_a_gradient_with_a_lazy_conjugation() -> None:
     def body(group: dist.ProcessGroup) -> list[complex]:
         model = nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
         (model[0].conj() * (group.rank() + 1 + 1j)).real.sum().backward()
@@ -103,9 +103,9 @@ def test_a_gradient_that_autograd_leaves_to_be_conjugated() -> None:
     assert run_ranks(2, body) == [[1.5 + 1j] * 2] * 2
 
 
-def test_a_subclass_that_overrides_agg_alone() -> None:
+def test_a_subclass_that_overrides_only_agg() -> None:
     class Largest(Aggregation):
-        """Over a group, and with the shape of a layer."""
+        """The maximum over a group; `data` has the shape of a layer."""
 
         def _agg(self, data: torch.Tensor, op: str, denom: Any = None) -> torch.Tensor:
             assert (op, denom, data.dim()) in (("largest", 3, 1), ("largest", 3, 2))
@@ -141,13 +141,13 @@ def test_few_parameters_and_empty_ones(sizes: list[tuple[int, ...]]) -> None:
                 SparsifiedAggregation(model, ratio=1, process_group=group),
                 PowerAggregation(model, world_size=2, process_group=group),
             ):
-                for one in model:
-                    one.grad = one.detach().clone()
+                for parameter in model:
+                    parameter.grad = parameter.detach().clone()
                 with aggregation:
                     op = "avg" if isinstance(aggregation, PowerAggregation) else "avg_world"
                     aggregation.agg_grad(by_layer)(model, op)
-                for one in model:
-                    assert torch.equal(one.grad, torch.full_like(one, 1.5))
+                for parameter in model:
+                    assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
 
     run_ranks(2, body)
 
@@ -168,7 +168,7 @@ def test_a_world_of_one_needs_no_process_group() -> None:
             AllReduceAggregation(2).agg_grad()(model, "avg_world")
 
 
-def test_all_ranks_hear_of_a_bad_denominator() -> None:
+def test_all_ranks_raise_for_a_bad_denominator() -> None:
     def body(group: dist.ProcessGroup) -> None:
         recorder = tb.observe.Recorder()
         with all_reduce(group, observers=[recorder]) as aggregation:
@@ -179,18 +179,20 @@ def test_all_ranks_hear_of_a_bad_denominator() -> None:
     run_ranks(2, body)
 
 
-def test_what_all_ranks_are_told_at_the_first_call() -> None:
-    def neighbours(*of_rank: list[int]) -> Make:
-        return lambda group: DecentralizedAggregation(group.rank(), of_rank[group.rank()], process_group=group)
+def test_all_ranks_raise_the_same_error_at_the_first_call() -> None:
+    def neighbours(*neighbors_by_rank: list[int]) -> Make:
+        return lambda group: DecentralizedAggregation(
+            group.rank(), neighbors_by_rank[group.rank()], process_group=group
+        )
 
     cases: list[tuple[Make, str]] = [
         (lambda group: AllReduceAggregation(3, process_group=group), "world_size must be 2"),
-        (lambda group: AllReduceAggregation(2 + group.rank(), process_group=group), r"ranks disagree in .*world_size"),
-        (neighbours([1], []), "rank 0 has 1 for a neighbour, which does not have it for one"),
-        (neighbours([1], [0, 2]), r"neighbors must be ranks below 2, got \[2\]|the neighbors of rank 1 do not fit"),
+        (lambda group: AllReduceAggregation(2 + group.rank(), process_group=group), r"ranks disagree on .*world_size"),
+        (neighbours([1], []), "rank 0 lists 1 as a neighbor, but rank 1 does not list 0"),
+        (neighbours([1], [0, 2]), r"neighbors must be ranks below 2, got \[2\]|the neighbors of rank 1 are invalid"),
         (
             lambda group: DecentralizedAggregation(0, [1], process_group=group),
-            "rank must be 1, that of the group, got 0|the rank or the neighbors of rank 1",
+            "rank must be 1, this rank's number in the group, got 0|the rank or the neighbors of rank 1",
         ),
     ]
 
@@ -202,8 +204,8 @@ def test_what_all_ranks_are_told_at_the_first_call() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_refused_before_anything_is_sent() -> None:
-    """On one rank of a group whose other rank does nothing."""
+def test_refusals_before_anything_is_sent() -> None:
+    """One rank raises while the other rank of the group does nothing."""
 
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 1:
@@ -241,7 +243,7 @@ def test_what_is_refused_before_anything_is_sent() -> None:
     run_ranks(2, body)
 
 
-def test_ranks_that_do_different_things_are_told() -> None:
+def test_ranks_with_different_calls_raise() -> None:
     def body(group: dist.ProcessGroup) -> None:
         model = constant_model(0) if group.rank() == 0 else nn.Linear(3, 2, bias=False)
         with all_reduce(group) as aggregation, pytest.raises(tb.CommunicationError, match="out of step: rank"):
@@ -251,8 +253,8 @@ def test_ranks_that_do_different_things_are_told() -> None:
 
 
 @pytest.mark.parametrize("make", [all_reduce, ring])
-def test_a_rank_that_fails_is_heard_of(make: Make) -> None:
-    """By the others at once, and not after the timeout."""
+def test_a_failure_on_one_rank_ends_the_others(make: Make) -> None:
+    """The other ranks raise at once, not after the timeout."""
 
     def body(group: dist.ProcessGroup) -> None:
         aggregation = make(group)
@@ -266,7 +268,7 @@ def test_a_rank_that_fails_is_heard_of(make: Make) -> None:
 
 @pytest.mark.parametrize("by_layer", BY_LAYER)
 def test_traces_and_the_summary(by_layer: bool) -> None:
-    """A step is a call; its buckets, bytes and times are told."""
+    """Each call is a step, with its buckets, bytes and times."""
 
     def body(group: dist.ProcessGroup) -> tuple[list[tb.CommEvent], tb.observe.Summary]:
         recorder, summary = tb.observe.Recorder(), tb.observe.Summary()
@@ -283,6 +285,6 @@ def test_traces_and_the_summary(by_layer: bool) -> None:
         assert summary.figures.num_steps == 3
         assert summary.figures.wait_ns == sum(waits)
         sent = [event for event in events if event.phase == "send" and event.operation != "agreement"]
-        # Half of it is scattered, and the other half gathered.
+        # Half is sent in the reduce-scatter, and the other half in the all-gather.
         assert sum(event.wire_bytes for event in sent) == 3 * 4 * 10_050
         assert "AllReduceAggregation(world_size=2, divide_before=False), 2 ranks" in str(summary)

@@ -1,4 +1,4 @@
-"""SparsifiedAggregation and PowerAggregation: they are the algorithms that run in DDP, called by hand."""
+"""SparsifiedAggregation and PowerAggregation: they equal the algorithms that run in DDP, but are called by hand."""
 
 import copy
 from collections.abc import Callable
@@ -28,11 +28,11 @@ def size_of(group: Any) -> int:
     return group.size if isinstance(group, tb.BaguaProcessGroup) else group.size()
 
 
-def blocks(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation:
+def blockk(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation:
     return sparsified(model, group, compression="blockk")
 
 
-def drawn(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation:
+def randomk(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation:
     return sparsified(model, group, compression="randomk")
 
 
@@ -60,18 +60,18 @@ def train(model: nn.Module, rank: int, num_steps: int, before_step: Callable[[],
         model(torch.randn(8, 20, generator=data)).square().sum().backward()
         before_step()
         optimizer.step()
-    return torch.cat([one.detach().flatten() for one in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize(("make", "algorithm"), [
     (sparsified, tb.TopKAlgorithm(0.1)),
-    (blocks, tb.TopKAlgorithm(0.1, selection="block")),
-    (drawn, RandomElementsAlgorithm(0.1)),
+    (blockk, tb.TopKAlgorithm(0.1, selection="block")),
+    (randomk, RandomElementsAlgorithm(0.1)),
     (power, tb.PowerSGDAlgorithm(2, start_step=0, min_rate=1, warm_start=False)),
     (warm_power, tb.PowerSGDAlgorithm(2, start_step=0, min_rate=1)),
 ])  # fmt: skip
-def test_it_is_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
-    """Bit for bit, all at once and by layer."""
+def test_it_equals_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
+    """The weights are bitwise equal, all at once and by layer."""
     template = network()
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def test_it_is_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
                 optimizer.zero_grad()
                 ddp(torch.randn(8, 20, generator=data)).square().sum().backward()
                 optimizer.step()
-        found = [torch.cat([one.detach().flatten() for one in ddp.parameters()])]
+        found = [torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])]
         for by_layer in (False, True):
             model = copy.deepcopy(template)
             before = torch.random.get_rng_state()
@@ -94,14 +94,14 @@ def test_it_is_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
         return found
 
     first, second = run_ranks(2, body)
-    assert all(torch.equal(one, first[0]) for one in [*first, *second])
+    assert all(torch.equal(weights, first[0]) for weights in [*first, *second])
 
 
-@pytest.mark.parametrize("make", [sparsified, drawn, power])
+@pytest.mark.parametrize("make", [sparsified, randomk, power])
 def test_nothing_is_lost_between_calls(make: Make) -> None:
-    """What all calls have given, and what is kept, is the mean of all gradients; a call with NaN leaves no trace.
+    """The results of all calls plus the residuals are the mean of all gradients; a call with NaN leaves no trace.
 
-    Ways to call it, all at once or by layer, may change in between.
+    Calls may switch between all at once and by layer.
     """
 
     def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
@@ -111,19 +111,19 @@ def test_nothing_is_lost_between_calls(make: Make) -> None:
         with make(model, group) as aggregation:
             given, received = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
             for step in range(5):
-                for name, one in model.named_parameters():
-                    one.grad = torch.randn(one.shape, generator=draw)
+                for name, parameter in model.named_parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=draw)
                     if step == 2:
-                        one.grad[..., rank] = float("nan") if rank == 0 else 1.0
+                        parameter.grad[..., rank] = float("nan") if rank == 0 else 1.0
                     else:
-                        given[name] += one.grad
+                        given[name] += parameter.grad
                 aggregation.agg_grad(by_layer=step == 3)(model, op_of(aggregation))
-                for name, one in model.named_parameters():
-                    assert not one.grad.isfinite().all() if step == 2 else one.grad.isfinite().all()
+                for name, parameter in model.named_parameters():
+                    assert not parameter.grad.isfinite().all() if step == 2 else parameter.grad.isfinite().all()
                     if step != 2:
-                        received[name] += one.grad
+                        received[name] += parameter.grad
             state = aggregation.state_dict()
-        kinds = {sparsified: ("sent", "mean"), drawn: ("residual",), power: ("error",)}[make]
+        kinds = {sparsified: ("sent", "mean"), randomk: ("residual",), power: ("error",)}[make]
         return [given, received, *(state[kind] for kind in kinds)]
 
     template = network()
@@ -132,14 +132,14 @@ def test_nothing_is_lost_between_calls(make: Make) -> None:
         given, received, kept, *of_mean = ([rank[kind][name] for rank in ranks] for kind in range(len(ranks[0])))
         assert torch.equal(received[0], received[1])
         mean = (given[0] + given[1]) / 2
-        left = (kept[0] + kept[1]) / 2 + sum(one[0] + one[1] for one in of_mean)
+        left = (kept[0] + kept[1]) / 2 + sum(residual[0] + residual[1] for residual in of_mean)
         assert float(left.norm()) > 0.1 or (make is power and mean.dim() == 1)
         # Sums of a few numbers of size 1, each rounded.
         torch.testing.assert_close(received[0] + left, mean, rtol=0, atol=1e-5)
 
 
 def test_reference_values_of_power() -> None:
-    """Rank 1 is enough for gradients that are constant, also without any vector in the model."""
+    """Rank 1 suffices for constant gradients, also in a model without vectors."""
 
     def body(group: dist.ProcessGroup) -> None:
         model = nn.Linear(6, 8, bias=False)
@@ -170,21 +170,23 @@ def test_dtypes_devices_and_storage_stay(device: torch.device, make: Make) -> No
         model.extend([nn.Linear(3, 3), nn.Linear(3, 3).double().requires_grad_(False)])  # unused, and frozen
         draw = torch.Generator().manual_seed(group.rank())
         used = list(model[:-2].parameters())
-        for one in used:
-            one.grad = torch.empty_like(one).copy_(torch.randn(one.shape, generator=draw))
-        gradients = [one.grad for one in used]
-        places = [(one.data_ptr(), one.stride(), one.dtype) for one in gradients]
+        for parameter in used:
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=draw))
+        gradients = [parameter.grad for parameter in used]
+        places = [(gradient.data_ptr(), gradient.stride(), gradient.dtype) for gradient in gradients]
         with make(model, group) as aggregation:
             aggregation.agg_grad()(model, op_of(aggregation))
-        assert [(one.grad.data_ptr(), one.grad.stride(), one.grad.dtype) for one in used] == places
-        assert all(one.grad is None for one in model[-2:].parameters())
+        assert [
+            (parameter.grad.data_ptr(), parameter.grad.stride(), parameter.grad.dtype) for parameter in used
+        ] == places
+        assert all(parameter.grad is None for parameter in model[-2:].parameters())
         return gradients
 
     first, second = run_ranks(2, body, device=device)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(gradient, expected) for gradient, expected in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("make", [sparsified, drawn, power])
+@pytest.mark.parametrize("make", [sparsified, randomk, power])
 def test_resumed_bit_for_bit(make: Make) -> None:
     template = network()
 
@@ -200,11 +202,11 @@ def test_resumed_bit_for_bit(make: Make) -> None:
                     aggregation.close()
                     aggregation = make(model, group)
                     aggregation.load_state_dict(state)
-                for one in model.parameters():
-                    one.grad = torch.randn(one.shape, generator=draw)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=draw)
                 aggregation.agg_grad()(model, op_of(aggregation))
             aggregation.close()
-            found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+            found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
         return found[0], found[1]
 
     for straight, resumed in run_ranks(2, body):
@@ -228,13 +230,13 @@ def test_what_is_refused() -> None:
             aggregation.agg_model(by_layer=True)
         with pytest.raises(NotImplementedError, match="aggregation not implemented for op=avg_custom"):
             aggregation.agg_grad()(model, "avg_custom")
-        with pytest.raises(ValueError, match="model must be the one that it was made with"):
+        with pytest.raises(ValueError, match="model must be the model that the aggregation was created with"):
             aggregation.agg_grad()(nn.Linear(4, 4), op_of(aggregation))
 
     def body(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="world_size must be 2"):
             PowerAggregation(model, process_group=group).agg_grad()(model, "avg")
-        with pytest.raises(ValueError, match="ranks disagree in .*ratio"):  # noqa: RUF043
+        with pytest.raises(ValueError, match="ranks disagree on .*ratio"):  # noqa: RUF043
             SparsifiedAggregation(model, ratio=0.1 * (1 + group.rank()), process_group=group).agg_grad()(
                 model, "avg_world"
             )
@@ -244,34 +246,34 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [sparsified, power])
 def test_nodes_of_a_group(make: Make) -> None:
-    """Between nodes it is compressed, and within them in full precision; the group that was given stays open."""
+    """Messages are compressed between nodes and in full precision within them; the given group stays open."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         model = nn.Linear(64, 32)
         own = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
-        for one in model.parameters():
-            one.grad = torch.full_like(one, group.rank() + 1.0)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, group.rank() + 1.0)
         recorder = tb.observe.Recorder()
         with make(model, own, observers=[recorder]) as aggregation:
             aggregation.agg_grad()(model, op_of(aggregation))
         assert {"intra_node", "inter_node"} <= {event.scope for event in recorder.events}
         own.all_reduce(torch.ones(3))
         own.close()
-        return torch.cat([one.grad.flatten() for one in model.parameters()])
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    first, *others = run_ranks(4, body)
-    assert all(torch.equal(first, one) for one in others)
+    first, *of_other_ranks = run_ranks(4, body)
+    assert all(torch.equal(first, gradients) for gradients in of_other_ranks)
     # Rounded to 8 bits, or to a product of rounded factors.
     torch.testing.assert_close(first[first != 0], torch.full_like(first[first != 0], 2.5), rtol=1e-2, atol=0)
 
 
-def test_bytes_are_told() -> None:
+def test_bytes_are_reported() -> None:
     def body(group: dist.ProcessGroup) -> tuple[int, int]:
         sent = []
         for make in (sparsified, power):
             recorder, model = tb.observe.Recorder(), nn.Linear(512, 256)
-            for one in model.parameters():
-                one.grad = torch.ones_like(one)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
             with make(model, group, observers=[recorder]) as aggregation:
                 aggregation.agg_grad()(model, op_of(aggregation))
             assert [event.algorithm for event in recorder.events if event.phase == "step"] == [
@@ -281,7 +283,7 @@ def test_bytes_are_told() -> None:
         return sent[0], sent[1]
 
     for of_sparsified, of_power in run_ranks(2, body):
-        # A tenth, with index and value in 2.4 bytes or so, and headers; of float32 it would be 4 bytes an element.
+        # A tenth of the elements, with index and value in about 2.4 bytes, and headers; float32 has 4 bytes an element.
         assert 0.1 * 2.2 < of_sparsified / (512 * 256) < 0.1 * 2.6
-        # Two vectors of each side and the bias, half of it scattered and the other half gathered.
+        # Two vectors for each side, and the bias; half is sent in the scatter, and half in the gather.
         assert of_power == 4 * (2 * (512 + 256) + 256)

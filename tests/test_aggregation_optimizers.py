@@ -1,4 +1,4 @@
-"""mlbench's optimizers beside torch's own, with what a loop does to an optimizer, on ranks that are threads."""
+"""mlbench's optimizers compared with torch's, in loops with schedulers, closures and a scaler; ranks are threads."""
 
 import copy
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def network() -> nn.Module:
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for one in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -62,8 +62,8 @@ def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [centralized_sgd, averaged_sgd, centralized_adam, power_sgd, decentralized_sgd])
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_it_is_torch_s_with_an_aggregation(make: Make, by_closure: bool) -> None:
-    """With a scheduler and a closure; bit for bit where an aggregation is called by hand beside torch's optimizer."""
+def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: bool) -> None:
+    """With a scheduler and a closure: bitwise equal to torch's optimizer with an aggregation that is called by hand."""
     template = network()
     of_weights = make in (averaged_sgd, decentralized_sgd)
 
@@ -71,13 +71,13 @@ def test_it_is_torch_s_with_an_aggregation(make: Make, by_closure: bool) -> None
         found = []
         for is_plain in (False, True):
             model = copy.deepcopy(template)
-            optimizer = plain(make.__name__, model)  # from then on torch calls hooks in the step of its class too
+            optimizer = plain(make.__name__, model)  # from now on torch calls hooks in its class's step too
             lr = optimizer.param_groups[0]["lr"]
             if not is_plain:
                 optimizer = make(model, group)
             assert isinstance(optimizer, torch.optim.Optimizer)
             hooked: list[Any] = []
-            optimizer.register_step_post_hook(lambda one, *_: hooked.append(one))  # noqa: B023
+            optimizer.register_step_post_hook(lambda stepped, *_: hooked.append(stepped))  # noqa: B023
             aggregation = AllReduceAggregation(2, process_group=group)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             data = torch.Generator().manual_seed(group.rank())
@@ -106,8 +106,8 @@ def test_it_is_torch_s_with_an_aggregation(make: Make, by_closure: bool) -> None
             found.append(weights(model))
         return found[0], found[1]
 
-    (own, expected), (others, _) = run_ranks(2, body)
-    assert torch.equal(own, others)
+    (own, expected), (of_rank_1, _) = run_ranks(2, body)
+    assert torch.equal(own, of_rank_1)
     if make is power_sgd:  # of full rank, computed in another order
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
     else:
@@ -117,7 +117,7 @@ def test_it_is_torch_s_with_an_aggregation(make: Make, by_closure: bool) -> None
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("make", [centralized_sgd, decentralized_sgd])
 def test_a_grad_scaler_that_overflows_on_one_rank(make: Make, unscales: bool) -> None:
-    """Nobody waits for anybody; where gradients are averaged all ranks skip, else that one alone."""
+    """No rank waits for another. If gradients are averaged all ranks skip the step, otherwise only that rank."""
     template = network()
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ def test_a_grad_scaler_that_overflows_on_one_rank(make: Make, unscales: bool) ->
                 optimizer.zero_grad()
                 x = torch.randn(8, 10, generator=data)
                 if step == 2:
-                    if not has_scaler:  # what it comes to
+                    if not has_scaler:  # the equivalent steps
                         if make is decentralized_sgd:
                             if group.rank() == 1:
                                 scaler.scale(model(x).square().mean()).backward()
@@ -184,38 +184,38 @@ def test_only_means() -> None:
 
 
 def test_sign_sgd() -> None:
-    """Lion-like steps of one size; momentum is torch's."""
-    own, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    other.load_state_dict(own.state_dict())
+    """Steps have a fixed size, as Lion's; the momentum is torch's."""
+    own, of_torch = nn.Linear(4, 3), nn.Linear(4, 3)
+    of_torch.load_state_dict(own.state_dict())
     options: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
-    sign, plain_sgd = SignSGD(own.parameters(), **options), torch.optim.SGD(other.parameters(), **options)
+    sign, plain_sgd = SignSGD(own.parameters(), **options), torch.optim.SGD(of_torch.parameters(), **options)
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
-        for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+        for mine, theirs in zip(own.parameters(), of_torch.parameters(), strict=True):
             theirs.data.copy_(mine.data)
             mine.grad = torch.randn(mine.shape, generator=draw)
             theirs.grad = mine.grad.clone()
         before = weights(own)
         assert sign.step(lambda: 1.5) == 1.5
         plain_sgd.step()
-        assert torch.equal(weights(own), before + 0.5 * (weights(other) - before).sign())
+        assert torch.equal(weights(own), before + 0.5 * (weights(of_torch) - before).sign())
 
 
-def test_sparsified_sgd_keeps_what_it_leaves_out() -> None:
+def test_sparsified_sgd_keeps_its_residual() -> None:
     model = nn.Conv2d(5, 4, 2).to(memory_format=torch.channels_last)
     start = weights(model)
     optimizer = SparsifiedSGD(model.parameters(), lr=0.5, sparse_grad_size=3)
-    assert torch.equal(weights(model), start), "mlbench's draws new ones"
+    assert torch.equal(weights(model), start), "mlbench's optimizer draws new weights"
     total = torch.zeros_like(start)
     draw = torch.Generator().manual_seed(0)
     for _ in range(6):
         before = weights(model)
-        for one in model.parameters():
-            one.grad = torch.randn(one.shape, generator=draw)
-        total += torch.cat([one.grad.flatten() for one in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        total += torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         optimizer.step()
         assert int((weights(model) != before).sum()) == 3 + 3
-    memory = torch.cat([optimizer.state[one]["memory"].flatten() for one in model.parameters()])
+    memory = torch.cat([optimizer.state[parameter]["memory"].flatten() for parameter in model.parameters()])
     torch.testing.assert_close(start - weights(model) + memory, 0.5 * total, rtol=0, atol=1e-6)  # sums, rounded
     for arguments in ({"lr": -1}, {"lr": 1, "sparse_grad_size": 0}):
         with pytest.raises(ValueError, match="SparsifiedSGD"):

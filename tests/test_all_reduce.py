@@ -136,7 +136,7 @@ def test_a_state_says_in_which_order_sums_are_formed() -> None:
                     if saved_with == algorithm:
                         attachment.load_state_dict(state)
                         continue
-                    with pytest.raises(ValueError, match=r"saved with in_rank_order=False, .* is in_rank_order=True"):
+                    with pytest.raises(ValueError, match=r"saved with in_rank_order=False, .* has in_rank_order=True"):
                         attachment.load_state_dict(state)
 
     run_ranks(2, body)

@@ -1,4 +1,4 @@
-"""GradScaler with algorithms that average weights: an Inf on one rank, with the scaler handed over and without."""
+"""GradScaler with weight algorithms: an Inf on one rank, with and without passing the scaler to attach."""
 
 import copy
 from typing import Any
@@ -53,7 +53,7 @@ class Loop:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("options", [{}, {"unscales": True}, {"fused": True}], ids=["plain", "unscale_", "fused"])
 def test_all_ranks_skip_together(name: str, options: dict[str, Any]) -> None:
-    """The schedules stay in step, the loss scales equal, and the weights finite."""
+    """Schedules stay in step, loss scales stay equal, and weights stay finite."""
     model = build(lambda: torch.nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> tuple[Weights, float]:
@@ -72,7 +72,7 @@ def test_all_ranks_skip_together(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_the_scaler_all_ranks_get_the_error(name: str) -> None:
+def test_without_the_scaler_all_ranks_raise(name: str) -> None:
     model = build(lambda: torch.nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> None:
@@ -87,15 +87,15 @@ def test_without_the_scaler_all_ranks_get_the_error(name: str) -> None:
             tb.CommunicationError, match=r"out of step in .*: rank \d has \d backward passes, rank \d has \d\. .*scaler"
         ):
             train()
-        assert len(loop.updates) <= OVERFLOW_STEP + 4  # with an interval of 2, it is the next round but one
+        assert len(loop.updates) <= OVERFLOW_STEP + 4  # with an interval of 2, the second round after it raises
 
-    with pytest.warns(RuntimeWarning, match=r"a GradScaler steps AdamW, and .* grad_scaler=scaler"):
+    with pytest.warns(RuntimeWarning, match=r"AdamW is stepped by a GradScaler that .* grad_scaler=scaler"):
         run_ranks(4, body)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_rank_that_ends_early_with_a_scaler(name: str) -> None:
-    """Its last mean meets the others' search for Inf: an error on all ranks, where gloo would end the process."""
+    """Its last mean coincides with the other ranks' search for Inf: all ranks raise, while gloo would abort."""
     model = build(lambda: torch.nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> None:
@@ -115,7 +115,7 @@ def test_a_rank_that_ends_early_with_a_scaler(name: str) -> None:
 
 
 def test_two_attachments_share_a_scaler() -> None:
-    """As of two networks that are trained against each other; whichever ends first, the other goes on."""
+    """For example, of adversarial networks. After one detaches, the other continues."""
     model = build(lambda: torch.nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> list[bool]:
@@ -123,7 +123,7 @@ def test_two_attachments_share_a_scaler() -> None:
         second.scaler = first.scaler
         find_inf = first.scaler._unscale_grads_
         attachments = [
-            tb.attach(one.ddp, one.optimizer, "decentralized", grad_scaler=one.scaler) for one in (first, second)
+            tb.attach(loop.ddp, loop.optimizer, "decentralized", grad_scaler=loop.scaler) for loop in (first, second)
         ]
         attachments[0].detach()
         for step in range(NUM_STEPS):
@@ -139,13 +139,13 @@ def test_scaler_on_some_ranks_only() -> None:
     def body(group: dist.ProcessGroup) -> None:
         loop = Loop(group, build(lambda: torch.nn.Linear(10, 3)))
         scaler = loop.scaler if group.rank() else None
-        with pytest.raises(ValueError, match=r"disagree in whether attach was given a grad_scaler: rank 0 has False"):
+        with pytest.raises(ValueError, match=r"disagree on whether attach was given a grad_scaler: rank 0 has False"):
             tb.attach(loop.ddp, loop.optimizer, "decentralized", grad_scaler=scaler)
 
     run_ranks(2, body)
 
 
-def test_async_skips_on_each_rank_alone_after_warm_up_and_together_in_it() -> None:
+def test_async_skips_per_rank_after_warm_up_and_together_in_warm_up() -> None:
     model = build(lambda: torch.nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> list[list[bool]]:
@@ -165,8 +165,8 @@ def test_async_skips_on_each_rank_alone_after_warm_up_and_together_in_it() -> No
     assert together == (skipped, skipped)
 
 
-def test_ranks_that_skipped_alone_end_with_one_scale() -> None:
-    """Plain DDP, which goes on from there, would add up gradients of different scales."""
+def test_ranks_that_skipped_independently_end_with_equal_scales() -> None:
+    """Otherwise plain DDP, if training continues with it, would sum gradients of different scales."""
     model = build(lambda: torch.nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> tuple[float, float]:
@@ -183,7 +183,7 @@ def test_ranks_that_skipped_alone_end_with_one_scale() -> None:
     assert after == (first, first)
 
 
-def test_grad_scaler_that_is_none() -> None:
+def test_a_grad_scaler_of_another_type_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters())

@@ -1,4 +1,4 @@
-"""Asynchronous averaging by the machine's own clock: nobody waits, and all ends in order."""
+"""Asynchronous averaging in real time: no rank waits for another, and all lanes end in order."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def run_async(
     timeout: timedelta = timedelta(seconds=30),
     transport: TransportMaker | None = None,
 ) -> list[Any]:
-    """Run `body(rank, trainer, attachment)` on every rank; no lane may stay behind."""
+    """Run `body(rank, trainer, attachment)` on every rank; no lane may remain."""
     model = build(Normed)
 
     def run(group: dist.ProcessGroup) -> Any:
@@ -53,8 +53,8 @@ def wait_for_rounds(impl: AsyncModelAverageAlgorithmImpl, num_rounds: int) -> No
         time.sleep(0.005)
 
 
-def test_a_rank_that_evaluates_holds_nobody_up() -> None:
-    """While one rank takes no step, the others go on stepping, and rounds go on happening."""
+def test_a_rank_that_evaluates_does_not_block_the_others() -> None:
+    """While one rank takes no step, the other ranks continue to step, and rounds continue."""
     others_done = threading.Barrier(3)
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
@@ -72,7 +72,7 @@ def test_a_rank_that_evaluates_holds_nobody_up() -> None:
 
 
 def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
-    """A rank that has run out of data waits in detach, contributing what it has learnt, until all are done."""
+    """A rank that has run out of data contributes its weights in detach, until all ranks are done."""
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> int:
         for _ in range((5, 40)[rank]):
@@ -100,7 +100,7 @@ def test_abort_and_resume(compression: str | None) -> None:
             num_rounds = impl.num_rounds
             trainer.step()
             time.sleep(0.03)
-            assert impl.num_rounds == num_rounds  # it trains alone
+            assert impl.num_rounds == num_rounds  # each rank trains alone
             seen.append({})
             impl.resume(trainer.ddp)
             impl.resume(trainer.ddp)
@@ -125,7 +125,7 @@ def test_abort_without_a_last_mean_leaves_each_rank_its_own_weights() -> None:
 
 
 def test_warm_up_averages_gradients_in_full_precision() -> None:
-    """Ranks stay equal and take steps of the oracle's mean gradient; rounds begin with the step after the last."""
+    """Ranks stay equal and step with the oracle's mean gradient; rounds begin in the first step after the warm-up."""
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> list[tuple[Weights, Weights]]:
         seen = []
@@ -162,7 +162,7 @@ def test_warm_up_step_without_backward_through_the_module_raises() -> None:
             parameter.grad = torch.ones_like(parameter)
         trainer.optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"without averaged gradients: .*; set warmup_steps=0 where"):
+    with pytest.raises(RuntimeError, match=r"without averaged gradients: .*; set warmup_steps=0 if"):
         run_async(2, body, tb.AsyncModelAverageAlgorithm(warmup_steps=3))
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all() -> None:
             with pytest.raises(RuntimeError, match="cannot be resumed: rank 1 has left"):
                 attachment.impl.resume(trainer.ddp)
 
-    with pytest.warns(RuntimeWarning) as warned:  # around all threads, which share it
+    with pytest.warns(RuntimeWarning) as warned:  # around all threads, which share the filters
         run_ranks(3, body)
     messages = sorted(str(warning.message) for warning in warned)
     assert len(messages) == 3
@@ -196,7 +196,7 @@ def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all() -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_an_interval_of_zero(num_steps: int) -> None:
-    """Ends however early it is stopped."""
+    """Averaging ends, however early it is stopped."""
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         for _ in range(num_steps):
@@ -227,7 +227,7 @@ def test_ranks_that_stop_for_different_reasons() -> None:
 
 
 def test_a_layer_that_is_frozen_in_warm_up() -> None:
-    """The gradients of the others are averaged all the same: ranks stay equal."""
+    """The gradients of the other layers are still averaged: ranks stay equal."""
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> Weights:
         trainer.step()
@@ -243,14 +243,14 @@ def test_a_layer_that_is_frozen_in_warm_up() -> None:
 def test_abort_of_a_module_that_was_never_attached() -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         for method in (attachment.impl.abort, attachment.impl.resume):
-            with pytest.raises(ValueError, match=r"module must be the one that .*, got Linear, to which it is not"):
+            with pytest.raises(ValueError, match=r"module must be the module that .*, got another module, Linear"):
                 method(nn.Linear(1, 1))
 
     run_async(2, body, tb.AsyncModelAverageAlgorithm())
 
     def unattached(group: dist.ProcessGroup) -> None:
         runner = tb.AsyncModelAverageAlgorithm().reify(group)
-        with pytest.raises(ValueError, match="abort: module must be the one that the algorithm is attached to"):
+        with pytest.raises(ValueError, match="abort: module must be the module that the algorithm is attached to"):
             runner.impl.abort(nn.Linear(1, 1))
         runner.close()
 
@@ -258,7 +258,7 @@ def test_abort_of_a_module_that_was_never_attached() -> None:
 
 
 def test_a_rank_that_is_waited_for_long_is_named() -> None:
-    """Its lane takes part in rounds, so that no timeout of theirs tells that its training stands still."""
+    """Its lane takes part in rounds, so their timeouts do not detect that its training is blocked."""
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         trainer.step()

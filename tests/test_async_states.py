@@ -24,7 +24,7 @@ GROUPS: list[dist.ProcessGroup] = []  # kept alive: see run_ranks
 
 
 class Rank:
-    """One rank, on a thread of its own that does what it is told."""
+    """A rank whose commands run on a separate thread."""
 
     def __init__(self, store: dist.Store, rank: int, warmup_steps: int) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"rank {rank}")
@@ -47,7 +47,7 @@ class Rank:
 
 
 class AbortAndResume(RuleBasedStateMachine):
-    """Two ranks; what the documentation says of their state stands in `steps` and `is_enabled`."""
+    """Two ranks; `steps` and `is_enabled` contain their state as documented."""
 
     @initialize(warmup_steps=st.sampled_from([0, 1, 3]))
     def attach(self, warmup_steps: int) -> None:
@@ -128,5 +128,5 @@ TestAbortAndResume.settings = hypothesis.settings(max_examples=10, stateful_step
 
 
 @pytest.mark.slow
-class TestMoreOfIt(AbortAndResume.TestCase):
+class TestMoreExamples(AbortAndResume.TestCase):
     settings = hypothesis.settings(max_examples=30, stateful_step_count=15, deadline=None)

@@ -1,4 +1,4 @@
-"""attach and the standalone hook: what they refuse, and what they leave behind."""
+"""attach and the standalone hook: the arguments that they refuse, and the state after detach."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ from transports import CollectivesAlone
 Body = Callable[[dist.ProcessGroup], None]
 
 
-def wrapped(group: dist.ProcessGroup, module: nn.Module | None = None, **options: object):
+def wrap(group: dist.ProcessGroup, module: nn.Module | None = None, **options: object):
     ddp = DistributedDataParallel(module or nn.Linear(4, 2), process_group=group, **options)
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
 
@@ -38,52 +38,52 @@ def attach_plain_module(group: dist.ProcessGroup) -> None:
 
 
 def attach_with_foreign_optimizer(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrapped(group)
+    ddp, _ = wrap(group)
     tb.attach(ddp, torch.optim.SGD(nn.Linear(3, 3).parameters()), "bytegrad")
 
 
 def attach_with_partly_foreign_optimizer(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrapped(group)
+    ddp, _ = wrap(group)
     tb.attach(ddp, torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(5))]), "decentralized")
 
 
 def attach_with_no_optimizer(group: dist.ProcessGroup) -> None:
-    tb.attach(wrapped(group)[0], ["sgd"], "bytegrad")
+    tb.attach(wrap(group)[0], ["sgd"], "bytegrad")
 
 
 def attach_with_a_name_for_an_optimizer(group: dist.ProcessGroup) -> None:
-    tb.attach(wrapped(group)[0], "sgd", "bytegrad")
+    tb.attach(wrap(group)[0], "sgd", "bytegrad")
 
 
 def attach_python_reducer(group: dist.ProcessGroup) -> None:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        tb.attach(*wrapped(group), "bytegrad")
+        tb.attach(*wrap(group), "bytegrad")
 
 
 def attach_with_optimizer_in_backward(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrapped(group)
+    ddp, optimizer = wrap(group)
     _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
     tb.attach(ddp, optimizer, "decentralized")
 
 
 def attach_after_own_hook(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrapped(group)
+    ddp, optimizer = wrap(group)
     ddp.register_comm_hook(group, allreduce_hook)
     tb.attach(ddp, optimizer, "bytegrad")
 
 
 def attach_twice(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrapped(group)
+    ddp, optimizer = wrap(group)
     with tb.attach(ddp, optimizer, "bytegrad"):
         tb.attach(ddp, optimizer, "gradient_allreduce")
 
 
 def attach_unknown_name(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), "bitegrad")
+    tb.attach(*wrap(group), "bitegrad")
 
 
 def attach_inside_of_the_wrapper(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrapped(group)
+    ddp, optimizer = wrap(group)
     with tb.attach(ddp, optimizer, "decentralized"):
         tb.attach(ddp.module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
@@ -96,17 +96,17 @@ def attach_around_an_attached_module(group: dist.ProcessGroup) -> None:
 
 
 def attach_sharded_optimizer(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrapped(group)
+    ddp, _ = wrap(group)
     sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     tb.attach(ddp, sharded, "decentralized")
 
 
 def attach_class_instead_of_instance(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), tb.ByteGradAlgorithm)
+    tb.attach(*wrap(group), tb.ByteGradAlgorithm)
 
 
 def attach_with_a_number_for_a_timeout(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), "bytegrad", timeout=5)
+    tb.attach(*wrap(group), "bytegrad", timeout=5)
 
 
 def attach_delayed_all_reduce(group: dist.ProcessGroup) -> None:
@@ -119,37 +119,37 @@ def attach_delayed_all_reduce(group: dist.ProcessGroup) -> None:
 
 
 def attach_sparse(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group, nn.Sequential(nn.Embedding(5, 2, sparse=True))), "bytegrad")
+    tb.attach(*wrap(group, nn.Sequential(nn.Embedding(5, 2, sparse=True))), "bytegrad")
 
 
 def attach_with_group_of_other_ranks(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrapped(gloo_group(dist.HashStore(), 0, 1))
+    ddp, optimizer = wrap(gloo_group(dist.HashStore(), 0, 1))
     tb.attach(ddp, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group))
 
 
 def attach_with_a_class_as_observer(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), "bytegrad", observers=[tb.observe.Recorder])
+    tb.attach(*wrap(group), "bytegrad", observers=[tb.observe.Recorder])
 
 
 def attach_with_one_observer(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), "bytegrad", observers=tb.observe.Recorder())
+    tb.attach(*wrap(group), "bytegrad", observers=tb.observe.Recorder())
 
 
 def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrapped(group)
+    ddp, _ = wrap(group)
     ddp.register_comm_hook(tb.ByteGradAlgorithm(), tb.comm_hook)
     ddp(torch.ones(1, 4)).sum().backward()
 
 
 def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrapped(group, nn.Embedding(5, 2, sparse=True))
+    ddp, _ = wrap(group, nn.Embedding(5, 2, sparse=True))
     ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
     ddp(torch.tensor([1])).sum().backward()
 
 
 def hook_with_python_reducer(group: dist.ProcessGroup) -> None:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp, _ = wrapped(group)
+        ddp, _ = wrap(group)
     ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
     ddp(torch.ones(1, 4)).sum().backward()
 
@@ -162,22 +162,22 @@ def hook_with_python_reducer(group: dist.ProcessGroup) -> None:
         (attach_with_partly_foreign_optimizer, ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
         (attach_with_no_optimizer, TypeError, "attach: optimizer must be a torch.optim.Optimizer, got 'sgd'"),
         (attach_with_a_name_for_an_optimizer, TypeError, "must be a torch.optim.Optimizer, got 'sgd'"),
-        (attach_python_reducer, ValueError, "attach: the module was made with .* = \"python_reducer\""),
+        (attach_python_reducer, ValueError, "attach: the module was created with .* = \"python_reducer\""),
         (attach_with_optimizer_in_backward, ValueError, "attach: weight has an optimizer that steps it in backward"),
         (attach_after_own_hook, ValueError, "attach: the module has the communication hook allreduce_hook already"),
         (attach_twice, ValueError, "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
         (attach_inside_of_the_wrapper, ValueError, "DecentralizedAlgorithm is attached to the module already"),
         (attach_around_an_attached_module, ValueError, "Algorithm is attached to the module's module.0 already"),
         (attach_sharded_optimizer, ValueError, "steps all weights on every rank, got ZeroRedundancyOptimizer"),
-        (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; there are .*'bytegrad'"),
+        (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; the registered names are .*'bytegrad'"),
         (attach_class_instead_of_instance, TypeError, r"an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
         (attach_with_a_number_for_a_timeout, TypeError, "attach: timeout must be a datetime.timedelta, got 5"),
-        (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),
+        (attach_delayed_all_reduce, ValueError, "attach: the module was created with delay_all_reduce_named_params"),
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
         (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
         (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.observe"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
-        (hook_with_python_reducer, TypeError, "got a tuple .* = \"python_reducer\", under which"),
+        (hook_with_python_reducer, TypeError, "got a tuple .* = \"python_reducer\", with which"),
         (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
     ],
 )  # fmt: skip
@@ -188,22 +188,22 @@ def test_refused(body: Body, error: type[Exception], message: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])
 def test_sharded_modules_are_refused(algorithm: str) -> None:
-    """Parameters of FSDP2 in another module, and those of FSDP1, which cannot be made without a GPU."""
+    """Parameters of FSDP2 in another module, and an imitated FSDP1 module, which cannot be created without a GPU."""
     init_default_group()
     sharded = fully_shard(nn.Linear(4, 2))
     parts = nn.Module()
     parts.weight = sharded.weight
     flat = nn.Sequential(nn.Linear(4, 2))
     flat[0].__class__ = FullyShardedDataParallel
-    for module, what in ((parts, "weight"), (flat, "0")):
-        message = f"attach: {what} is sharded .*ranks hold different parts of the weights, which is not supported"
+    for module, name in ((parts, "weight"), (flat, "0")):
+        message = f"attach: {name} is sharded .*ranks hold different parts of the weights, which is not supported"
         with pytest.raises(TypeError, match=message):
             tb.attach(module, torch.optim.SGD(sharded.parameters()), algorithm)
 
 
 @pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(error_feedback=True)], ids=str)
 def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algorithm: tb.Algorithm) -> None:
-    """Those of a head outside of the module, say, which every rank trains by itself."""
+    """For example, the parameters of a head outside the module, which every rank trains locally."""
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         ddp, head = DistributedDataParallel(nn.Linear(4, 2), process_group=group), nn.Linear(2, 1)
@@ -231,22 +231,22 @@ def test_group_of_other_ranks_is_refused() -> None:
 def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
     module = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(module.parameters())
-    outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns there
-    with pytest.raises(TypeError, match=r"process_group must be .*, got a group of which this rank is no member"):
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on ranks that are not members
+    with pytest.raises(TypeError, match=r"process_group must be .*, got a group of which this rank is not a member"):
         tb.attach(module, optimizer, "decentralized", process_group=outside)
 
 
-def test_a_failure_on_one_rank_can_be_tried_again() -> None:
-    """The others wait for the rank that failed and say so; then all attach, as if nothing had been."""
+def test_attach_can_be_retried_after_a_failure_on_one_rank() -> None:
+    """The other ranks time out with an error that names the failed rank; then all ranks attach."""
     arrived = threading.Barrier(3)
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrapped(group)
+        ddp, optimizer = wrap(group)
         if group.rank() == 1:
             with pytest.raises(TypeError, match="got 'sgd'"):
                 tb.attach(ddp, ["sgd"], "bytegrad")
         else:
-            with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 did not come within 1 s"):
+            with pytest.raises(TimeoutError, match=r"timed out after 1 s waiting for ranks \[1\] of 3"):
                 tb.attach(ddp, optimizer, "bytegrad", timeout=timedelta(seconds=1))
         arrived.wait()
         with tb.attach(ddp, optimizer, "bytegrad"):
@@ -267,32 +267,32 @@ def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypat
             with pytest.raises(RuntimeError, match="the library is broken"):
                 tb.ByteGradAlgorithm().reify(group)
         else:
-            with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not come"):
+            with pytest.raises(TimeoutError, match=r"waiting for ranks \[1\] of 2"):
                 tb.ByteGradAlgorithm().reify(group, timeout=timedelta(seconds=1))
 
     run_ranks(2, body)
 
 
-def test_observers_of_a_group_hear_of_what_is_attached_over_it() -> None:
+def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrapped(group)
-        of_group, of_attachment = tb.observe.Recorder(), tb.observe.Recorder()
-        bagua_group = tb.BaguaProcessGroup(group, observers=[of_group])
-        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[of_attachment]):
+        ddp, optimizer = wrap(group)
+        group_recorder, attachment_recorder = tb.observe.Recorder(), tb.observe.Recorder()
+        bagua_group = tb.BaguaProcessGroup(group, observers=[group_recorder])
+        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[attachment_recorder]):
             ddp(torch.ones(1, 4)).sum().backward()
         with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
             optimizer.step()
         assert attachment.summary().figures.num_steps == 1, "the group's observers are reason enough"
-        del of_group.events[len(of_attachment.events) :]
-        assert {event.phase for event in of_group.events} >= {"backward", "bucket", "encode", "send"}
-        assert of_group.events == of_attachment.events
+        del group_recorder.events[len(attachment_recorder.events) :]
+        assert {event.phase for event in group_recorder.events} >= {"backward", "bucket", "encode", "send"}
+        assert group_recorder.events == attachment_recorder.events
 
     run_ranks(2, body)
 
 
 def test_number_of_parameters_is_compared() -> None:
     class Fewer(DistributedDataParallel):
-        """DDP compares parameters itself; this one hides from attach what it has told DDP."""
+        """DDP compares parameters itself; this class shows attach fewer parameters than DDP has."""
 
         def parameters(self, recurse: bool = True):
             yield from list(super().parameters(recurse))[:1]
@@ -301,7 +301,7 @@ def test_number_of_parameters_is_compared() -> None:
         ddp = (Fewer if group.rank() == 1 else DistributedDataParallel)(nn.Linear(4, 2), process_group=group)
         tb.attach(ddp, torch.optim.SGD([ddp.module.weight]), "bytegrad")
 
-    with pytest.raises(ValueError, match="disagree in the number of parameters: rank 0 has 2, rank 1 has 1"):
+    with pytest.raises(ValueError, match="disagree on the number of parameters: rank 0 has 2, rank 1 has 1"):
         run_ranks(2, body)
 
 
@@ -321,7 +321,7 @@ def test_detached_ddp_averages_as_plain_ddp() -> None:
         expected = gradient(group, plain)
         with tb.attach(ddp, optimizer, "bytegrad") as attachment:
             quantised = gradient(group, ddp)
-        attachment.detach()  # again, to no effect
+        attachment.detach()  # a second call has no effect
         detached = gradient(group, ddp)
         with tb.attach(ddp, optimizer, "gradient_allreduce"):
             full = gradient(group, ddp)
@@ -336,7 +336,7 @@ def test_detached_ddp_averages_as_plain_ddp() -> None:
 
 def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrapped(group)
+        ddp, optimizer = wrap(group)
         with tb.attach(ddp, optimizer, "bytegrad") as attachment:
             file = io.BytesIO()
             torch.save(attachment.state_dict(), file)
@@ -347,7 +347,7 @@ def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
         with (
             tb.attach(ddp, optimizer, "gradient_allreduce") as other,
             pytest.raises(
-                ValueError, match=r"the state is of ByteGradAlgorithm.*attached is GradientAllReduceAlgorithm"
+                ValueError, match=r"the state was saved by ByteGradAlgorithm.*GradientAllReduceAlgorithm is attached"
             ),
         ):
             other.load_state_dict(attachment.state_dict())
@@ -355,8 +355,8 @@ def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
     run_ranks(1, body)
 
 
-def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
-    """As averaged models (EMA, SWA) make them; DDP copies only over the default group."""
+def test_a_copy_of_an_attached_module_is_independent() -> None:
+    """Averaged models (EMA, SWA) are such copies. DDP can be copied over the default group only."""
 
     @dataclass(frozen=True)
     class Counting(tb.Algorithm):
@@ -389,18 +389,18 @@ def test_no_thread_outlives_attach_or_impl() -> None:
     assert not lanes()
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrapped(group)
+        ddp, optimizer = wrap(group)
         assert not [lane for lane in lanes() if lane is threading.current_thread()]
         with tb.attach(ddp, optimizer, "bytegrad"):
             ddp(torch.ones(1, 4)).sum().backward()
             assert lanes()
-        # The standalone hook, which nobody closes.
-        hooked, _ = wrapped(group)
+        # The standalone hook, which is never closed.
+        hooked, _ = wrap(group)
         hooked.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
         hooked(torch.ones(1, 4)).sum().backward()
 
     run_ranks(2, body)
-    # Set for the time of a forward, in the class: with ranks as threads one can leave another's module there.
+    # The class attribute is set during a forward: if ranks are threads, a rank can leave another rank's module there.
     DistributedDataParallel._active_ddp_module = None
     deadline = time.monotonic() + 5
     while lanes():
@@ -410,10 +410,10 @@ def test_no_thread_outlives_attach_or_impl() -> None:
 
 
 def test_a_plain_module_over_a_transport_without_messages() -> None:
-    """It starts from rank 0's weights and optimizer state, and ends with the same weights everywhere."""
+    """It starts from rank 0's weights and optimizer state, and ends with the same weights on all ranks."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        module = nn.Linear(4, 3)  # other weights on each rank
+        module = nn.Linear(4, 3)  # different weights on each rank
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
         own = tb.BaguaProcessGroup(group, transport=CollectivesAlone)
         with tb.attach(module, optimizer, "decentralized", process_group=own):

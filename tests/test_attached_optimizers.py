@@ -1,4 +1,4 @@
-"""What other people's loops do with optimizers: wrap them, step several, or never step the one that is attached."""
+"""Optimizers in users' loops: wrapped, several at once, or attached but never stepped."""
 
 import copy
 import warnings
@@ -26,7 +26,7 @@ def zero(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep(optimizer: torch.optim.Optimizer) -> None:
-    """Accumulate, and clip what there is."""
+    """Accumulate gradients, and clip them."""
     nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 1.0)
 
 
@@ -38,13 +38,13 @@ def keep(optimizer: torch.optim.Optimizer) -> None:
 def test_an_attached_optimizer_that_is_never_stepped(
     name: str, between: Callable[[torch.optim.Optimizer], None], trains: bool, is_error: bool
 ) -> None:
-    """It was made anew after attach: nothing would be averaged. Accumulation is something else, and so are gradients
-    that nobody trains with, of an adversarial attack for instance."""
+    """The loop steps a new optimizer after attach, so nothing would be averaged. Accumulation is no error, and neither
+    are gradients that no optimizer uses, such as an adversarial attack's."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        another = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        new_optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
         def train() -> int:
             for step in range(60):
@@ -54,7 +54,7 @@ def test_an_attached_optimizer_that_is_never_stepped(
                     assert "without a step of SGD, which is attached" in str(error)  # noqa: PT017
                     return step
                 if trains:
-                    another.step()
+                    new_optimizer.step()
                 between(optimizer)
             return 60
 
@@ -96,8 +96,8 @@ def test_steps_that_a_grad_scaler_skips_and_closures_that_clear_gradients_are_st
         run_ranks(2, body)
 
 
-class HandedOn(torch.optim.Optimizer):
-    """An optimizer that only hands calls on, as accelerate's: without hooks of its own."""
+class Forwarding(torch.optim.Optimizer):
+    """An optimizer that only forwards calls and has no hooks, as accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -118,19 +118,19 @@ class HandedOn(torch.optim.Optimizer):
 
 
 class SharedHooks:
-    """One that has all that the optimizer has, as Lightning's."""
+    """A wrapper that shares all attributes of the optimizer, as Lightning's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.__dict__.update(optimizer.__dict__)
         self.optimizer = optimizer
 
-    step, zero_grad = HandedOn.step, HandedOn.zero_grad
+    step, zero_grad = Forwarding.step, Forwarding.zero_grad
 
 
-@pytest.mark.parametrize("wrapper", [HandedOn, SharedHooks])
+@pytest.mark.parametrize("wrapper", [Forwarding, SharedHooks])
 @pytest.mark.parametrize("name", ["bytegrad", "qadam", "decentralized", "async"])
 def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
-    """With observers; the same weights as with the optimizer itself."""
+    """With observers: the weights are the same as with the bare optimizer."""
     model = build(lambda: nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup, wrap: Callable[[Any], Any]) -> Weights:
@@ -148,13 +148,13 @@ def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
         return weights_of(ddp.module)
 
     direct = run_ranks(2, lambda group: body(group, lambda optimizer: optimizer))
-    handed_on = run_ranks(2, lambda group: body(group, wrapper))
-    if name != "async":  # whose rounds come when they come
-        assert_same_weights([*direct, *handed_on])
+    wrapped = run_ranks(2, lambda group: body(group, wrapper))
+    if name != "async":  # its rounds end at no fixed step
+        assert_same_weights([*direct, *wrapped])
 
 
-def test_an_optimizer_whose_step_calls_that_of_its_parent_class() -> None:
-    """Which torch hooks too once there is an instance of the parent: it is one step, and ends when all is done."""
+def test_an_optimizer_whose_step_calls_its_parents_step() -> None:
+    """torch hooks the parent's step too once the parent has an instance. Both are one step; the outer call ends it."""
 
     class Decayed(torch.optim.SGD):
         fails = False
@@ -188,7 +188,7 @@ def test_an_optimizer_whose_step_calls_that_of_its_parent_class() -> None:
 
 
 def test_an_optimizer_with_a_state_of_another_form() -> None:
-    """As a Lookahead's, with weights of its own beside a state; rank 0's is all ranks' in the end."""
+    """As a Lookahead's, with weights alongside the inner state; in the end, all ranks have rank 0's."""
 
     class Slow(torch.optim.SGD):
         def __init__(self, parameters: Any, slow: float) -> None:
@@ -228,14 +228,14 @@ def test_an_optimizer_without_hooks_is_refused() -> None:
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 0, 1]], ids=str)
 def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
-    """In whatever order, and some more often: after each step x += mean(x at its start) - x at its start, as D-PSGD."""
+    """In any order, and with repeats: each step ends with x += mean(x at its start) - x at its start, as in D-PSGD."""
     model = build(lambda: nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3)))
 
     def body(group: dist.ProcessGroup) -> tuple[list[Weights], list[Weights]]:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         optimizers = [torch.optim.SGD(half.parameters(), lr=0.01) for half in ddp.module]
         updated: list[Weights] = []
-        for optimizer in optimizers:  # before attach's hooks, so without what averaging adds
+        for optimizer in optimizers:  # before attach's hooks, so before averaging
             optimizer.register_step_post_hook(lambda *_: updated.append(weights_of(ddp.module)))
         data, starts, ends = batches(group.rank()), [weights_of(ddp.module)], []
         stepped: set[int] = set()
@@ -266,15 +266,16 @@ def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("options", [[{}, {}], [{}, {"fused": True}], [{"fused": True}, {"fused": True}]], ids=str)
-def test_a_step_ends_where_a_grad_scaler_skips_one_optimizer(options: list[dict[str, Any]]) -> None:
-    """On one rank the gradient of one half overflows: all ranks skip that half, and the step ends all the same."""
+def test_a_step_ends_when_a_grad_scaler_skips_one_optimizer(options: list[dict[str, Any]]) -> None:
+    """On one rank the gradient of one half overflows: all ranks skip that half, and the step still ends."""
     model = build(lambda: nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3)))
 
     def body(group: dist.ProcessGroup) -> tuple[list[int], Weights]:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         halves = list(ddp.module)
         optimizers = [
-            torch.optim.SGD(half.parameters(), lr=0.01, **one) for half, one in zip(halves, options, strict=True)
+            torch.optim.SGD(half.parameters(), lr=0.01, **keywords)
+            for half, keywords in zip(halves, options, strict=True)
         ]
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         steps = []
@@ -290,12 +291,12 @@ def test_a_step_ends_where_a_grad_scaler_skips_one_optimizer(options: list[dict[
                 steps.append(attachment.impl.rounds.step)
         return steps, weights_of(ddp.module)
 
-    (first, weights), (second, others) = run_ranks(2, body)
+    (first, weights), (second, other_weights) = run_ranks(2, body)
     assert first == second == [1, 2, 3, 4, 5, 6]
-    assert_same_weights([weights, others])
+    assert_same_weights([weights, other_weights])
 
 
-def test_an_optimizer_that_never_steps_beside_one_that_does() -> None:
+def test_one_of_two_optimizers_never_steps() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
         optimizers = [torch.optim.SGD([ddp.module.weight], lr=0.01), torch.optim.Adam([ddp.module.bias])]
@@ -303,11 +304,11 @@ def test_an_optimizer_that_never_steps_beside_one_that_does() -> None:
             for _ in range(210):
                 optimizers[0].step()
 
-    with pytest.warns(RuntimeWarning, match="SGD has stepped 200 times, and Adam not once: nothing is averaged"):
+    with pytest.warns(RuntimeWarning, match="SGD has stepped 200 times, but Adam never: nothing is averaged"):
         run_ranks(2, body)
 
 
-def test_lbfgs_is_told_what_its_closure_must_do() -> None:
+def test_lbfgs_warns_what_its_closure_must_do() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
         tb.attach(ddp, torch.optim.LBFGS(ddp.parameters()), "bytegrad").detach()

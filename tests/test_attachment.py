@@ -1,4 +1,4 @@
-"""What an attachment offers beside training: the mean of the weights for a while, and a state for every rank."""
+"""Methods of an attachment: the temporary mean of the weights, and a state for each rank."""
 
 import io
 import time
@@ -17,17 +17,17 @@ from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, tr
 from ranks import run_ranks
 from training import build, flat
 
-SYNCHRONOUS = [
+SYNCHRONOUS_ALGORITHMS = [
     tb.DecentralizedAlgorithm(),
     tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2, bucket_cap_mb=0.001),
     tb.LowPrecisionDecentralizedAlgorithm(),
     tb.DiLoCoAlgorithm(3, fragments=2, delay=1),
 ]
-ASYNCHRONOUS = tb.AsyncModelAverageAlgorithm(sync_interval_ms=10)
+ASYNCHRONOUS_ALGORITHM = tb.AsyncModelAverageAlgorithm(sync_interval_ms=10)
 
 
-@pytest.mark.parametrize("algorithm", SYNCHRONOUS, ids=str)
-def test_the_mean_of_the_weights_is_there_for_a_while_and_leaves_no_trace(algorithm: tb.Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", SYNCHRONOUS_ALGORITHMS, ids=str)
+def test_averaged_weights_restores_the_weights(algorithm: tb.Algorithm) -> None:
     model = build(Normed)
     seen: dict[int, list[tuple[Weights, Weights, Weights]]] = {rank: [] for rank in range(4)}
 
@@ -36,17 +36,17 @@ def test_the_mean_of_the_weights_is_there_for_a_while_and_leaves_no_trace(algori
             before = weights_of(trainer.module)
             with suppress(ZeroDivisionError), attachment.averaged_weights():
                 within = weights_of(trainer.module)
-                raise ZeroDivisionError  # the loop's own, in its evaluation
+                raise ZeroDivisionError  # an error of the evaluation
             seen[group.rank()].append((before, within, weights_of(trainer.module)))
 
         return train(group, model, algorithm, after_step=evaluate)
 
     evaluated = run_ranks(4, body)
     plain = run_ranks(4, lambda group: train(group, model, algorithm))
-    for one, other in zip(evaluated, plain, strict=True):
-        for step in range(len(one.start)):
-            assert_same_weights([one.start[step], other.start[step]])
-        assert_same_weights([one.final, other.final])
+    for evaluated_trace, plain_trace in zip(evaluated, plain, strict=True):
+        for step in range(len(evaluated_trace.start)):
+            assert_same_weights([evaluated_trace.start[step], plain_trace.start[step]])
+        assert_same_weights([evaluated_trace.final, plain_trace.final])
     for times in zip(*seen.values(), strict=True):
         befores, withins, afters = zip(*times, strict=True)
         assert_same_weights(withins)
@@ -57,13 +57,13 @@ def test_the_mean_of_the_weights_is_there_for_a_while_and_leaves_no_trace(algori
     assert any(not torch.equal(seen[0][-1][0][name], mean) for name, mean in seen[0][-1][1].items())
 
 
-def test_asynchronous_averaging_pauses_for_the_mean_and_goes_on() -> None:
+def test_asynchronous_averaging_pauses_for_the_mean_and_continues() -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[list[Weights], Weights, int]:
         trainer = Trainer(group, model, lr=0.001)
         means = []
-        with tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS) as attachment:
+        with tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS_ALGORITHM) as attachment:
             for evaluation in range(3):
                 for _ in range(4 + 3 * group.rank()):  # ranks take different numbers of steps
                     trainer.step()
@@ -89,14 +89,14 @@ def test_asynchronous_averaging_pauses_for_the_mean_and_goes_on() -> None:
     assert min(all_num_rounds) >= 2
 
 
-def test_who_raises_within_the_block_waits_for_nobody() -> None:
-    """The other rank is in an operation of its own, which only the end of the first lets go on."""
+def test_a_rank_that_raises_within_the_block_does_not_wait_for_the_others() -> None:
+    """The other rank is in an all-reduce that completes only after this rank leaves the block."""
     limit = timedelta(seconds=30)
 
     def body(group: dist.ProcessGroup) -> float:
         trainer = Trainer(group, build(Normed), lr=0.001)
         start = 0.0
-        attaching = tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS, timeout=limit)
+        attaching = tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS_ALGORITHM, timeout=limit)
         with suppress(ZeroDivisionError), attaching as attachment:
             while not attachment.impl.num_rounds:
                 trainer.step()
@@ -113,8 +113,10 @@ def test_who_raises_within_the_block_waits_for_nobody() -> None:
     assert run_ranks(2, body)[1] < limit.total_seconds() / 2
 
 
-@pytest.mark.parametrize("algorithm", [*SYNCHRONOUS, tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000)], ids=str)
-def test_the_mean_is_of_parameters_that_were_replaced(algorithm: tb.Algorithm) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [*SYNCHRONOUS_ALGORITHMS, tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000)], ids=str
+)
+def test_averaged_weights_averages_replaced_parameters(algorithm: tb.Algorithm) -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
@@ -126,7 +128,7 @@ def test_the_mean_is_of_parameters_that_were_replaced(algorithm: tb.Algorithm) -
             with attachment.averaged_weights():
                 within = weights_of(trainer.module)
             assert_same_weights([before, weights_of(trainer.module)])
-            attachment._end(failed=True)  # its optimizer has the old ones
+            attachment._end(failed=True)  # its optimizer has the old parameters
         return before, within
 
     befores, withins = zip(*run_ranks(2, body), strict=True)
@@ -135,7 +137,7 @@ def test_the_mean_is_of_parameters_that_were_replaced(algorithm: tb.Algorithm) -
         np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, name)))
 
 
-def test_gradient_algorithms_and_single_ranks_hold_the_mean_already() -> None:
+def test_gradient_algorithms_and_single_ranks_already_have_the_mean() -> None:
     def body(group: dist.ProcessGroup, algorithm: str) -> None:
         trainer = Trainer(group, build(Normed))
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
@@ -152,14 +154,14 @@ def test_gradient_algorithms_and_single_ranks_hold_the_mean_already() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *SYNCHRONOUS,
-        tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000),  # no round comes
+        *SYNCHRONOUS_ALGORITHMS,
+        tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000),  # no round starts
         tb.ByteGradAlgorithm(error_feedback=True),
     ],
     ids=str,
 )
-def test_every_rank_goes_on_from_its_own_state(algorithm: tb.Algorithm) -> None:
-    """Although the framework, or DDP, has given all ranks rank 0's weights."""
+def test_each_rank_resumes_from_its_own_state(algorithm: tb.Algorithm) -> None:
+    """The framework, or DDP, has broadcast rank 0's weights before."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
@@ -170,9 +172,9 @@ def test_every_rank_goes_on_from_its_own_state(algorithm: tb.Algorithm) -> None:
             file = io.BytesIO()
             with attachment.averaged_weights(), attachment.averaged_weights():
                 mean = weights_of(trainer.module)
-                torch.save(attachment.rank_state_dict(), file)  # with this rank's own weights all the same
+                torch.save(attachment.rank_state_dict(), file)  # contains this rank's own weights nevertheless
                 assert_same_weights([mean, weights_of(trainer.module)])
-            shared = io.BytesIO()  # what a framework saves: the gradient algorithms' are the same on all ranks
+            shared = io.BytesIO()  # a framework saves this: with gradient algorithms it is the same on all ranks
             torch.save((trainer.module.state_dict(), trainer.optimizer.state_dict()), shared)
             data = trainer.data.get_state()
             for _ in range(3):
@@ -197,8 +199,8 @@ def test_every_rank_goes_on_from_its_own_state(algorithm: tb.Algorithm) -> None:
         assert_same_weights([straight, resumed])
 
 
-def test_all_optimizers_and_the_scaler_belong_to_a_rank() -> None:
-    """The asynchronous algorithm has ranks skip alone, so that their scales differ."""
+def test_a_rank_state_contains_all_optimizers_and_the_scaler() -> None:
+    """With the asynchronous algorithm ranks skip steps independently, so their scales differ."""
     model = build(Normed)
 
     def start(group: dist.ProcessGroup) -> tuple[Trainer, list[torch.optim.Optimizer], torch.amp.GradScaler]:
@@ -221,29 +223,31 @@ def test_all_optimizers_and_the_scaler_belong_to_a_rank() -> None:
             torch.save(saved := attachment.rank_state_dict(), file)
             file.seek(0)
             fresh, fresh_optimizers, fresh_scaler = start(group)
-            with tb.attach(fresh.ddp, fresh_optimizers, algorithm, grad_scaler=fresh_scaler) as other:
-                other.load_rank_state_dict(torch.load(file, weights_only=True))
-                loaded = other.rank_state_dict()
+            with tb.attach(fresh.ddp, fresh_optimizers, algorithm, grad_scaler=fresh_scaler) as fresh_attachment:
+                fresh_attachment.load_rank_state_dict(torch.load(file, weights_only=True))
+                loaded = fresh_attachment.rank_state_dict()
                 assert loaded["grad_scaler"] == saved["grad_scaler"]
                 assert (fresh_scaler.get_scale() < 2.0**16) == (group.rank() == 1)
-                for own, same in zip(saved["optimizers"], loaded["optimizers"], strict=True):
-                    for key, moments in own["state"].items():
-                        assert all(torch.equal(moments[name], value) for name, value in same["state"][key].items())
+                for saved_optimizer, loaded_optimizer in zip(saved["optimizers"], loaded["optimizers"], strict=True):
+                    for key, moments in saved_optimizer["state"].items():
+                        assert all(
+                            torch.equal(moments[name], value) for name, value in loaded_optimizer["state"][key].items()
+                        )
                 assert_same_weights([weights_of(trainer.module), weights_of(fresh.module)])
 
     run_ranks(2, body)
 
 
-def test_another_ranks_state_changes_nothing() -> None:
+def test_a_refused_state_of_another_rank_changes_nothing() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build_once)
         with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
             trainer.step()
             state = attachment.rank_state_dict()
-            foreign = {**state, "module": {name: one + 1 for name, one in state["module"].items()}}
+            foreign = {**state, "module": {name: tensor + 1 for name, tensor in state["module"].items()}}
             foreign["attachment"] = {**state["attachment"], "impl": {**state["attachment"]["impl"], "rank": 7}}
             before = weights_of(trainer.module)
-            with pytest.raises(ValueError, match=r"that of rank \d of 2, got that of rank 7 of 2"):
+            with pytest.raises(ValueError, match=r"from rank \d of 2, got a state from rank 7 of 2"):
                 attachment.load_rank_state_dict(foreign)
             assert_same_weights([before, weights_of(trainer.module)])
 
@@ -251,17 +255,17 @@ def test_another_ranks_state_changes_nothing() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_no_state_of_a_rank_is_refused() -> None:
+def test_invalid_rank_states_are_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Normed))
         with tb.attach(trainer.ddp, trainer.optimizer, "bytegrad") as attachment:
-            of_another = attachment.state_dict()
+            bytegrad_state = attachment.state_dict()
         with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
             state = attachment.rank_state_dict()
             for wrong, message in (
                 (attachment.state_dict(), "must be what rank_state_dict returned, with the keys .* got .'algorithm'"),
-                ({"attachment": of_another}, "the state is of ByteGradAlgorithm, attached is DecentralizedAlgorithm"),
-                ({**state, "optimizers": []}, "state must be of 1 optimizers, as there are attached, got 0"),
+                ({"attachment": bytegrad_state}, "saved by ByteGradAlgorithm, but DecentralizedAlgorithm is attached"),
+                ({**state, "optimizers": []}, "state must have 1 optimizers, the number that is attached, got 0"),
                 (7, "must be what rank_state_dict returned.* got 7"),
             ):
                 with pytest.raises(ValueError, match=message):
@@ -272,7 +276,7 @@ def test_what_is_no_state_of_a_rank_is_refused() -> None:
                     lambda: attachment.load_rank_state_dict(state),
                     lambda: attachment.load_state_dict(state["attachment"]),
                 ):
-                    with pytest.raises(RuntimeError, match="is called within averaged_weights, whose end undoes"):
+                    with pytest.raises(RuntimeError, match="within averaged_weights, which restores the weights"):
                         call()
 
     run_ranks(1, body)

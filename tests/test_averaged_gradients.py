@@ -1,9 +1,9 @@
-"""Which gradients hold an average: what the host reads, and what a GPU says of it without being read, are the same."""
+"""Which gradients contain an average: flags that a GPU computes without a read equal the values that the host reads."""
 
 import pytest
 import torch
 
-from torchbagua.runtime.averaged_gradients import has_average, with_average
+from torchbagua.runtime.averaged_gradients import has_average, parameters_with_average
 
 VALUES = {
     "zeros": torch.zeros(6),
@@ -25,14 +25,14 @@ def in_shape(values: torch.Tensor, shape: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_device_says_what_the_host_would_read(shape: str, dtype: torch.dtype) -> None:
+def test_device_flags_equal_the_hosts_reads(shape: str, dtype: torch.dtype) -> None:
     averages = {}
     for gradient in VALUES.values():
         for average in VALUES.values():
             parameter = torch.zeros(SHAPES[shape], dtype=dtype, requires_grad=True)
             parameter.grad = in_shape(gradient.to(dtype), shape)
             averages[parameter] = average[: max(1, parameter.numel())]
-    read = set(map(id, with_average(averages)))
+    read = set(map(id, parameters_with_average(averages)))
 
     found = has_average(averages)
 

@@ -1,4 +1,4 @@
-"""Which weights are averaged, and how they change: in place, of any dtype, frozen or free, buffers too."""
+"""Which weights are averaged, and how they change: in place, in any dtype, frozen or unfrozen, buffers too."""
 
 import copy
 import time
@@ -74,8 +74,8 @@ def test_mixed_dtypes(name: str) -> None:
 
 
 @EVERY
-def test_parameters_set_free_in_the_middle(name: str) -> None:
-    """They are averaged from then on, as if buckets had been made so from the start."""
+def test_parameters_unfrozen_during_training(name: str) -> None:
+    """They are averaged from then on, as if the buckets had contained them from the start."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -100,7 +100,7 @@ def test_parameters_set_free_in_the_middle(name: str) -> None:
 
 @EVERY
 def test_running_variances_stay_positive(name: str) -> None:
-    """One rank sees one batch of large values, and then decays while the mean of the ranks is on its way."""
+    """One rank sees a batch of large values; its variance then decays while the mean of the ranks is in flight."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -128,7 +128,7 @@ def test_running_variances_stay_positive(name: str) -> None:
                     module(x).square().mean().backward()
                 optimizer.step()
                 while name == "async" and impl.num_rounds == num_rounds and time.monotonic() < deadline_s:
-                    time.sleep(0.001)  # so that there is a round between two steps
+                    time.sleep(0.001)  # so that a round runs between two steps
                 smallest = min(smallest, module.norm.running_var.min().item())
                 largest = max(largest, module.norm.running_var.max().item())
         return min(smallest, module.norm.running_var.min().item()), largest
@@ -138,7 +138,7 @@ def test_running_variances_stay_positive(name: str) -> None:
     assert results[0][1] > 100
 
 
-def test_buffers_are_left_alone_where_that_is_asked_for() -> None:
+def test_buffers_are_not_averaged_with_average_buffers_false() -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -154,8 +154,8 @@ def all_parameters(module: nn.Module) -> Weights:
 
 
 @EVERY
-def test_a_layer_that_is_frozen_in_the_middle(name: str) -> None:
-    """It differs from rank to rank by then, and has to be equal at the end all the same."""
+def test_a_layer_frozen_during_training(name: str) -> None:
+    """It differs between ranks by then, and must nevertheless be equal in the end."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -192,7 +192,7 @@ def test_a_parameter_that_the_module_replaces(name: str) -> None:
 
 @EVERY
 def test_generator_and_discriminator_that_freeze_each_other(name: str) -> None:
-    """The usual loop: one is frozen while the other one's optimizer steps, which is when weights are read."""
+    """The usual loop: one network is frozen while the other's optimizer steps, which is when weights are read."""
     model = build(lambda: nn.ModuleList([nn.Linear(4, 10), nn.Linear(10, 1)]))
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -213,8 +213,8 @@ def test_generator_and_discriminator_that_freeze_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_ranks_that_set_different_layers_free(name: str) -> None:
-    """Of the same sizes: nothing but their names tells them apart."""
+def test_ranks_that_unfreeze_different_layers(name: str) -> None:
+    """The layers have the same sizes; only their names distinguish them."""
     model = build(lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)]))
     model[:2].requires_grad_(False)
 
@@ -284,15 +284,15 @@ def test_a_buffer_that_changes_its_shape_is_named(name: str) -> None:
                 for _ in range(4):
                     trainer.step()
 
-        with pytest.raises(RuntimeError, match=r"buffer seen was of shape \[1\] when .*, and is of \[\d\] now; detach"):
+        with pytest.raises(RuntimeError, match=r"buffer seen must keep the shape \[1\] .*, got \[\d\]; detach"):
             train()
 
     run_ranks(2, body)
 
 
 @EVERY
-def test_a_parameter_that_is_replaced_by_one_that_is_not_trained_is_named(name: str) -> None:
-    """It would not be averaged, and what it was made of is different on every rank."""
+def test_a_parameter_replaced_by_a_frozen_parameter_is_named(name: str) -> None:
+    """The new parameter would not be averaged, though its initial values differ between ranks."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -303,17 +303,17 @@ def test_a_parameter_that_is_replaced_by_one_that_is_not_trained_is_named(name: 
         trainer.step()
         last = trainer.module.last
         last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
-        with pytest.raises(RuntimeError, match=r"parameter last\.weight was averaged, and has been replaced by one"):
+        with pytest.raises(RuntimeError, match=r"parameter last\.weight was averaged, and has been replaced by a"):
             trainer.step()
         attachment._end(failed=True)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # asynchronous ranks say that the other one has left
+        warnings.simplefilter("ignore")  # asynchronous ranks warn that the other rank has left
         run_ranks(2, body)
 
 
-def test_a_frozen_layer_in_front_moves_the_names_of_the_others() -> None:
-    """Nothing is replaced: what was averaged is still there, under another name."""
+def test_a_frozen_layer_inserted_in_front_renames_the_other_layers() -> None:
+    """No parameter is replaced: the averaged parameters still exist, under other names."""
     model = build(lambda: nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
 
     def body(group: dist.ProcessGroup) -> Any:

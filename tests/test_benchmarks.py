@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, tables and ranks; and how the host's time is counted without a GPU."""
+"""Shared parts of the benchmarks: turns, tables and ranks; and the measurement of the host's time without a GPU."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def test_contestants_take_turns_in_an_order_that_is_the_same_everywhere() -> Non
     called, results = order("abc", rounds=20, warm_ups=2)
     rounds = {"".join(called[start : start + 3]) for start in range(0, len(called), 3)}
     assert len(called) == 66
-    assert {"".join(sorted(one)) for one in rounds} == {"abc"}
+    assert {"".join(sorted(turns)) for turns in rounds} == {"abc"}
     assert len(rounds) == 6, "every order"
     assert results == {name: list(range(3, 23)) for name in "abc"}, "warm-ups do not count"
     assert order("abc", rounds=20, warm_ups=2)[0] == called
@@ -52,7 +52,7 @@ def test_times_on_the_cpu_are_those_of_the_call() -> None:
 
 def test_blocks_have_whole_rounds_and_end_where_none_is_in_flight() -> None:
     ddp, compute, diloco = CONTESTANTS["ddp"], CONTESTANTS["compute"], CONTESTANTS["diloco"]
-    assert [num_block_steps(one, 2, 40) for one in (ddp, compute, diloco)] == [2, 40, 90]
+    assert [num_block_steps(contestant, 2, 40) for contestant in (ddp, compute, diloco)] == [2, 40, 90]
     assert num_block_steps(diloco, 91, 40) == 120
     assert WARM_UP_STEPS - 1 + trial_steps(ddp) == WARM_UP_STEPS
     assert WARM_UP_STEPS - 1 + trial_steps(diloco) == 59, "a round begins with the next step"
@@ -74,7 +74,7 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Of ranks that read none."""
+    """The settings of ranks that read none."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -98,7 +98,7 @@ def test_all_ranks_end_whatever_ends_one(
     with pytest.raises(error, match=message):
         run_ranks(
             *("rank.py", NoSettings(), tmp_path, limits, "ranks"),
-            # What comes after the shell's commands are their arguments.
+            # The shell takes the words after its commands for their arguments.
             prefixes=[["sh", "-c", "sleep 600 & wait"], second],
             environment={},
         )
@@ -106,7 +106,7 @@ def test_all_ranks_end_whatever_ends_one(
 
 
 def children() -> set[str]:
-    """This process's, by number."""
+    """Return the process ids of this process's children."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since it was listed
@@ -121,8 +121,8 @@ def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> Non
     assert [row["ranks"] for row in result["results"]] == [2, 8, 64]
     for row in result["results"]:
         assert row["launches"] + row["nccl_calls"] == sum(row["calls_by_name"].values())
-        assert row["nccl_calls"] == 2, "for each phase one"
-        # Encode, reduce and decode; their number does not grow with that of the ranks.
+        assert row["nccl_calls"] == 2, "one for each phase"
+        # Encode, reduce and decode; their number does not grow with the number of ranks.
         assert 3 <= row["launches"] <= host_time.MOST_LAUNCHES
         assert row["host_us"] > result["floor_us"] > 0
         assert f"| {row['ranks']} | {row['launches']} | 2 | {row['host_us']:.1f} |" in run.stdout

@@ -39,11 +39,11 @@ def test_broadcast() -> None:
 
 
 class Opaque:
-    """What an optimizer of a user's own might keep."""
+    """An object that a user's optimizer might store."""
 
 
-def test_broadcast_of_what_is_no_plain_state() -> None:
-    """The same error on every rank, and nobody waits."""
+def test_broadcast_of_a_state_that_is_not_plain() -> None:
+    """Every rank raises the same error, and no rank waits."""
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)

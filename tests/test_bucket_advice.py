@@ -1,4 +1,4 @@
-"""A warning at attach of buckets that hold so much of the gradients that they are full late."""
+"""Attach warns of buckets with so large a part of the gradients that they are full late."""
 
 import warnings
 from typing import Any
@@ -49,5 +49,5 @@ def test_a_bucket_of_all_gradients() -> None:
     ],
     ids=["default", "small buckets", "full precision", "weights", "small model"],
 )
-def test_others_are_not_warned(module: nn.Module, algorithm: str, options: dict[str, Any]) -> None:
+def test_other_buckets_do_not_warn(module: nn.Module, algorithm: str, options: dict[str, Any]) -> None:
     assert messages_of(module, algorithm, **options) == []

@@ -42,5 +42,5 @@ def test_buckets_are_measured_against_the_schedule_floor() -> None:
         "| 0 | 0.00 | 2.0 | 4.0 | 9.0 | 10.5 | 3.0 | 7.5 |",
         "| 1 | 0.00 | 10.0 | 12.0 | 19.0 | 20.0 | 12.0 | 8.0 |",
     ]
-    with pytest.raises(ValueError, match="2 buckets that were averaged, the schedule 1"):
+    with pytest.raises(ValueError, match="averaged 2 buckets, but the schedule has 1"):
         measure_buckets(events, steps_ns, [0.002], rate)

@@ -1,4 +1,4 @@
-"""ByteGrad with error feedback: the oracle's to the bit, in whatever buckets, over resume and skipped steps."""
+"""ByteGrad with error feedback: bitwise equal to the oracle for any buckets, across resume and skipped steps."""
 
 import copy
 import io
@@ -40,14 +40,14 @@ def feedback_of(size: int, nodes: Sequence[int] | None, algorithm: tb.Algorithm 
 
 
 def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorithm: tb.Algorithm = WITH) -> None:
-    """What came out of averaging is the oracle's mean of what went in, with what was left out before."""
+    """Check that averaged gradients are the oracle's mean of the local gradients plus the previous residuals."""
     feedbacks: dict[str, oracle.TwoPhaseResiduals] = {}
     for step, averaged in enumerate(runs[0].averaged):
         for name, gradient in averaged.items():
             assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"replicas differ in {name}"
             dtype = gradient.dtype
             is_short = dtype in (torch.bfloat16, torch.float16)
-            rows = [flat(one.float() if is_short else one) for one in (run.local[step][name] for run in runs)]
+            rows = [flat(row.float() if is_short else row) for row in (run.local[step][name] for run in runs)]
             if rows[0].dtype == np.float64:
                 expected = oracle.gradient_allreduce(rows, nodes)
             else:
@@ -85,14 +85,14 @@ def mixed() -> nn.Module:
 @pytest.mark.parametrize("make_model", [Branches, OneElement, mixed, Wide])
 @pytest.mark.filterwarnings("ignore:torchbagua. ByteGradAlgorithm sends")
 def test_the_oracle_for_other_models(device: torch.device, make_model: Callable[[], nn.Module]) -> None:
-    """Of which parts are used on some ranks only or nowhere, of one element, of other dtypes, complex ones too."""
+    """Models with parts that some ranks or no rank uses, with one element, and with other dtypes, even complex."""
     model = build(make_model).to(device)
     unused = {"find_unused_parameters": True} if make_model is Branches else {}
     check_runs(run_ranks(2, lambda group: train_told(group, model, WITH, **unused), device=device))
 
 
 class Loop:
-    """One rank's training with the algorithm attached, with SGD unless there are other optimizers."""
+    """One rank's training with the algorithm attached; parameters are split over `num_optimizers` SGD optimizers."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ def tensors(residuals: dict[str, dict[str, torch.Tensor]]) -> list[torch.Tensor]
 def test_resume_bit_for_bit(
     ranks: tuple[int, list[int] | None], stop: int, later_cap_mb: float, algorithm: tb.Algorithm
 ) -> None:
-    """Chunks have other owners then: DDP makes other buckets in its first step, and for another bucket_cap_mb."""
+    """Chunks have other owners after resuming: DDP rebuilds buckets in its first step, and bucket_cap_mb may differ."""
     model, (size, nodes) = build(Tower), ranks
 
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -188,7 +188,7 @@ def test_resume_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
-    """Residuals are in the unit of unscaled gradients, also where the scale grows between two steps."""
+    """Residuals have the unit of unscaled gradients, also when the scale grows between two steps."""
     model = build(lambda: Tower(dtypes=(dtype,) * 3))
 
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], ...]:
@@ -206,36 +206,36 @@ def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
 def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | None) -> None:
-    """Inf on one rank alone."""
+    """Only one rank has an Inf."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> list[tuple[bool, bool]]:
         loop = Loop(group, model, nodes=nodes, scale=1024.0)
-        stood_still = []
+        are_unchanged = []
         with loop.attachment:
             for step in range(5):
                 before = loop.weights(), tensors(loop.residuals())
                 loop.step(factor=float("inf") if (step, loop.rank) == (3, 1) else 1.0)
                 after = loop.weights(), tensors(loop.residuals())
-                stood_still.append((equal(before[0], after[0]), equal(before[1], after[1])))
-        return stood_still
+                are_unchanged.append((equal(before[0], after[0]), equal(before[1], after[1])))
+        return are_unchanged
 
     runs = run_ranks(size, body)
     for index, ranks in enumerate(zip(*runs, strict=True)):
         trained, residuals = zip(*ranks, strict=True)
         assert set(trained) == {index == 3}
-        assert all(residuals) == (index == 3)  # a rank that owns no shard has none that could move
+        assert all(residuals) == (index == 3)  # a rank that owns no shard has no residual that could change
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_what_nobody_uses_keeps_its_residual(set_to_none: bool) -> None:
+def test_unused_parameters_keep_their_residuals(set_to_none: bool) -> None:
     model = build(Branches)
 
     def body(group: dist.ProcessGroup) -> None:
         loop = Loop(group, model, find_unused_parameters=True)
         with loop.attachment:
-            for choice in (0, 0, 1):  # all ranks alike
+            for choice in (0, 0, 1):  # the same on all ranks
                 before = loop.residuals()
                 loop.zero_grad(set_to_none=set_to_none)
                 loop.backward(choice)
@@ -249,7 +249,7 @@ def test_what_nobody_uses_keeps_its_residual(set_to_none: bool) -> None:
     run_ranks(2, body)
 
 
-def test_a_backward_that_no_step_follows_counts_nothing() -> None:
+def test_a_backward_without_a_step_commits_nothing() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -268,8 +268,8 @@ def test_a_backward_that_no_step_follows_counts_nothing() -> None:
         assert equal(plain, extra)
 
 
-def test_a_step_that_uses_local_gradients_alone_counts_nothing() -> None:
-    """What was sent before was cleared, and not used."""
+def test_a_step_with_only_local_gradients_commits_nothing() -> None:
+    """The gradients that were sent before are cleared and not used."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -290,8 +290,8 @@ def test_a_step_that_uses_local_gradients_alone_counts_nothing() -> None:
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
-def test_nothing_is_lost_or_counts_twice_of_several_synchronised_backward_passes() -> None:
-    """What went in is what came out and what is in the residuals. DDP forms its buckets anew after the first of all."""
+def test_several_synchronized_backward_passes_lose_nothing_and_count_nothing_twice() -> None:
+    """Local gradients equal averaged gradients plus residuals. DDP rebuilds its buckets after the very first pass."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
@@ -318,16 +318,16 @@ def test_nothing_is_lost_or_counts_twice_of_several_synchronised_backward_passes
     runs = run_ranks(2, body)
     for name, total_out in runs[0][1].items():
         total_in = sum(run[0][name] for run in runs) / 2
-        left_out = sum(run[2]["sent"][name] / 2 + run[2]["mean"][name] for run in runs)
-        # Of the sums of 11 backward passes in float32.
-        assert (total_in - total_out - left_out).norm() < 4e-6 * total_in.norm()
+        residual = sum(run[2]["sent"][name] / 2 + run[2]["mean"][name] for run in runs)
+        # The tolerance is for sums of 11 backward passes in float32.
+        assert (total_in - total_out - residual).norm() < 4e-6 * total_in.norm()
         assert total_in.numel() == 1 or (total_in - total_out).norm() > 1e-5 * total_in.norm()
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
-def test_several_optimizers_are_as_one(bucket_cap_mb: float) -> None:
-    """Each commits what it has used, in whatever order, and leaves the others' in the same bucket staged."""
+def test_several_optimizers_equal_a_single_optimizer(bucket_cap_mb: float) -> None:
+    """Each optimizer commits the residuals it used, in any order, and leaves the others' in the same bucket staged."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
@@ -340,8 +340,8 @@ def test_several_optimizers_are_as_one(bucket_cap_mb: float) -> None:
             weights.append(loop.weights() + tensors(loop.residuals()))
         return weights
 
-    for first, *others in run_ranks(2, body):
-        assert all(equal(first, other) for other in others)
+    for first, *later in run_ranks(2, body):
+        assert all(equal(first, state) for state in later)
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
@@ -351,26 +351,26 @@ def test_an_optimizer_that_steps_seldom_commits_seldom() -> None:
     def body(group: dist.ProcessGroup) -> list[set[str]]:
         loop = Loop(group, model, num_optimizers=2)
         names = [name for name, _ in loop.ddp.module.named_parameters()]
-        moved = []
+        changed = []
         with loop.attachment:
             for which in ([0, 1], [0], [1], [], [0, 0, 1]):
                 before = loop.residuals()["sent"]
                 loop.step(which=which)
                 after = loop.residuals()["sent"]
-                # Of one element, 8 bits leave nothing out.
-                moved.append({name for name in names if not torch.equal(after[name], before[name])})
+                # In 8 bits, a parameter of one element has no residual.
+                changed.append({name for name in names if not torch.equal(after[name], before[name])})
         of_each = [{name for name in names[i::2] if dict(model.named_parameters())[name].numel() > 1} for i in range(2)]
-        assert moved == [of_each[0] | of_each[1], of_each[0], of_each[1], set(), of_each[0] | of_each[1]]
+        assert changed == [of_each[0] | of_each[1], of_each[0], of_each[1], set(), of_each[0] | of_each[1]]
 
     run_ranks(2, body)
 
 
 @pytest.mark.parametrize("algorithm", [WITH, WITH_MOMENTUM])
-def test_a_rank_that_has_run_out_of_data_goes_on_from_its_residuals(
+def test_a_rank_without_data_continues_from_its_residuals(
     monkeypatch: pytest.MonkeyPatch, algorithm: tb.Algorithm
 ) -> None:
-    """As if it had gradients of zero, and took the steps."""
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry does not know groups made by hand
+    """The rank behaves as if its gradients were zero and it took the steps."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # torch does not register the tests' groups
     model = build(Tower)
 
     def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -388,31 +388,31 @@ def test_a_rank_that_has_run_out_of_data_goes_on_from_its_residuals(
 
     joined = run_ranks(2, lambda group: body(group, True))
     expected = run_ranks(2, lambda group: body(group, False))
-    for one, other in zip(joined, expected, strict=True):
-        assert equal(one[0], other[0])
-        assert equal(one[1], other[1])
+    for actual, reference in zip(joined, expected, strict=True):
+        assert equal(actual[0], reference[0])
+        assert equal(actual[1], reference[1])
 
 
 def test_states_without_error_feedback_and_with_it() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        def attached(algorithm: tb.Algorithm) -> tb.Attachment:
+        def attach(algorithm: tb.Algorithm) -> tb.Attachment:
             ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
             return tb.attach(ddp, torch.optim.SGD(ddp.parameters()), algorithm)
 
-        with attached(tb.ByteGradAlgorithm()) as without, attached(WITH) as with_feedback:
+        with attach(tb.ByteGradAlgorithm()) as without, attach(WITH) as with_feedback:
             states = without.state_dict(), with_feedback.state_dict()
             assert states[0]["impl"] == {}
             assert set(states[1]["impl"]) == {"rank", "num_ranks", "sent", "mean"}
             assert states[1]["impl"]["sent"].keys() == {"weight", "bias"}
             with pytest.raises(
-                ValueError, match=r"saved with error_feedback=False, .* attached is error_feedback=True"
+                ValueError, match=r"saved with error_feedback=False, .* attached algorithm has error_feedback=True"
             ):
                 with_feedback.load_state_dict(states[0])
             with pytest.raises(
-                ValueError, match=r"saved with error_feedback=True, .* attached is error_feedback=False"
+                ValueError, match=r"saved with error_feedback=True, .* attached algorithm has error_feedback=False"
             ):
                 without.load_state_dict(states[1])
-            # Of an earlier release, which had none.
+            # A state of an earlier release, which had no error feedback.
             earlier = {"algorithm": '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}', "impl": {}}
             without.load_state_dict(earlier)
             with pytest.raises(
@@ -423,7 +423,7 @@ def test_states_without_error_feedback_and_with_it() -> None:
     run_ranks(1, body)
 
 
-def test_a_scaler_that_attach_does_not_know_is_told_of() -> None:
+def test_a_scaler_that_attach_does_not_know_warns() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters())
@@ -433,6 +433,6 @@ def test_a_scaler_that_attach_does_not_know_is_told_of() -> None:
             scaler.step(optimizer)
 
     with pytest.warns(
-        RuntimeWarning, match=r"GradScaler steps SGD, and ByteGrad.* in the unit of .*grad_scaler=scaler"
+        RuntimeWarning, match=r"SGD is stepped by a GradScaler that ByteGrad.* the scale of .*grad_scaler=scaler"
     ):
         run_ranks(1, body)

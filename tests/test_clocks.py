@@ -1,4 +1,4 @@
-"""Times of what the host does, and of what a GPU does, which nobody waits for. The test plays the GPU."""
+"""Times of the host's work, and of a GPU's work, for which the host does not wait. The test simulates the GPU."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from torchbagua.observe.tracer import Tracer
 START_NS = 5_000_000_000
 
 
-class PlayedGpu:
-    """Comes to the event that was recorded k-th at `k` ms, as far as it has come."""
+class SimulatedGpu:
+    """Reaches the event that was recorded k-th at `k` ms. Its current time is `now_ms`."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -20,8 +20,8 @@ class PlayedGpu:
         self.num_waits = 0
 
 
-class PlayedEvent:
-    def __init__(self, gpu: PlayedGpu) -> None:
+class SimulatedEvent:
+    def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
         self.at_ms = gpu.num_recorded
         gpu.num_recorded += 1
@@ -33,23 +33,23 @@ class PlayedEvent:
         self._gpu.num_waits += 1
         self._gpu.now_ms = max(self._gpu.now_ms, self.at_ms)
 
-    def elapsed_time(self, end: "PlayedEvent") -> float:
+    def elapsed_time(self, end: "SimulatedEvent") -> float:
         assert self.query()
         assert end.query()
         return float(end.at_ms - self.at_ms)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> PlayedGpu:
-    played = PlayedGpu()
-    monkeypatch.setattr(clocks.GpuClock, "now", lambda clock: PlayedEvent(played))
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
+    simulated = SimulatedGpu()
+    monkeypatch.setattr(clocks.GpuClock, "now", lambda clock: SimulatedEvent(simulated))
     monkeypatch.setattr(clocks.GpuClock, "fetch", lambda clock, values: values)
     monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: START_NS)
-    return played
+    return simulated
 
 
-def heard(recorder: Recorder) -> list[tuple[str, int, int, int]]:
-    """Phase, step, start and end, of which the last two are in ms since the clock was made."""
+def events_of(recorder: Recorder) -> list[tuple[str, int, int, int]]:
+    """Return phase, step, start and end of the events; start and end are in ms since the clock was created."""
     ms = 10**6
     return [
         (event.phase, event.step, (event.start_ns - START_NS) // ms, (event.end_ns - START_NS) // ms)
@@ -57,11 +57,11 @@ def heard(recorder: Recorder) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def test_observers_hear_of_a_step_when_the_gpu_has_come_to_its_end(gpu: PlayedGpu) -> None:
+def test_observers_are_notified_of_a_step_when_the_gpu_has_reached_its_end(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
     tracer = Tracer([recorder])
     tracer._is_started = True
-    tracer.use_gpu(torch.device("cuda"))  # event 0, with which the first step starts
+    tracer.use_gpu(torch.device("cuda"))  # event 0, at which the first step starts
     assert gpu.num_waits == 1, "to compare the clocks"
 
     with tracer.span("encode"):  # 1 to 2
@@ -74,20 +74,20 @@ def test_observers_hear_of_a_step_when_the_gpu_has_come_to_its_end(gpu: PlayedGp
         gpu.now_ms = 3
     tracer.end_step()  # 6
     first = [("encode", 0, 1, 2), ("receive", 0, 0, 0), ("step", 0, 0, 3)]
-    assert heard(recorder) == first
+    assert events_of(recorder) == first
     assert gpu.num_waits == 1
 
     tracer.measure(lambda: {"encoded": torch.tensor(3.0)}, "bucket")  # 7 to 8
     gpu.now_ms = 5
     tracer.end_step()  # 9
-    assert heard(recorder) == first, "the GPU has not come to the end of the second step"
+    assert events_of(recorder) == first, "the GPU has not come to the end of the second step"
     tracer.end()
     second = [("decode", 1, 4, 5), ("step", 1, 3, 6)]
-    assert heard(recorder) == [*first, *second, ("measure", 2, 7, 8), ("step", 2, 6, 9)]
+    assert events_of(recorder) == [*first, *second, ("measure", 2, 7, 8), ("step", 2, 6, 9)]
     assert recorder.events[-2].values == {"encoded": 3.0}
 
 
-def test_a_wait_for_what_was_done_before_is_none(gpu: PlayedGpu) -> None:
+def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
     tracer = Tracer([recorder])
     tracer._is_started = True
@@ -97,10 +97,10 @@ def test_a_wait_for_what_was_done_before_is_none(gpu: PlayedGpu) -> None:
     tracer.tell("wait", begun, done)
     tracer.tell("wait", done, begun)
     tracer.end()
-    assert heard(recorder) == [("wait", 0, 1, 2)]
+    assert events_of(recorder) == [("wait", 0, 1, 2)]
 
 
-def test_without_observers_nothing_is_recorded(gpu: PlayedGpu) -> None:
+def test_without_observers_nothing_is_recorded(gpu: SimulatedGpu) -> None:
     tracer = Tracer([])
     tracer.use_gpu(torch.device("cuda"))
     with tracer.span("encode"):
@@ -114,7 +114,7 @@ def step(number: int, *phases: tuple[str, int, int], end: int | None, lane_end: 
     return TimedStep(number, "Algorithm", timed, end, lane_end)
 
 
-def resolved(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, int]]:
+def resolve(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, int]]:
     events = clock.resolve(timed, waits=False)
     assert events is not None, "on the host all times are known"
     assert {event.algorithm for event in events} <= {"Algorithm"}
@@ -123,42 +123,42 @@ def resolved(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, in
 
 def test_on_the_host_the_first_step_begins_with_the_first_phase() -> None:
     clock = HostClock()
-    assert resolved(clock, step(0, ("receive", 20, 30), end=None)) == [("receive", 0, 20, 30)], "before it has ended"
-    assert resolved(clock, step(0, ("encode", 40, 50), ("send", 10, 60), end=70)) == [
+    assert resolve(clock, step(0, ("receive", 20, 30), end=None)) == [("receive", 0, 20, 30)], "before it has ended"
+    assert resolve(clock, step(0, ("encode", 40, 50), ("send", 10, 60), end=70)) == [
         ("encode", 0, 40, 50),
         ("send", 0, 10, 60),
         ("step", 0, 10, 70),
     ]
-    assert resolved(clock, step(1, end=90)) == [("step", 1, 70, 90)]
-    assert resolved(HostClock(), step(0, end=5)) == [("step", 0, 5, 5)], "nothing was done in it"
+    assert resolve(clock, step(1, end=90)) == [("step", 1, 70, 90)]
+    assert resolve(HostClock(), step(0, end=5)) == [("step", 0, 5, 5)], "nothing was done in it"
 
 
-def test_a_phase_is_of_the_step_in_which_it_ended() -> None:
+def test_a_phase_belongs_to_the_step_in_which_it_ended() -> None:
     clock = HostClock()
-    resolved(clock, step(6, end=100))
+    resolve(clock, step(6, end=100))
     late, across, backwards = ("send", 80, 99), ("receive", 90, 101), ("wait", 120, 110)
-    assert resolved(clock, step(7, late, across, backwards, end=150)) == [
+    assert resolve(clock, step(7, late, across, backwards, end=150)) == [
         ("send", 6, 80, 99),
         ("receive", 7, 90, 101),
         ("step", 7, 100, 150),
     ]
 
 
-def test_what_the_lane_does_beside_the_next_step_is_part_of_it() -> None:
+def test_lane_work_that_overlaps_the_next_step_belongs_to_it() -> None:
     clock = HostClock()
-    resolved(clock, step(2, end=5))
+    resolve(clock, step(2, end=5))
     old, new, apply = ("send", 10, 40), ("send", 41, 50), ("apply", 38, 52)
-    assert resolved(clock, step(3, old, new, apply, end=60, lane_end=40)) == [
+    assert resolve(clock, step(3, old, new, apply, end=60, lane_end=40)) == [
         ("send", 3, 10, 40),
         ("apply", 3, 38, 52),
         ("step", 3, 5, 60),
     ]
-    late = ("receive", 45, 55)  # which the lane tells of when the step has been told of
-    assert resolved(clock, step(4, late, end=None)) == [("send", 4, 41, 50), ("receive", 4, 45, 55)]
-    assert resolved(clock, step(4, ("wait", 55, 59), end=90)) == [("wait", 3, 55, 59), ("step", 4, 60, 90)]
+    late = ("receive", 45, 55)  # the lane reports it after the step was reported
+    assert resolve(clock, step(4, late, end=None)) == [("send", 4, 41, 50), ("receive", 4, 45, 55)]
+    assert resolve(clock, step(4, ("wait", 55, 59), end=90)) == [("wait", 3, 55, 59), ("step", 4, 60, 90)]
 
 
-def test_on_a_gpu_what_the_lane_does_beside_the_next_step_is_part_of_it(gpu: PlayedGpu) -> None:
+def test_on_a_gpu_lane_work_that_overlaps_the_next_step_belongs_to_it(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
     tracer = Tracer([recorder])
     tracer._is_started = True
@@ -173,10 +173,10 @@ def test_on_a_gpu_what_the_lane_does_beside_the_next_step_is_part_of_it(gpu: Pla
     assert recorder.events == []
     tracer.deliver()
     first = [("send", 0, 1, 2), ("apply", 0, 5, 6), ("step", 0, 0, 8)]
-    assert heard(recorder) == [*first, ("send", 1, 4, 7)]
+    assert events_of(recorder) == [*first, ("send", 1, 4, 7)]
     tracer.end_step()
     tracer.end()
-    assert heard(recorder)[4:] == [("step", 1, 8, 10)]
+    assert events_of(recorder)[4:] == [("step", 1, 8, 10)]
 
 
 def test_details_are_the_tail_of_an_event() -> None:

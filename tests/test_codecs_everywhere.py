@@ -1,4 +1,4 @@
-"""Every codec where one is taken beside the mean of gradients: it works as the oracle says, or is refused by name."""
+"""Codecs in algorithms other than means of gradients: equal to the oracle, or refused by name."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +86,8 @@ def test_the_ring_sends_changes_in_any_codec(codec: str, nodes: list[int] | None
     check_low_precision(traces, 1, nodes, *coding)
 
 
-def test_the_ring_of_nodes_has_the_shards_that_it_began_with_in_whatever_blocks() -> None:
-    """A codec's blocks decide on nothing but rounding: of 3 * 2048 elements, or of 24."""
+def test_the_ring_of_nodes_keeps_its_shards_with_blocks_of_any_size() -> None:
+    """Blocks of 24 or of 3 * 2048 elements affect only the rounding."""
     model = build(Normed)
 
     def weights(compression: Compressor | None) -> list[torch.Tensor]:
@@ -106,28 +106,28 @@ def test_the_ring_of_nodes_has_the_shards_that_it_began_with_in_whatever_blocks(
 @pytest.mark.parametrize(
     ("compression", "message"),
     [
-        ("topk", "must not be one that sends some elements only: .*got 'topk'"),
-        (BlockK(), r"must not be one that sends some elements only: .*got BlockK\(block=2048, ratio=0.01\)"),
+        ("topk", "must not be a codec that sends only part of the elements, .*got 'topk'"),
+        (BlockK(), r"must not be a codec that sends only part of the elements, .*got BlockK\(block=2048, ratio=0.01\)"),
         (None, "must not be full precision, .*got None"),
         (Identity(), r"must not be full precision, .*got Identity\(\)"),
         ("int4", "must be None, a Compressor or one of .*got 'int4'"),
         (Sign1Bit(8), r"Sign1Bit\(block=8\) needs error_feedback=True"),
     ],
 )
-def test_what_qadam_refuses(compression: Any, message: str) -> None:
+def test_codecs_that_qadam_refuses(compression: Any, message: str) -> None:
     adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match=f"^QAdamAlgorithm: compression {message}"):
         tb.QAdamAlgorithm(adam, compression=compression)
 
 
-def test_qadam_has_the_blocks_of_its_codec() -> None:
+def test_qadam_takes_the_block_size_from_its_codec() -> None:
     adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(TypeError, match="unexpected keyword argument 'block'"):
         tb.QAdamAlgorithm(adam, block=64)  # type: ignore[call-arg]
 
 
 def test_ranks_that_spell_a_codec_differently_agree() -> None:
-    """One gives Bagua's alias. An algorithm, and what is saved and traced of it, has the one spelling."""
+    """One rank uses Bagua's alias. Algorithms, saved states and traces have the canonical spelling."""
 
     def body(group: dist.ProcessGroup) -> None:
         spelling = ["MinMaxUInt8", "minmax_uint8"][group.rank()]
@@ -148,7 +148,7 @@ def test_ranks_that_spell_a_codec_differently_agree() -> None:
 
 
 @pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "blockk", "int4"])
-def test_what_averaging_of_weights_refuses(compression: Any) -> None:
+def test_codecs_that_weight_algorithms_refuse(compression: Any) -> None:
     for algorithm in (tb.LowPrecisionDecentralizedAlgorithm, tb.AsyncModelAverageAlgorithm):
         with pytest.raises(ValueError, match=f"^{algorithm.__name__}: compression must "):
             algorithm(compression=compression)

@@ -1,4 +1,4 @@
-"""Groups, nodes, agreement between ranks, exchanges and the events that tell of them."""
+"""Groups, nodes, agreement between ranks, exchanges and their events."""
 
 import functools
 import threading
@@ -54,7 +54,7 @@ def test_unequal_nodes() -> None:
     assert [group.inter_node and group.inter_node.ranks for group in groups] == [(0, 1), (0, 1), (2, 3), (2, 3), None]
 
 
-def test_long_tensor_where_a_node_has_one_rank() -> None:
+def test_long_tensor_if_a_node_has_one_rank() -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         bagua_group = tb.BaguaProcessGroup(group, nodes=[0, 0, 1])
         flat = torch.full((300_000,), 3.0 * group.rank())
@@ -80,7 +80,7 @@ def test_one_rank_a_node_is_flat() -> None:
 
 
 def test_subgroup_of_ranks() -> None:
-    """A group made by hand over two of the ranks; its ranks are its own, not the world's."""
+    """A hand-made group over two of the ranks numbers its ranks from 0, independently of the world."""
     store = dist.HashStore()
 
     def body(group: dist.ProcessGroup) -> tuple[int, ...] | None:
@@ -101,7 +101,7 @@ def test_disagreement_names_rank_field_and_values() -> None:
         tb.BaguaProcessGroup(group, nodes=[0, group.rank() == 2, 0])
 
     with pytest.raises(
-        ValueError, match=r"disagree in BaguaProcessGroup's argument nodes: rank 0 has \[0, 0, 0\], rank 2"
+        ValueError, match=r"disagree on BaguaProcessGroup's argument nodes: rank 0 has \[0, 0, 0\], rank 2"
     ):
         run_ranks(3, nodes)
 
@@ -128,22 +128,22 @@ def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ranks(2, tb.BaguaProcessGroup)
 
 
-def test_no_rank_is_done_before_all_have_opened_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that closes them at once, because its algorithm is refused, would end what others still connect."""
-    have_opened: list[int] = []
+def test_open_returns_after_all_ranks_have_opened_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a rank that closes them at once, after its algorithm is refused, breaks ranks that still connect."""
+    opened_ranks: list[int] = []
     open_group = Communicator.open
 
     def slowly(communicator: Communicator) -> None:
         time.sleep(0.1 * communicator.rank)
         open_group(communicator)
-        have_opened.append(communicator.rank)
+        opened_ranks.append(communicator.rank)
 
     monkeypatch.setattr(Communicator, "open", slowly)
 
     def body(group: dist.ProcessGroup) -> int:
         own = tb.BaguaProcessGroup(group)
         own.open()
-        num_open = len(have_opened)
+        num_open = len(opened_ranks)
         own.close()
         return num_open
 
@@ -155,7 +155,7 @@ def test_missing_rank_is_named() -> None:
         if group.rank() != 1:
             tb.BaguaProcessGroup(group, timeout=SHORT)
 
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 did not come within 2 s: .* reify or attach"):
+    with pytest.raises(TimeoutError, match=r"timed out after 2 s waiting for ranks \[1\] of 3: .* reify or attach"):
         run_ranks(3, body)
 
 
@@ -176,7 +176,9 @@ def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
 
 
 def test_not_a_group() -> None:
-    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got None; was init_"):
+    with pytest.raises(
+        TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got None; call init_process"
+    ):
         tb.BaguaProcessGroup(None)
 
 
@@ -190,7 +192,7 @@ CODECS = {
 @pytest.mark.parametrize("compression", CODECS)
 @pytest.mark.parametrize("nodes", [None, [0, 1, 0]], ids=str)
 @pytest.mark.parametrize("intra_compression", [None, "minmax_uint8"])
-def test_compressed_mean_is_the_oracles(
+def test_compressed_mean_equals_the_oracle(
     compression: str, nodes: list[int] | None, intra_compression: str | None
 ) -> None:
     segments = [5000, 1, 333]
@@ -211,7 +213,7 @@ def test_compressed_mean_is_the_oracles(
         assert torch.equal(result, torch.from_numpy(mean))
 
 
-def test_the_ring_in_4_bits_is_the_oracles() -> None:
+def test_the_ring_in_4_bits_equals_the_oracle() -> None:
     segments = [333, 1]
     rows = [torch.randn(3, sum(segments), generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
 
@@ -240,7 +242,7 @@ def test_the_ring_in_4_bits_is_the_oracles() -> None:
 
 
 def test_events_count_the_payload() -> None:
-    """ByteGrad's volume, 2 (n-1)/n bytes an element and headers, whichever way it is counted."""
+    """ByteGrad's volume: 2 (n-1)/n bytes an element, and headers. All fields of the events agree on it."""
     num_elements, size = 3 * 2048 * 4, 3
 
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
@@ -254,13 +256,13 @@ def test_events_count_the_payload() -> None:
     chunk = num_elements // size
     row_bytes = chunk + 8 * 4  # four blocks a chunk
     for rank, events in enumerate(run_ranks(size, body)):
-        others = {other for other in range(size) if other != rank}
+        peers = {peer for peer in range(size) if peer != rank}
         work = [(event.phase, event.operation) for event in events if event.phase not in ("send", "receive")]
         assert Counter(work) == {("encode", "all_to_all"): 3, ("reduce", "all_to_all"): 1, ("decode", "all_gather"): 3}
         for operation in ("all_to_all", "all_gather"):
             for phase in ("send", "receive"):
                 messages = [event for event in events if (event.phase, event.operation) == (phase, operation)]
-                assert {event.peers[0] for event in messages} == others
+                assert {event.peers[0] for event in messages} == peers
                 assert sum(event.bytes_sent for event in messages) == (phase == "send") * (size - 1) * row_bytes
                 assert sum(event.bytes_received for event in messages) == (phase == "receive") * (size - 1) * row_bytes
         for event in events:
@@ -272,8 +274,8 @@ def test_events_count_the_payload() -> None:
 
 @pytest.mark.parametrize("num_elements", [10, 100_000])
 @pytest.mark.parametrize("fast_ranks", [(), (1,), (0, 1, 2, 3)], ids=str)
-def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks: tuple[int, ...]) -> None:
-    """Short and long messages, in turns or all at once, and where ranks do not agree on which."""
+def test_exchange_delivers_every_tensor_to_its_rank(num_elements: int, fast_ranks: tuple[int, ...]) -> None:
+    """Short and long messages, in turns or all at once, also if ranks do not agree on which."""
 
     def body(group: dist.ProcessGroup) -> None:
         communicator = tb.BaguaProcessGroup(group).world
@@ -281,20 +283,20 @@ def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks:
         communicator.link_bytes_per_s = [1e12 if rank in fast_ranks else -1e12] * 4
         for _ in range(2):
             receives = [torch.zeros(num_elements) for _ in range(4)]
-            heard: list[int] = []
+            arrived: list[int] = []
             pipeline = Pipeline(communicator, CPU)
             exchange = Exchange(pipeline, "all_to_all", receives, "numbers")
             exchange.send(torch.full((num_elements,), 10.0 * rank + target) for target in exchange.targets)
-            heard.extend(exchange.arrivals())
+            arrived.extend(exchange.arrivals())
             pipeline.wait_for_sends()
             for source in range(4):
                 assert receives[source].unique().tolist() == [0.0 if source == rank else 10.0 * source + rank]
-            assert sorted(heard) == [source for source in range(4) if source != rank]
+            assert sorted(arrived) == [source for source in range(4) if source != rank]
 
     run_ranks(4, body)
 
 
-def test_link_rate_is_learnt_from_long_messages() -> None:
+def test_link_rate_is_measured_on_long_messages() -> None:
     def body(group: dist.ProcessGroup) -> tuple[float, float]:
         communicator = tb.BaguaProcessGroup(group).world
         rates = []
@@ -309,8 +311,8 @@ def test_link_rate_is_learnt_from_long_messages() -> None:
         assert 1e4 < after_long < 1e11  # 400 kB within 40 s, and not faster than memory
 
 
-def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
-    """Rank 2 stops taking part: one of the others times out on it, and both raise at once then."""
+def test_timeout_names_operation_bucket_and_peer_and_ends_the_other_ranks() -> None:
+    """Rank 2 stops taking part. One of the others times out on it; then both raise at once."""
     errors: dict[int, str] = {}
     seconds: dict[int, float] = {}
     done = threading.Event()
@@ -340,7 +342,7 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
 
 @pytest.mark.parametrize("operation", ["broadcast of a test", "all_reduce of bucket 0", "all_to_all of bucket 0"])
 def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> None:
-    """Where torch has a default group, its own functions raise that they do not know a private one."""
+    """If torch has a default group, its own functions raise an error about an unknown group for a private group."""
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=SHORT)
@@ -355,14 +357,14 @@ def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> Non
         elif operation.startswith("all_reduce"):
             AllReduceMean(world, TensorSpec((x.numel(),), x.dtype, x.device, "bucket 0"), 2.0)(x)
         else:
-            world.all_to_all([x, x.clone()], [x, x], "all_to_all of bucket 0", list)  # which gloo lacks
+            world.all_to_all([x, x.clone()], [x, x], "all_to_all of bucket 0", list)  # gloo does not support it
 
     with pytest.raises(tb.CommunicationError, match=f"^torchbagua: {operation} .*failed on rank 0"):
         run_ranks(2, body)
 
 
-def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None:
-    """Its receives for the second phase are posted already; they must not keep its connections open."""
+def test_a_rank_that_fails_between_the_phases_ends_the_other_ranks_at_once() -> None:
+    """It has already posted its receives for the second phase. They must not keep its connections open."""
 
     @dataclass(frozen=True)
     class FailsInTheMiddle(Identity):
@@ -392,8 +394,8 @@ def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None
     assert max(seconds.values()) < 10, seconds
 
 
-def test_receive_that_close_has_dropped_is_no_success() -> None:
-    """Nothing is pending then, as after an empty tensor."""
+def test_a_receive_that_close_dropped_raises() -> None:
+    """No receive is pending after close, as after an empty tensor."""
 
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
@@ -420,8 +422,8 @@ def test_closed_group_raises() -> None:
         run_ranks(2, body)
 
 
-class Gone(GlooTransport):
-    """Notes whether the tensors of what is under way are still there when it has let go of that."""
+class LivenessTransport(GlooTransport):
+    """Records whether posted tensors are still alive after abort has dropped the operations."""
 
     def __init__(self, members: Members, alive: list[bool], posted: "list[weakref.ref[torch.Tensor]]") -> None:
         super().__init__(members)
@@ -434,13 +436,13 @@ class Gone(GlooTransport):
 
 
 @pytest.mark.parametrize("ends", ["waited for", "closed"])
-def test_a_posted_tensor_lives_as_long_as_it_is_under_way(ends: str) -> None:
-    """gloo keeps the address alone: memory that is freed before would be sent, or written to."""
+def test_a_posted_tensor_lives_until_its_operation_ends(ends: str) -> None:
+    """gloo stores only the address: it would send, or write to, memory that is freed earlier."""
     alive: list[bool] = []
 
     def body(group: dist.ProcessGroup) -> None:
         posted: list[weakref.ref[torch.Tensor]] = []
-        transport = functools.partial(Gone, alive=alive, posted=posted)
+        transport = functools.partial(LivenessTransport, alive=alive, posted=posted)
         own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=transport)
         own.open()
         peer = 1 - group.rank()
@@ -486,7 +488,7 @@ def pair_of_three(rank: int, size: int, round: int) -> dict[int, float]:
 
 
 def test_a_rank_that_is_alone_in_a_round_takes_part_in_its_collective() -> None:
-    """Without messages an exchange is one collective, for which the other ranks wait for it."""
+    """Without messages an exchange is one collective, in which the other ranks wait for this rank."""
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, transport=CollectivesAlone)
@@ -501,7 +503,7 @@ def test_a_rank_that_is_alone_in_a_round_takes_part_in_its_collective() -> None:
 
 
 class WithoutDeadline(GlooTransport):
-    """Says that nothing bounds its waits."""
+    """A transport whose abilities say that it does not bound its waits."""
 
     abilities = replace(GlooTransport.abilities, has_deadline=False)
 

@@ -31,7 +31,7 @@ class WithoutAllGather(GlooTransport):
         (WithoutAllGather, "backend some has no all_gather, which ByteGradAlgorithm needs for tensors on cpu"),
         (
             functools.partial(PlayedNccl, calls=[]),
-            "a transport in stream order must move tensors on cuda alone, got cpu from gloo",
+            "a transport in stream order must serve tensors on cuda only, got cpu from gloo",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Other people's APIs, below torchbagua/compat, stand on the public one, as anybody's code does."""
+"""The compatibility layers in torchbagua/compat use only the public API of torchbagua, as user code does."""
 
 import ast
 import functools
@@ -25,9 +25,9 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def public_names(module: str) -> set[str]:
-    """What may be imported from a public package, or be read as its attribute.
+    """Return the names that may be imported from a public package, or read as its attributes.
 
-    Its `__all__`, what it re-exports as type checkers know it (`import X as X`), and the public packages in it.
+    These are its `__all__`, its re-exports in the form of type checkers (`import X as X`), and its public subpackages.
     """
     package = importlib.import_module(module)
     assert package.__file__ is not None
@@ -46,7 +46,7 @@ def problem_of(module: str, name: str) -> str | None:
 
 
 def path_of(node: ast.expr) -> list[str]:
-    """`a.b.c` as a list; empty where it does not begin with a name."""
+    """Return `a.b.c` as a list; empty if it does not begin with a name."""
     if isinstance(node, ast.Name):
         return [node.id]
     path = path_of(node.value) if isinstance(node, ast.Attribute) else []
@@ -54,7 +54,7 @@ def path_of(node: ast.expr) -> list[str]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str | None, str]]:
-    """Line, module, the name that is taken from it or None, and what it is called here."""
+    """Yield the line, the module, the imported name or None, and the local name of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -65,8 +65,8 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str | None, str]]:
                 yield node.lineno, module, alias.name, alias.asname or alias.name
 
 
-def names_of_its_own(tree: ast.AST) -> set[str]:
-    """The private names that a source defines: functions, classes, and what it sets."""
+def private_names_of(tree: ast.AST) -> set[str]:
+    """Return the private names that a source defines: functions, classes, and assigned names."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -77,17 +77,17 @@ def names_of_its_own(tree: ast.AST) -> set[str]:
 
 
 def problems_of(source: str, own_names: set[str], *, may_use_torchs: bool = False) -> list[str]:
-    """What a source of compat does that an outsider's must not.
+    """Return the accesses of a source of compat that user code must not make.
 
     Args:
         source: Python.
-        own_names: the private names that are compat's own.
-        may_use_torchs: whether the source may have private names of torch, which are not ours.
+        own_names: the private names that compat defines.
+        may_use_torchs: whether the source may use private names of torch.
     """
     tree = ast.parse(source)
     problems = []
-    modules: dict[str, str] = {}  # public packages, by what the source calls them
-    core: set[str] = set()  # what else comes from there
+    modules: dict[str, str] = {}  # public packages, by their names in the source
+    core: set[str] = set()  # other names that are imported from there
     for line, module, name, alias in imports_of(tree):
         if module.startswith("."):
             problems.append(f"{line}: relative import of {name}")
@@ -120,11 +120,11 @@ def problems_of(source: str, own_names: set[str], *, may_use_torchs: bool = Fals
 
 
 SOURCES = sorted(COMPAT.rglob("*.py"))
-OWN_NAMES = set().union(*(names_of_its_own(ast.parse(path.read_text())) for path in SOURCES))
+OWN_NAMES = set().union(*(private_names_of(ast.parse(path.read_text())) for path in SOURCES))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(COMPAT)))
-def test_it_uses_what_is_public(path: Path) -> None:
+def test_compat_uses_only_public_names(path: Path) -> None:
     assert problems_of(path.read_text(), OWN_NAMES, may_use_torchs=path.name == "_torch.py") == []
 
 
@@ -149,11 +149,11 @@ def test_it_uses_what_is_public(path: Path) -> None:
         ("def f(make):\n    make()._module", "2: make()._module is private"),
     ],
 )
-def test_what_is_not_public_is_found(source: str, problem: str) -> None:
+def test_private_names_are_found(source: str, problem: str) -> None:
     assert problem in problems_of(source, {"_own"})
 
 
-def test_what_is_public_is_not() -> None:
+def test_public_names_are_accepted() -> None:
     source = (
         "import torchbagua as tb\nfrom torchbagua import algorithms, observe\nfrom torchbagua.compat import bagua\n"
         "tb.observe.Summary, observe.Tracer, algorithms.get, tb.topology, tb.Attachment.detach, tb.__version__\n"

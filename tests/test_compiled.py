@@ -1,4 +1,4 @@
-"""torch.compile: modules that are compiled train to the bits of those that are not, in every way and mode but one."""
+"""torch.compile: compiled modules train bitwise equal to modules that are not, in every way and mode but one."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ MODES = ["True", "False", "python_reducer_without_compiled_forward"]
 
 
 @pytest.mark.slow
-def test_compiled_module_is_trained_as_it_is_without() -> None:
-    """In real processes: torch.compile is not made for threads that compile the same code at once."""
+def test_compiled_module_is_trained_as_without_compilation() -> None:
+    """Run in real processes: torch.compile does not support threads that compile the same code at once."""
     script = Path(__file__).with_name("compiled_rank.py")
     run = programs.run(programs.torchrun(script, "--ways", *WAYS, "--modes", *MODES), timeout_s=300)
     digests = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("digests")]

@@ -1,4 +1,4 @@
-"""CompressedAllReduceAlgorithm: any codec, two levels of them, and what is refused. Others have it in 4 bits."""
+"""CompressedAllReduceAlgorithm: any codec, codecs on two levels, and errors. Other files test 4 bits."""
 
 import pickle
 from functools import partial
@@ -14,7 +14,7 @@ from torchbagua.codecs import MinMaxUInt4, MinMaxUInt8, Sign1Bit
 from training import Run, Tower, build, flat, train
 
 
-def test_two_levels_are_the_oracles() -> None:
+def test_two_levels_equal_the_oracle() -> None:
     nodes = [0, 0, 1, 1]
     algorithm = tb.CompressedAllReduceAlgorithm(MinMaxUInt4(block=8), intra_compression="minmax_uint8")
     model = build(Tower)
@@ -67,8 +67,8 @@ def test_it_is_printed_and_pickled() -> None:
         ),
         ({"compression": "sign1bit"}, "compression 'sign1bit' needs error_feedback=True"),
         ({"compression": Sign1Bit(8)}, r"compression Sign1Bit\(block=8\) needs error_feedback=True"),
-        ({"intra_compression": "sign1bit"}, "intra_compression must not be one that needs error feedback"),
-        ({"intra_compression": "topk"}, "intra_compression must not be one that needs error feedback"),
+        ({"intra_compression": "sign1bit"}, "intra_compression must not be a codec that needs error feedback"),
+        ({"intra_compression": "topk"}, "intra_compression must not be a codec that needs error feedback"),
         ({"average": 1}, "average must be True or False, got 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""CompressedMean: which codec sends a bucket, and whether residuals go with it; equal to the oracle bit for bit."""
+"""CompressedMean: which codec sends a bucket, and whether residuals are added; bitwise equal to the oracle."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def means(
     nodes: Sequence[int] | None = None,
     num_steps: int = 1,
 ) -> tuple[list[torch.Tensor], Any, list[str]]:
-    """What all ranks get in each step; and of rank 0 the state and the names of the operations."""
+    """Return the mean that all ranks receive in each step, and rank 0's state and names of operations."""
 
     def make(runner: tb.Runner) -> CompressedMean:
         feedback = ErrorFeedback(runner, residual_state("a test")) if has_feedback else None
@@ -70,7 +70,7 @@ def rows(size: int, step: int, dtype: torch.dtype = torch.float32) -> list[oracl
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1]])
 @pytest.mark.filterwarnings("ignore:torchbagua. GradientComponent sends")
 def test_a_dtype_that_the_codec_does_not_encode_is_sent_in_full_precision(nodes: list[int] | None) -> None:
-    """Within nodes too; it leaves nothing out, so nothing is kept."""
+    """Also within nodes. Full precision has no residual, so none is stored."""
     codecs = MeanCodecs(MinMaxUInt8(), None if nodes is None else MinMaxUInt8(block=64))
     (found,), state, operations = means(3, codecs, torch.float64, has_feedback=True, nodes=nodes)
     np.testing.assert_array_equal(found.numpy(), oracle.gradient_allreduce(rows(3, 0, torch.float64), nodes))
@@ -87,7 +87,7 @@ def test_residuals_are_added_in_the_next_step() -> None:
     np.testing.assert_array_equal(state["sent"]["parameter 0"].numpy(), expected.sent[0])
 
 
-def test_without_error_feedback_each_step_is_on_its_own() -> None:
+def test_without_error_feedback_steps_are_independent() -> None:
     found, state, operations = means(2, IN_8_BITS, num_steps=2)
     for step, mean in enumerate(found):
         np.testing.assert_array_equal(mean.numpy(), oracle.bytegrad(rows(2, step), [LENGTH]))
@@ -98,7 +98,7 @@ def test_without_error_feedback_each_step_is_on_its_own() -> None:
 def test_the_codec_within_nodes() -> None:
     nodes, within = [0, 0, 1], MinMaxUInt8(block=64)
     ((found,), _, _), ((exact,), _, _) = (
-        means(3, MeanCodecs(MinMaxUInt8(), one), nodes=nodes) for one in (within, Identity())
+        means(3, MeanCodecs(MinMaxUInt8(), codec), nodes=nodes) for codec in (within, Identity())
     )
     expected = oracle.bytegrad(rows(3, 0), [LENGTH], nodes)
     np.testing.assert_array_equal(exact.numpy(), expected)
@@ -114,7 +114,7 @@ def test_the_sum_is_the_mean_times_the_number_of_ranks(has_feedback: bool) -> No
     assert torch.equal(total, 2 * mean)
 
 
-def test_one_rank_leaves_nothing_out() -> None:
+def test_a_single_rank_has_no_residual() -> None:
     (first, second), state, operations = means(1, IN_8_BITS, has_feedback=True, num_steps=2)
     assert torch.equal(first, gradient(0, 0, torch.float32))
     assert torch.equal(second, gradient(0, 1, torch.float32))

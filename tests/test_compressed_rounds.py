@@ -1,4 +1,4 @@
-"""SnapshotMeans: what ranks take for the mean of their snapshots, exact or by compressed differences, bit for bit."""
+"""SnapshotMeans: means of snapshots, exact or by compressed differences, are bitwise equal to the oracle's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ CODEC = "minmax_uint8"
 
 
 class Component:
-    """The means, and the weights; `is_compressed` says whether differences are."""
+    """The means and the weights; `is_compressed`: whether differences are compressed."""
 
     def __init__(self, runner: tb.Runner, *, is_compressed: bool) -> None:
         self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
@@ -56,7 +56,7 @@ class Rounds:
 
 
 def snapshot(rank: int, number: int) -> torch.Tensor:
-    """Weights that ranks share up to some hundredths."""
+    """Return weights that differ between ranks by about 0.01."""
     shared = torch.randn(LENGTH, generator=torch.Generator().manual_seed(number))
     return shared + 0.01 * torch.randn(LENGTH, generator=torch.Generator().manual_seed(1000 + 10 * rank + number))
 
@@ -84,7 +84,7 @@ def exact_mean(size: int, number: int) -> oracle.Array:
 
 
 class Formula(CompressedDifferences):
-    """Of two parameters, whose blocks end where they do."""
+    """The oracle for two parameters; blocks end at a parameter's end."""
 
     def __init__(self) -> None:
         super().__init__(LENGTH, CODEC)
@@ -107,7 +107,7 @@ def test_without_a_codec_each_round_is_the_mean() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_differences_from_the_last_exact_mean_are_compressed(size: int) -> None:
-    """What the codec leaves out of a rank's own difference stays with the rank; of their mean it is in the next one."""
+    """The residual of a rank's difference stays with the rank; the residual of the mean is added to the next mean."""
 
     def body(rounds: Rounds) -> list[torch.Tensor]:
         return [rounds.round(number, is_exact=number in (0, 3)) for number in range(5)]
@@ -125,8 +125,8 @@ def test_differences_from_the_last_exact_mean_are_compressed(size: int) -> None:
 
 
 @pytest.mark.parametrize("names", [["first"], ["second"], ["first", "second"]])
-def test_loaded_weights_lack_nothing_of_what_was_left_out(names: list[str]) -> None:
-    """`loaded` names some weights; `forget` is that of all."""
+def test_loaded_weights_have_no_residual(names: list[str]) -> None:
+    """`loaded` names some weights; `forget` concerns all weights."""
 
     def body(rounds: Rounds) -> list[torch.Tensor]:
         found = [rounds.round(number, is_exact=number == 0) for number in range(2)]
@@ -147,7 +147,7 @@ def test_loaded_weights_lack_nothing_of_what_was_left_out(names: list[str]) -> N
     assert_equals([found[2] for found in ranks], formula.of_round(2, 2))
 
 
-def test_buckets_that_are_made_again_start_in_full_precision() -> None:
+def test_rebuilt_buckets_start_in_full_precision() -> None:
     def body(rounds: Rounds) -> torch.Tensor:
         rounds.round(0, is_exact=True)
         rounds.means.clear()

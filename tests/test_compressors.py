@@ -1,4 +1,4 @@
-"""Compressors: their layouts, the sizes that they promise, and what comes back."""
+"""Codecs: layouts, promised sizes and decoded values."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ ELEMENTS_PER_BYTE = {MinMaxUInt4: 2, Sign1Bit: 8}
 
 
 def after_coding(compressor: Compressor) -> oracle.Coded:
-    """What a block of a block-wise compressor is after encode and decode."""
+    """Return the oracle of a block-wise codec: it maps a block to the block after encode and decode."""
     if isinstance(compressor, BlockK):
         return oracle.largest_run_of(compressor.block, compressor.block_format.kept)
     if isinstance(compressor, TopK):
@@ -77,7 +77,7 @@ def layout_of(compressor: Compressor, segments: Sequence[int], num_chunks: int, 
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 40), st.integers(1, 9))
-def test_blocks_are_dealt_whole_and_in_order(segments: list[int], block: int, num_chunks: int) -> None:
+def test_chunks_have_whole_blocks_in_order(segments: list[int], block: int, num_chunks: int) -> None:
     spec = spec_of(segments)
     bounds = spec.block_bounds(block)
     lengths = bounds.diff()
@@ -98,7 +98,7 @@ def test_blocks_are_dealt_whole_and_in_order(segments: list[int], block: int, nu
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 @pytest.mark.parametrize("num_blocks_and_elements", [(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (3, 0)])
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_wire_bytes_is_what_layout_uses(
+def test_wire_bytes_equals_the_layouts_size(
     compressor: Compressor, num_blocks_and_elements: tuple[int, int], num_chunks: int
 ) -> None:
     num_blocks, num_more = num_blocks_and_elements
@@ -150,7 +150,7 @@ def test_round_trip(compressor: Compressor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-def test_feedback_keeps_what_the_wire_leaves_out(compressor: Compressor) -> None:
+def test_feedback_keeps_the_residual(compressor: Compressor) -> None:
     segments = [5000, 1, 333]
     x, residual = torch.randn(2, sum(segments), generator=torch.Generator().manual_seed(0))
     layout = layout_of(compressor, segments, 3)
@@ -165,7 +165,7 @@ def test_feedback_keeps_what_the_wire_leaves_out(compressor: Compressor) -> None
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-def test_the_mean_in_float32_is_what_the_encoded_mean_comes_from(compressor: Compressor) -> None:
+def test_the_encoded_mean_is_the_encoding_of_the_float32_mean(compressor: Compressor) -> None:
     segments = [5000, 1, 333]
     layout = layout_of(compressor, segments, 1)
     values = torch.randn(4, sum(segments), generator=torch.Generator().manual_seed(0))
@@ -189,9 +189,7 @@ def test_the_mean_in_float32_is_what_the_encoded_mean_comes_from(compressor: Com
 
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
-def test_what_a_wire_decodes_to_does_not_depend_on_how_blocks_are_dealt(
-    codec: BlockCodecs, segments: list[int], num_chunks: int
-) -> None:
+def test_decoded_values_do_not_depend_on_the_chunks(codec: BlockCodecs, segments: list[int], num_chunks: int) -> None:
     compressor = codec(16)
     x = torch.randn(sum(segments), generator=torch.Generator().manual_seed(0))
     x[0] = torch.nan
@@ -219,7 +217,7 @@ def test_sign1bit_takes_a_bit_an_element_and_four_bytes_a_block(segments: list[i
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 5), st.integers(1, 70), st.booleans())
-def test_decode_mean_encode_is_the_mean_of_what_decode_gives(num_rows: int, length: int, average: bool) -> None:
+def test_decode_mean_encode_is_the_mean_of_the_decoded_values(num_rows: int, length: int, average: bool) -> None:
     rows = torch.randn(num_rows, length, generator=torch.Generator().manual_seed(length))
     divisor = float(num_rows) if average else 1.0
     for compressor in COMPRESSORS:
@@ -260,7 +258,7 @@ def test_bad_block_type(codec: BlockCodecs, block: object) -> None:
         codec(block)
 
 
-def test_four_bits_take_4_25_an_element_and_an_odd_one_half_a_byte_more() -> None:
+def test_four_bits_take_4_25_bits_an_element_and_half_a_byte_for_an_odd_length() -> None:
     layout = layout_of(MinMaxUInt4(), [128 * 1000, 5], 1)
     assert layout.table[-1].tolist() == [128 * 1000, 5, 4 * 1000, 4 * 1001 + 64 * 1000]
     assert 4.25 < 8 * layout.num_bytes / (128 * 1000 + 5) < 4.26
@@ -297,7 +295,7 @@ def test_a_sparse_codec_keeps_the_same_share_of_every_block(
     )
 
 
-def test_topk_takes_the_ratio_as_it_is_written() -> None:
+def test_topk_takes_the_ratio_as_written() -> None:
     assert TopK(ratio=0.01).block_format.kept == 21
     assert TopK(200, 0.07).block_format.kept == 14  # 0.07 * 200 is 14.000000000000002
     assert TopK(ratio=1).block_format.kept == 2048
@@ -334,7 +332,7 @@ def test_baguas_spelling_is_an_alias() -> None:
     assert check_compression("", "MinMaxUInt8") == "minmax_uint8"
     assert by_name("MinMaxUInt8", block=8) == MinMaxUInt8(8)
     assert not needs_feedback("MinMaxUInt8")
-    with pytest.raises(ValueError, match="named 'MinMaxUInt8' is registered already"):
+    with pytest.raises(ValueError, match="named 'MinMaxUInt8' is already registered"):
         register_compressor("MinMaxUInt8", MinMaxUInt4)
 
 
@@ -350,7 +348,7 @@ def test_unknown_names() -> None:
         Cast("float8")
 
 
-def test_the_codecs_of_a_mean_are_full_precision_for_what_they_do_not_encode() -> None:
+def test_the_codecs_of_a_mean_are_full_precision_for_dtypes_that_they_do_not_encode() -> None:
     eight, four = MinMaxUInt8(), MinMaxUInt4()
     assert MeanCodecs(eight, four).for_dtype(torch.float32) == MeanCodecs(eight, four)
     assert MeanCodecs(eight, four).for_dtype(torch.float64) == MeanCodecs(Identity(), Identity())

@@ -1,4 +1,4 @@
-"""Which ranks are connected, how many groups an attachment opens, and what becomes of a peer that does not come."""
+"""Which ranks are connected, how many groups an attachment opens, and what happens if a peer does not arrive."""
 
 import importlib
 import threading
@@ -34,11 +34,11 @@ def connections_of(communicator: Communicator) -> Connections:
 
 @pytest.fixture(autouse=True)
 def connect_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a group of more ranks than a test can have."""
+    """Connect ranks on demand, as in a group of more ranks than a test can have."""
     monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
 
 
-def test_a_rank_connects_to_those_it_talks_to() -> None:
+def test_a_rank_connects_to_the_peers_it_communicates_with() -> None:
     size = 8
 
     def body(group: dist.ProcessGroup) -> list[set[int]]:
@@ -67,10 +67,10 @@ def test_a_rank_connects_to_those_it_talks_to() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "low_precision", "bytegrad", "shift_one"])
 def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring needs those to its neighbours, and to those with whom ranks agree."""
+    """A ring needs only the sockets to its neighbors, and to the ranks with which a rank agrees."""
     size = 12
-    rounds = importlib.import_module("torchbagua.collectives.neighbourhood_mean")  # the package has its function
-    monkeypatch.setattr(rounds, "_MOST_LINKED_ROUNDS", 5)  # fewer than shift_one's
+    rounds = importlib.import_module("torchbagua.collectives.neighbourhood_mean")  # not the package's function
+    monkeypatch.setattr(rounds, "_MAX_CONNECTED_ROUNDS", 5)  # fewer than shift_one's
     algorithms = {
         "ring": tb.DecentralizedAlgorithm(peer_selection_mode=Ring()),
         "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
@@ -114,8 +114,8 @@ def test_broadcast_needs_few_links(size: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_peer_that_does_not_come_is_named_in_time(missing: int) -> None:
-    """Whichever of two ranks has to wait for the other; and one that comes later finds the group closed."""
+def test_a_missing_peer_is_named_in_time(missing: int) -> None:
+    """True for either of two ranks that wait for each other; a rank that arrives later finds the group closed."""
     left = threading.Barrier(3)
 
     def body(group: dist.ProcessGroup) -> tuple[str, float]:
@@ -140,7 +140,7 @@ def test_a_peer_that_does_not_come_is_named_in_time(missing: int) -> None:
     assert any(f"to rank {missing}: timed out after 1 s waiting for it to connect" in text for text in waiting), waiting
 
 
-def test_a_rank_that_does_not_come_to_an_exchange_with_all_is_named() -> None:
+def test_a_rank_missing_from_an_all_reduce_is_named() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=SHORT)
         own.open()
@@ -173,7 +173,7 @@ def test_a_peer_that_closed_before_it_connected(gone: int) -> None:
 
 
 def test_ranks_that_receive_only_and_send_only() -> None:
-    """Who has nothing for a rank, and gets nothing from it, does not wait for it."""
+    """A rank does not wait for a peer if it neither sends to it nor receives from it."""
 
     def body(group: dist.ProcessGroup) -> None:
         own, rank = tb.BaguaProcessGroup(group, timeout=SHORT), group.rank()
@@ -189,8 +189,8 @@ def test_ranks_that_receive_only_and_send_only() -> None:
     run_ranks(4, body)
 
 
-def test_bytes_that_nobody_receives_do_not_hold_up_the_end() -> None:
-    """The end of a group whose ranks gloo connects itself (`lazy_init`) freezes the process (torch 2.13)."""
+def test_bytes_that_are_not_received_do_not_block_closing() -> None:
+    """Closing a group that gloo itself connects (`lazy_init`) freezes the process (torch 2.13)."""
 
     def body(group: dist.ProcessGroup) -> None:
         own, rank = tb.BaguaProcessGroup(group), group.rank()
@@ -207,7 +207,7 @@ def test_bytes_that_nobody_receives_do_not_hold_up_the_end() -> None:
     run_ranks(2, body)
 
 
-def test_groups_are_connected_as_ever_where_torch_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_connect_all_ranks_despite_torch_gloo_lazy_init(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 32)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
@@ -222,8 +222,8 @@ def test_groups_are_connected_as_ever_where_torch_is_told_otherwise(monkeypatch:
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_given_group_opens_nothing_beside_the_attachments(is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two attachments at once have groups of their own, and so has the given group once it is used itself."""
+def test_a_given_group_opens_only_the_attachments_groups(is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two attachments at once have separate groups, and so has the given group once it is used itself."""
     monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 32)
     opened: list[int] = []
 
@@ -243,12 +243,12 @@ def test_a_given_group_opens_nothing_beside_the_attachments(is_given: bool, monk
             given.close()
 
     run_ranks(4, body)
-    # The world, and with nodes those within them and between them.
+    # The world group, and with nodes the groups within and between them.
     assert sorted(opened) == ([2] * 8 + [4] * 4 if is_given else [4] * 4)
 
 
-def test_a_closed_transport_connects_to_nobody() -> None:
-    """And says so at once, whether its peer is there or not."""
+def test_a_closed_transport_connects_to_no_peer() -> None:
+    """It fails at once, whether its peer exists or not."""
 
     def body(group: dist.ProcessGroup) -> None:
         connections = Connections(group.get_group_store(), group.rank(), 2, timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""The convergence benchmark: what it trains next, what its tables say, short runs, and how it ends."""
+"""The convergence benchmark: the choice of trials, its tables, short runs, and its exit."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from convergence_report import markdown_table, summarise
 from convergence_sweep import MOST_RUNGS, TUNING_SEED, Sweep, Trial, load
 from convergence_tasks import TASKS
 
-TIMEOUT_S = 150  # a busy machine, or one that compiles the kernels meanwhile
+TIMEOUT_S = 150  # for a busy machine, or one that also compiles the kernels
 
 
 def sweep_to_the_end(losses: dict[int, float | None], contestant: str = "ddp", task: str = "gpt") -> list[Trial]:
-    """All trials of one contestant; `losses` by rung, None where it diverges, as it does where no loss is given."""
+    """Return all trials of one contestant. `losses` are by rung; it diverges if a loss is None or missing."""
     sweep = Sweep([task], [contestant], rungs=[-1, 0, 1], grows=True, seeds=[0, 1])
     records: list[dict[str, Any]] = []
     trials = []
@@ -53,7 +53,7 @@ def test_the_best_rate_of_a_grid_is_trained_with_the_reported_seeds(
     assert [trial.rate for trial in trials[:3]] == pytest.approx([6.5e-3 / 1.8, 6.5e-3, 6.5e-3 * 1.8])
 
 
-def test_a_sweep_ends_where_everything_diverges_and_qadam_needs_adam() -> None:
+def test_a_sweep_ends_if_all_trials_diverge_and_qadam_needs_adam() -> None:
     trials = sweep_to_the_end({})
     assert len(trials) == MOST_RUNGS
     assert {trial.seed for trial in trials} == {TUNING_SEED}
@@ -61,12 +61,12 @@ def test_a_sweep_ends_where_everything_diverges_and_qadam_needs_adam() -> None:
     assert sweep_to_the_end({0: 1}, "diloco", "gpt") == [], "which is too short"
 
 
-def test_everyone_tries_the_rates_of_the_task() -> None:
+def test_contestants_try_the_rates_of_the_task() -> None:
     sweep = Sweep(["small_gpt"], ["ddp"], rungs=None, grows=False, seeds=[])
     assert sweep.cost([], {"small_gpt": 1}) == len(TASKS["small_gpt"].rungs) * TASKS["small_gpt"].step_cost
 
 
-def test_what_is_recorded_need_not_be_trained_again() -> None:
+def test_recorded_trainings_need_not_be_repeated() -> None:
     path = REPOSITORY / "benchmarks" / "results" / "convergence.json"
     recorded = json.loads(path.read_text())
     settings = recorded["settings"]
@@ -75,23 +75,25 @@ def test_what_is_recorded_need_not_be_trained_again() -> None:
     assert document == recorded
 
 
-def trained(contestant: str, rung: int, seed: int, losses: list[float | None], **others: Any) -> dict[str, Any]:
-    """A training of 100 steps by two ranks, of a model of 1000 elements."""
+def training_record(
+    contestant: str, rung: int, seed: int, losses: list[float | None], **overrides: Any
+) -> dict[str, Any]:
+    """Return the record of 100 steps on two ranks, with a model of 1000 elements."""
     record: dict[str, Any] = {"task": "gpt", "contestant": contestant, "label": contestant.upper(), "settings": ""}
     record |= {"rung": rung, "rate": 1.8**rung, "seed": seed, "warmup_steps": 0, "num_elements": 1000}
     record |= {"evaluated_steps": [0, 50, 100][: len(losses)], "held_out_losses": losses, "held_out_accuracy": 0.5}
-    return record | {"sent_bytes_a_step": 4000.0, "num_rounds": None} | others
+    return record | {"sent_bytes_a_step": 4000.0, "num_rounds": None} | overrides
 
 
 def test_tables_compare_with_all_reduce_and_with_the_target() -> None:
     half: dict[str, Any] = {"sent_bytes_a_step": 1000.0, "warmup_steps": 20, "num_rounds": 40}
     records = [
-        *(trained("ddp", 0, seed, [5, 3, 2]) for seed in (TUNING_SEED, 0)),
-        trained("ddp", 1, TUNING_SEED, [5, None]),
-        trained("ddp", 0, 1, [5, 3, 4]),
-        *(trained("async", 1, seed, [5, 2, 2.2], **half) for seed in (TUNING_SEED, 0)),
-        *(trained("bytegrad", 0, seed, [5, 4, 3.2]) for seed in (TUNING_SEED, 0)),
-        trained("qadam", 0, TUNING_SEED, [5, None]),
+        *(training_record("ddp", 0, seed, [5, 3, 2]) for seed in (TUNING_SEED, 0)),
+        training_record("ddp", 1, TUNING_SEED, [5, None]),
+        training_record("ddp", 0, 1, [5, 3, 4]),
+        *(training_record("async", 1, seed, [5, 2, 2.2], **half) for seed in (TUNING_SEED, 0)),
+        *(training_record("bytegrad", 0, seed, [5, 4, 3.2]) for seed in (TUNING_SEED, 0)),
+        training_record("qadam", 0, TUNING_SEED, [5, None]),
     ]
     document = {"settings": {"ranks": 2, "steps of gpt": 100}, "environments": [], "trainings": records}
     times = {"step_ms": {"50mbit": {"gpt": {"ddp": [100, 300, 200], "async": [100]}}}}
@@ -114,7 +116,7 @@ def test_tables_compare_with_all_reduce_and_with_the_target() -> None:
     assert any(line.startswith("| QADAM | none |  | diverges |") for line in lines)
 
 
-def test_a_training_that_diverges_ends_and_is_a_result() -> None:
+def test_a_training_that_diverges_ends_with_a_result() -> None:
     ranks.init_default_group()
     steps: list[int] = []
     record = train(Trial("digits", "ddp", rung=40, seed=0), TASKS["digits"].load_data(), 32, 8, steps.append)
@@ -132,7 +134,7 @@ def run_benchmark(results: Path, *arguments: str, **environment: str) -> "subpro
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_from_its_file(tmp_path: Path) -> None:
+def test_a_sweep_continues_from_its_file(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     first = run_benchmark(results, "--tasks", "gpt", "--only", "ddp")
     assert first.returncode == 0, first.stderr
@@ -154,7 +156,7 @@ def test_a_sweep_goes_on_from_its_file(tmp_path: Path) -> None:
         assert record["held_out_losses"][-1] < 5
         assert record["evaluated_steps"] == [0, 1, 2, 3, 4]
         assert f"| {record['label']} |" in run.stdout
-    if sys.platform == "linux":  # two ranks send each element once, QAdam in float32 and then in one bit
+    if sys.platform == "linux":  # each of two ranks sends each element once; QAdam sends float32 and then one bit
         bits = [8 * record["sent_bytes_a_step"] / record["num_elements"] for record in trainings]
         plain, _, one_bit, _, sharded = bits
         assert plain == pytest.approx(32, rel=0.02)
@@ -163,15 +165,15 @@ def test_a_sweep_goes_on_from_its_file(tmp_path: Path) -> None:
 
     refused = run_benchmark(results, "--ranks", "4")
     assert refused.returncode == 2
-    assert "ranks=2 there, 4 now" in refused.stderr
+    assert "ranks=2 in the file, 4 now" in refused.stderr
     assert json.loads(results.read_text()) == document
 
 
 @pytest.mark.slow
-def test_failing_ranks_end_it_with_their_message(tmp_path: Path) -> None:
+def test_failing_ranks_end_the_benchmark_with_their_message(tmp_path: Path) -> None:
     run = run_benchmark(tmp_path / "results.json", "--tasks", "digits", TORCHBAGUA_NATIVE="no such path")
 
     assert run.returncode == 1
     assert "ended with 1" in run.stderr
     assert "no such path" in run.stderr
-    assert "The same command goes on" in run.stderr
+    assert "The same command continues" in run.stderr

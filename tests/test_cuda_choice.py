@@ -1,4 +1,4 @@
-"""Which way torchbagua comes by its CUDA kernels, and what it says where there is none; torch's GPU is pretended."""
+"""How torchbagua chooses the source of its CUDA kernels, and its errors if it has none; torch's GPU is imitated."""
 
 import importlib.util
 import sys
@@ -66,7 +66,7 @@ class TestChoice:
         assert choice.why.endswith("and nvcc 13.0")
 
     @pytest.mark.usefixtures("_nvcc")
-    def test_it_compiles_for_the_gpus_that_are_there(self, package: Path) -> None:
+    def test_nvcc_compiles_for_the_gpus_of_the_machine(self, package: Path) -> None:
         build = loader.choose(loader.CUDA).build
         assert build is not None
         assert build.architectures == (75, 80, 90, 120)
@@ -91,13 +91,13 @@ class TestChoice:
     def test_nvrtc_comes_last(self) -> None:
         choice = loader.choose(loader.CUDA)
         assert (choice.path, choice.library) == ("nvrtc", None)
-        assert "no library for cuda was built ahead of time, and there is no nvcc" in choice.why
+        assert "no library for cuda was built ahead of time, and nvcc was not found" in choice.why
 
     @pytest.mark.usefixtures("_no_nvrtc")
-    def test_the_reference_remains_for_reasons(self) -> None:
+    def test_the_reference_choice_lists_the_reasons(self) -> None:
         choice = loader.choose(loader.CUDA)
         assert choice.path == "reference"
-        for part in ("no library for cuda was built", "there is no nvcc", "cuda-python cannot be imported"):
+        for part in ("no library for cuda was built", "nvcc was not found", "cuda-python cannot be imported"):
             assert part in choice.why
 
     @pytest.mark.usefixtures("_no_nvrtc")
@@ -105,11 +105,11 @@ class TestChoice:
         ("forced", "message"),
         [
             ("aot", "TORCHBAGUA_NATIVE=aot, but no library for cuda was built ahead of time"),
-            ("jit", "TORCHBAGUA_NATIVE=jit, but there is no nvcc"),
+            ("jit", "TORCHBAGUA_NATIVE=jit, but nvcc was not found"),
             ("nvrtc", r"TORCHBAGUA_NATIVE=nvrtc, but cuda-python cannot be imported .*torchbagua\[cuda\]"),
         ],
     )
-    def test_forced_path_that_is_not_to_be_had_raises(
+    def test_a_forced_path_that_is_unavailable_raises(
         self, forced: str, message: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", forced)
@@ -118,9 +118,7 @@ class TestChoice:
 
     @needs_nvrtc
     @pytest.mark.usefixtures("_nvcc")
-    def test_nvrtc_can_be_forced_past_the_others_and_concerns_cuda_alone(
-        self, package: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nvrtc_can_be_forced_and_affects_only_cuda(self, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (package / f"{recipe.stem(recipe.CUDA, package.parents[1] / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "nvrtc")
         assert loader.choose(loader.CUDA).path == "nvrtc"
@@ -131,14 +129,14 @@ class TestChoice:
         assert loader.choose(loader.CUDA) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
 
 
-def test_without_a_gpu_only_the_cpu_is_looked_at() -> None:
+def test_without_a_gpu_only_the_cpu_is_usable() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert loader.usable_devices() == [loader.CPU]
 
 
 class TestLoad:
-    """`load` in processes of its own, with CPU kernels that hold nothing and no nvcc."""
+    """`load` in separate processes, with an empty library of CPU kernels and without nvcc."""
 
     @pytest.fixture
     def checkout(self, tmp_path: Path) -> Path:
@@ -175,20 +173,18 @@ native.load()
         names += ["qadam_form_gradients", "qadam_form_momenta", "qadam_update"]
         names += [f"{codec}_{operation}" for codec in ("sign1bit", "topk") for operation in operations]
         assert kernels == f"{names} {{('nvrtc', None, 'compiled by NVRTC at first use')}}"
-        assert f"cuda kernels: nvrtc, kept in {tmp_path / 'cache'}" in report
+        assert f"cuda kernels: nvrtc, cached in {tmp_path / 'cache'}" in report
         assert [line.split()[1:3] for line in report if line.startswith("minmax_uint8_encode ")][1] == ["cuda", "nvrtc"]
         stem = recipe.stem(recipe.NVRTC, tmp_path / "checkout" / "csrc_cuda")
-        (kept,) = (tmp_path / "cache").glob("*.cuda")
-        assert kept.name.startswith(f"{stem}-sm_90-nvrtc_")
+        (cached,) = (tmp_path / "cache").glob("*.cuda")
+        assert cached.name.startswith(f"{stem}-sm_90-nvrtc_")
 
-    def test_missing_nvrtc_is_one_warning_that_says_what_helps(
-        self, tmp_path: Path, environment: dict[str, str]
-    ) -> None:
+    def test_missing_nvrtc_is_one_warning_with_the_fix(self, tmp_path: Path, environment: dict[str, str]) -> None:
         code = f"import sys, warnings; sys.modules['cuda.bindings'] = None; warnings.simplefilter('always')\n{LOAD * 2}"
         status, out, err = run_python(code, tmp_path, **environment)
         assert (status, out) == (0, "None\n" * 2), err
         assert err.count("RuntimeWarning") == 1
-        for part in ("reference kernels for cuda", "there is no nvcc", "`pip install 'torchbagua[cuda]'`"):
+        for part in ("reference kernels for cuda", "nvcc was not found", "`pip install 'torchbagua[cuda]'`"):
             assert part in err
 
     def test_built_library_that_does_not_load_raises(self, tmp_path: Path, environment: dict[str, str]) -> None:
@@ -212,15 +208,15 @@ native.load()
             assert part in err
 
 
-def test_a_process_forked_from_one_that_uses_cuda_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_forked_after_cuda_was_used_does_not_use_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert loader.usable_devices() == [loader.CPU, loader.CUDA]
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert loader.usable_devices() == [loader.CPU]
 
 
-def test_an_old_gpu_is_an_error_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be there for the screen, in a machine that trains on the CPU."""
+def test_an_old_gpu_raises_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registration must work, because the GPU may only drive the screen of a machine that trains on the CPU."""
     registered: list[launcher.CudaKernels] = []
     monkeypatch.setattr(launcher.CudaKernels, "register", lambda kernels: registered.append(kernels))
     try:
@@ -229,5 +225,5 @@ def test_an_old_gpu_is_an_error_when_it_is_used(monkeypatch: pytest.MonkeyPatch)
         pytest.skip(str(why))
     launcher.register_nvrtc(compiler, 70)
     (kernels,) = registered
-    with pytest.raises(RuntimeError, match=r"compute capability 7\.0, the kernels need 7\.5 or newer"):
+    with pytest.raises(RuntimeError, match=r"compute capability 7\.0, but the kernels need 7\.5 or newer"):
         kernels.prepare(70)

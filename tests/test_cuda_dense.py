@@ -1,6 +1,6 @@
 """The CUDA kernels of the codecs that send all elements, on the host.
 
-They give the reference's bytes for any values, addresses and lengths.
+Their results are bitwise equal to the reference's for any values, addresses and lengths.
 """
 
 from itertools import product
@@ -26,13 +26,13 @@ from torchbagua.native.ops import NATIVE_OPS
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NUM_THREADS = 64
-GRID = 3  # fewer than the blocks of most tables: a thread block, or a team of its threads, takes several
-TILES = {MINMAX_UINT8: 2048, MINMAX_UINT4: 128, SIGN_1BIT: 2048}  # elements that a team holds, at most
-GUARD = 64  # bytes before and after what a kernel may touch
+GRID = 3  # fewer than the blocks of most tables: a thread block, or a team of its threads, processes several
+TILES = {MINMAX_UINT8: 2048, MINMAX_UINT4: 128, SIGN_1BIT: 2048}  # the most elements that a team holds
+GUARD = 64  # bytes before and after the memory that a kernel may access
 
 
 class Guarded:
-    """A copy of a tensor that begins `shift` elements beyond an address that all vectors fit, between guards."""
+    """A copy of a tensor between guards; it begins `shift` elements after an address aligned for all vectors."""
 
     def __init__(self, tensor: Tensor, shift: int) -> None:
         guard = GUARD // tensor.element_size()
@@ -43,7 +43,7 @@ class Guarded:
         self.tensor.copy_(tensor)
 
     def is_intact(self) -> bool:
-        """Return whether the guards are as they were."""
+        """Return whether the guards are unchanged."""
         outside = self._memory.clone()
         outside[self._inside] = 7
         return bool((outside == 7).all())
@@ -61,10 +61,10 @@ def run(host_kernels: HostKernels, codec: Codec, name: str, *arguments: object) 
 
 
 def tables(codec: Codec) -> list[tuple[Tensor, int]]:
-    """Of blocks in any order with gaps, and of aligned ones as most layouts have them; with their wires' bytes."""
+    """Return tables, of blocks in any order with gaps and of aligned blocks as usual, and their wires' bytes."""
     tile = TILES[codec]
     lengths = [1, 7, 16, 130, tile - 8, tile, tile, tile + 1, 2 * tile + 24]
-    if codec is MINMAX_UINT4:  # for more than the teams that there are
+    if codec is MINMAX_UINT4:  # more blocks than teams
         lengths *= 4
     payload = codec.payload_bytes(tile)
     dense = torch.tensor([[i * tile, tile, codec.header_bytes * i, 32 + i * payload] for i in range(4)])
@@ -72,7 +72,7 @@ def tables(codec: Codec) -> list[tuple[Tensor, int]]:
 
 
 def values_of(kind: str, table: Tensor) -> Tensor:
-    """Such values in every block, of a seed of its own."""
+    """Return an x with values of this kind in every block, each with a different seed."""
     x = torch.zeros(num_elements(table))
     for seed, (start, length, *_) in enumerate(table.tolist()):
         x[start : start + length] = hostile_values(kind, length, seed)
@@ -80,7 +80,7 @@ def values_of(kind: str, table: Tensor) -> Tensor:
 
 
 def wires(codec: Codec, kinds: tuple[str, ...], table: Tensor, wire_bytes: int) -> Tensor:
-    """One for each kind of values, and one of any bytes."""
+    """Return a wire for each kind of values, and a wire of random bytes."""
     rows = torch.randint(0, 256, (len(kinds) + 1, wire_bytes), dtype=torch.uint8)
     for kind, row in zip(kinds, rows, strict=False):
         NATIVE_OPS[f"{codec.name}_encode"](values_of(kind, table), table, row)
@@ -91,7 +91,7 @@ SHIFTS = [(1, 0), (0, 1), (0, 4), (3, 8)]  # elements of x, bytes of the wire
 
 
 def shifts_of(kind: str) -> list[tuple[int, int]]:
-    """None, and one of the others: with all kinds of values it is all of them, several times."""
+    """Return no shifts, and one of SHIFTS; over all kinds of values, each of SHIFTS is used several times."""
     return [(0, 0), SHIFTS[[*KINDS, "any wire"].index(kind) % len(SHIFTS)]]
 
 
@@ -127,7 +127,7 @@ def test_decode(host_kernels: HostKernels, codec: Codec, dtype: torch.dtype, kin
 SENDERS = {
     "one": ("scaled",),
     "eight": ("scaled", "finite bits", "constant", "zeros", "subnormal", "offset", "one sign", "scaled"),
-    "forty": ("scaled", "offset", "subnormal", "zeros", "one sign") * 8,  # other rows follow the first 32
+    "forty": ("scaled", "offset", "subnormal", "zeros", "one sign") * 8,  # more than the first 32 rows
     "zeros": ("zeros", "zeros"),  # the mean may be -0
     "one not finite": ("scaled", "one not finite", "offset"),
 }
@@ -197,7 +197,7 @@ def test_an_empty_table_does_nothing(host_kernels: HostKernels, codec: Codec) ->
 
 
 def test_blocks_beyond_32_bits(host_kernels: HostKernels, codec: Codec) -> None:
-    """The last block of 2^33 elements, of which only that block is in memory."""
+    """The last block of 2^33 elements; only that block is in memory."""
     before, tile, payload = 2**33, TILES[codec], codec.payload_bytes(TILES[codec])
     x, wire = torch.randn(tile), torch.zeros(8 + payload, dtype=torch.uint8)
     table = torch.tensor([[before, tile, before, before + 8]])

@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: nvcc needs no register more than there are, and loads come before their uses."""
+"""The CUDA kernels without a GPU: nvcc spills no registers, and issues loads before the first use."""
 
 import importlib.util
 import os
@@ -17,9 +17,9 @@ from torchbagua.native import recipe
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
-    """Compiles all kernels for an architecture, once for all workers; returns the machine code and nvcc's report."""
+    """Return a function that compiles all kernels, once for all workers, to machine code and nvcc's report."""
 
-    def compiled(architecture: str) -> tuple[Path, str]:
+    def compile_once(architecture: str) -> tuple[Path, str]:
         def compile_into(folder: Path) -> None:
             (folder / "main.cu").write_text('#include "kernels/all.cuh"\n')
             command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", "-Xptxas", "-v"]
@@ -31,7 +31,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
         folder = made_once(tmp_path_factory, f"cubin_{architecture}", compile_into)
         return folder / "main.cubin", (folder / "report").read_text()
 
-    return compiled
+    return compile_once
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
@@ -49,33 +49,33 @@ def test_nvcc_compiles_the_kernels_without_spills(
     kernels = re.findall(r"Compiling entry function '(\w+)'", report)
     assert set(kernels) >= {name for file in KERNEL_FILES for name in find_kernels(source_of(file))}
     assert not [name for name in kernels if name.startswith("_Z")], "found by its plain name: it must be extern C"
-    # Also those of functions that were not inlined.
+    # The properties also include functions that were not inlined.
     properties = dict(re.findall(r"Function properties for (\w+)\n\s*(.*)", report))
     assert set(kernels) <= properties.keys(), report
     assert set(properties.values()) == {"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"}, report
 
 
 def disassembler() -> str | None:
-    """NVIDIA's nvdisasm: of PATH, or of its package; None where there is neither."""
+    """Return NVIDIA's nvdisasm from PATH, or from its package; None if there is neither."""
     found = importlib.util.find_spec("nvidia")
     folders = [f"{folder}/cu13/bin" for folder in found.submodule_search_locations or ()] if found else []
     return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=os.pathsep.join(folders))
 
 
 def instructions_of(assembly: str, kernel: str) -> list[str]:
-    """The instructions of a kernel, as nvdisasm prints them."""
+    """Return the instructions of a kernel, as nvdisasm prints them."""
     (section,) = re.findall(rf"^\.text\.{kernel}:\n(.*?)^\s*\.section", assembly, re.DOTALL | re.MULTILINE)
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", section)
 
 
 def registers_of(operand: str, num_bytes: int = 4) -> set[int]:
-    """The registers that the first one in `operand` begins, for a value of `num_bytes`."""
+    """Return the registers of a value of `num_bytes`, from the first register in `operand` on."""
     (first, *_) = map(int, re.findall(r"\bR(\d+)\b", operand))
     return set(range(first, first + num_bytes // 4))
 
 
-def most_loads_on_their_way(instructions: list[str]) -> int:
-    """The most loads from memory that have been issued before any register of theirs is read or written."""
+def most_loads_in_flight(instructions: list[str]) -> int:
+    """Return the most memory loads that are issued before any of their registers is read or written."""
     most, pending, num_pending = 0, set[int](), 0
     for instruction in instructions:
         load = re.search(r"\bLDG\.E(\.64)? (R\d+), (.*)", instruction)
@@ -95,10 +95,10 @@ def most_loads_on_their_way(instructions: list[str]) -> int:
 def test_a_mean_loads_four_rows_before_it_decodes_one(
     architecture: str, compiled: Callable[[str], tuple[Path, str]]
 ) -> None:
-    """Else every row would wait for the memory once more."""
+    """Otherwise, every row would wait for memory again."""
     code, _ = compiled(architecture)
     assembly = programs.run([str(disassembler()), "-c", str(code)]).stdout
-    # A thread has 32 elements of a row, 8 or 4 of them in a load.
+    # A thread has 32 elements of a row, and loads 8 or 4 of them at a time.
     for kernel, num_loads in {"decode_mean_encode": 4 * 32 // 8, "decode_mean_float32": 4 * 32 // 4}.items():
         instructions = instructions_of(assembly, f"torchbagua_minmax_uint8_{kernel}")
-        assert most_loads_on_their_way(instructions) >= num_loads
+        assert most_loads_in_flight(instructions) >= num_loads

@@ -1,4 +1,4 @@
-"""What the NVRTC kernels' launcher asks of the driver: of a pretended one, which runs the kernels on the host."""
+"""The launcher of the NVRTC kernels and its calls of the driver; a fake driver runs the kernels on the host."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from torchbagua.native.ops import NATIVE_OPS
 
 CODEC_OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
 STREAM = 77
-TILE = 2048  # elements that a thread block holds
+TILE = 2048  # elements per thread block
 
 
 class CUresult(Enum):
-    """As far as the pretended driver uses it."""
+    """The results that the fake driver returns."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_LAUNCH_FAILED = 719
 
 
 def parameters_of(kernel: str) -> list[str]:
-    """The types of a kernel's parameters, as its source declares them."""
+    """Return the types of a kernel's parameters, as its source declares them."""
     (declared,) = re.findall(rf"\b{kernel}\(([^)]*)\)", "\n".join(map(source_of, KERNEL_FILES)))
-    return [re.sub(r"\s*\w+$", "", one.strip()) for one in declared.split(",")]
+    return [re.sub(r"\s*\w+$", "", parameter.strip()) for parameter in declared.split(",")]
 
 
 def c_type_of(parameter: str) -> Any:
-    """The type of ctypes for a parameter of the type."""
+    """Return the ctypes type of a parameter that is declared with this type."""
     if parameter.startswith("Span<"):
         return Span
     if parameter.startswith(("RowTable<", "Grid<")):
@@ -58,12 +58,12 @@ def c_type_of(parameter: str) -> Any:
     for name, num_pointers in {"QAdamTensors<": 4, "FormTensors<": 2}.items():
         if name in parameter:
             return tensor_tables.table_type(num_pointers)
-    others = {"Rows": Rows, "Table": Rows, "float": ctypes.c_float, "QAdamStep": QAdamStep, "QAdamForm": QAdamForm}
-    return others[parameter]
+    c_types = {"Rows": Rows, "Table": Rows, "float": ctypes.c_float, "QAdamStep": QAdamStep, "QAdamForm": QAdamForm}
+    return c_types[parameter]
 
 
 def run_on_host(host: HostKernels, kernel: str, num_blocks: int, num_threads: int, parameters: int) -> None:
-    """Run a kernel whose arguments' addresses stand at the address `parameters`, as a launch hands them over."""
+    """Run a kernel; the addresses of its arguments are at the address `parameters`, as a launch passes them."""
     kinds = [c_type_of(parameter) for parameter in parameters_of(kernel)]
     places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
     values = [kind.from_address(place) for kind, place in zip(kinds, places, strict=True)]
@@ -73,12 +73,12 @@ def run_on_host(host: HostKernels, kernel: str, num_blocks: int, num_threads: in
 
 @dataclass
 class PretendedDriver:
-    """`cuda.bindings.driver` over the host: a module is its device's index, a function its kernel's name.
+    """A fake `cuda.bindings.driver` that runs kernels on the host: a module is its image, a function its kernel's name.
 
     Attributes:
         host: the kernels; None to launch nothing.
-        version: of CUDA, as the driver counts it.
-        calls: the functions called, and the shape of every launch.
+        version: CUDA's version, as the driver encodes it.
+        calls: the called functions with their arguments, and the shape of every launch.
     """
 
     host: HostKernels | None = None
@@ -124,7 +124,7 @@ class PretendedDriver:
 
 
 class PretendedCompiler:
-    """NVRTC's place: the image names what it is for."""
+    """A fake of NVRTC's compiler: an image names its compute capability."""
 
     def __init__(self) -> None:
         self.version = "13.0"
@@ -142,7 +142,7 @@ def kernels_on(driver: PretendedDriver, compiler: PretendedCompiler | None = Non
 
 @pytest.fixture(autouse=True)
 def _first_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of the CPU stands for one of the device 0."""
+    """Have tensors on the CPU report device 0."""
     monkeypatch.setattr(Tensor, "get_device", lambda self: max(self.device.index or 0, 0))
 
 
@@ -153,7 +153,7 @@ def arguments_of(
     dtype: torch.dtype = torch.float32,
     codec: Codec = MINMAX_UINT8,
 ) -> list[Any]:
-    """Good arguments of an operation, in the order of their method of BlockFormat, the tensors that it writes last."""
+    """Return valid arguments of an operation, in the order of BlockFormat's method, the written tensors last."""
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(num_elements(table), generator=generator).to(dtype) for _ in range(2))
     rows = torch.zeros(3, wire_bytes, dtype=torch.uint8)
@@ -169,20 +169,20 @@ def arguments_of(
 
 
 def copies(arguments: list[Any]) -> list[Any]:
-    return [one.clone() if isinstance(one, Tensor) else one for one in arguments]
+    return [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
 
 
 def check_same(mine: list[Any], theirs: list[Any]) -> None:
-    """Check that an operation has left the same in its arguments as another that was given copies."""
-    for own, other in zip(mine, theirs, strict=True):
+    """Check that two operations have left equal values in their arguments, of which `theirs` were copies."""
+    for own, expected in zip(mine, theirs, strict=True):
         if isinstance(own, Tensor) and own.is_floating_point():
-            assert_same_values(own, other)
+            assert_same_values(own, expected)
         elif isinstance(own, Tensor):
-            assert torch.equal(own, other)
+            assert torch.equal(own, expected)
 
 
 def kernel_of(operation: str, dtype: torch.dtype, codec: Codec = MINMAX_UINT8) -> str:
-    """The name of the kernel that is launched."""
+    """Return the name of the kernel that the operation launches."""
     suffix = "" if operation == "decode_mean_encode" else f"_{str(dtype).split('.')[1]}"
     return f"torchbagua_{codec.name}_{operation}{suffix}"
 
@@ -213,7 +213,7 @@ def test_launches_give_the_bytes_of_the_reference(
     assert (shape, rest) == ((-(-len(lengths) // num_teams), 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
 
 
-# The elements of each tensor: more tensors than a table holds, many of them empty, and one of several chunks.
+# The elements of each tensor: more tensors than a table has rows, many of them empty, and a tensor of several chunks.
 QADAM_LENGTHS = [0, 1, 15, 16, 0, 17, 1000, 2 * tensor_tables.CHUNK_ELEMENTS + 5, *[0] * 61, 7, 7, 0]
 QADAM_NUMBERS = {
     "qadam_update": {
@@ -232,36 +232,36 @@ QADAM_NUMBERS = {
 
 
 def qadam_lists(operation: str) -> list[list[Tensor]]:
-    """Good lists of an operation. Their element types, where they may have others than float32, change midway."""
+    """Return valid lists of an operation. If dtypes other than float32 are allowed, the dtype changes midway."""
     generator = torch.Generator().manual_seed(0)
 
     def values(kinds: tuple[torch.dtype, ...]) -> list[Tensor]:
         found = [torch.randn(length, generator=generator) for length in QADAM_LENGTHS]
-        return [one.to(kinds[0] if i < 6 else kinds[-1]) for i, one in enumerate(found)]
+        return [tensor.to(kinds[0] if i < 6 else kinds[-1]) for i, tensor in enumerate(found)]
 
     if operation != "qadam_update":
         return [values((torch.float32,)), values((torch.bfloat16, torch.float32))]
     weights, gradients, momenta, second_moments = (values((torch.float16, torch.float32)) for _ in range(4))
-    return [weights, gradients, momenta, [one.square() for one in second_moments]]
+    return [weights, gradients, momenta, [tensor.square() for tensor in second_moments]]
 
 
 def qadam_launches(operation: str) -> list[tuple[str, int]]:
-    """Kernel and grid of every launch that they take: a table ends where the type changes, and where it is full."""
+    """Return the kernel and grid of every launch: a table ends when the dtype changes or the table is full."""
     types = ("float16" if operation == "qadam_update" else "bfloat16", "float32", "float32")
-    return [(f"torchbagua_{operation}_{one}", grid) for one, grid in zip(types, (4, 1 + 3 + 1, 1), strict=True)]
+    return [(f"torchbagua_{operation}_{dtype}", grid) for dtype, grid in zip(types, (4, 1 + 3 + 1, 1), strict=True)]
 
 
 @pytest.mark.parametrize("operation", QADAM_NUMBERS)
-def test_launches_over_lists_give_the_bits_of_the_reference(host_kernels: HostKernels, operation: str) -> None:
+def test_launches_over_lists_are_bitwise_equal_to_the_reference(host_kernels: HostKernels, operation: str) -> None:
     mine, numbers = qadam_lists(operation), QADAM_NUMBERS[operation]
-    theirs = [copies(one) for one in mine]
+    theirs = [copies(tensors) for tensors in mine]
     driver = PretendedDriver(host_kernels)
 
     kernels_on(driver).call(operation, *mine, **numbers)
 
     NATIVE_OPS[operation](*theirs, **numbers)
-    for own, others in zip(mine, theirs, strict=True):
-        check_same(own, others)
+    for own, expected in zip(mine, theirs, strict=True):
+        check_same(own, expected)
     shape = (1, 1, tensor_tables.TABLE_THREADS, 1, 1)
     assert [call for call in driver.calls if call[0] == "cuLaunchKernel"] == [
         ("cuLaunchKernel", kernel, (grid, *shape), 0, STREAM, 0) for kernel, grid in qadam_launches(operation)
@@ -314,7 +314,7 @@ def test_kernels_are_compiled_and_loaded_once() -> None:
     assert compiler.compiled == [90]
     assert [call for call in driver.calls if call[0] == "cuModuleLoadData"] == [("cuModuleLoadData", b"for 90")] * 2
     assert [call[0] for call in driver.calls].count("cuModuleGetFunction") == 1
-    # The context of the device is current while it loads or launches, and no longer.
+    # The device's context is current only while it loads or launches.
     names = [call[0] for call in driver.calls]
     assert names.count("cuCtxPushCurrent") == names.count("cuCtxPopCurrent") == 3 + 2
     assert ("cuCtxPushCurrent", "context 1") in driver.calls
@@ -333,13 +333,13 @@ def test_arguments_are_refused_before_anything_is_called() -> None:
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     for operation in CODEC_OPERATIONS:
         good = arguments_of(operation, table, wire_bytes)
-        elsewhere = [one.to("meta") if one is good[-1] else one for one in good]
+        elsewhere = [value.to("meta") if value is good[-1] else value for value in good]
         message = (
             rf"^torchbagua::minmax_uint8_{operation}: \w+ must be contiguous .* on (cpu|meta), got .* on (cpu|meta)$"
         )
         with pytest.raises(ValueError, match=message):
             kernels.call(f"minmax_uint8_{operation}", *elsewhere)
-        strided = [torch.stack((one, one), -1)[..., 0] if one is good[-1] else one for one in good]
+        strided = [torch.stack((value, value), -1)[..., 0] if value is good[-1] else value for value in good]
         with pytest.raises(ValueError, match=r"must be contiguous .*, got non-contiguous torch\."):
             kernels.call(f"minmax_uint8_{operation}", *strided)
     assert driver.calls == []
@@ -348,7 +348,7 @@ def test_arguments_are_refused_before_anything_is_called() -> None:
 def test_old_driver_is_named() -> None:
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     kernels = kernels_on(PretendedDriver(version=12080))
-    with pytest.raises(RuntimeError, match=r"driver is too old: it is for CUDA 12\.8, NVRTC is of CUDA 13\.0.*=ref"):
+    with pytest.raises(RuntimeError, match=r"too old: it supports CUDA 12\.8, but NVRTC is from CUDA 13.*=ref"):
         kernels.call("minmax_uint8_encode", *arguments_of("encode", table, wire_bytes))
 
 

@@ -21,7 +21,7 @@ except Unavailable as why:
     pytest.skip(f"no CUDA toolkit to compile with: {why}", allow_module_level=True)
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"{COMPILER[0]} is not on PATH")
 
-# Prints how the CUDA kernels were loaded, then what is refused: here nothing has a CUDA tensor.
+# Prints how the CUDA kernels were loaded, then the refusals: no tensor here is on CUDA.
 LOAD_AND_CALL = """
 import torch
 from torchbagua import native
@@ -64,7 +64,7 @@ torchbagua::qadam_update: weights must be contiguous float32, bfloat16 or float1
 """
 
 
-# Asks for what the real one does, and compiles in no time.
+# Needs the libraries that the real binding needs, and compiles fast.
 SMALL_BINDING = """
 extern "C" int aoti_torch_get_current_cuda_stream(int, void**);
 int torchbagua_probe(void* place) { return aoti_torch_get_current_cuda_stream(0, &place) + cudaFree(place); }
@@ -72,17 +72,17 @@ int torchbagua_probe(void* place) { return aoti_torch_get_current_cuda_stream(0,
 
 
 def needed_libraries(library: Path) -> set[str]:
-    """The shared libraries that one asks for, without their versions."""
+    """Return the shared libraries that a library needs, without their versions."""
     assert shutil.which("readelf"), "readelf comes with the linker"
     printed = programs.run(["readelf", "-d", library]).stdout
     return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
 
 
 @pytest.mark.slow
-def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_the_reference(
+def test_bindings_compile_without_a_warning_and_launch_kernels_that_give_the_bytes_of_the_reference(
     host_kernels: HostKernels, tmp_path: Path
 ) -> None:
-    """Linked with a pretended runtime, which runs the kernels on the host."""
+    """They are linked with a fake runtime, which runs the kernels on the host."""
     includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in include_paths())]
     command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), *includes]
     command += ["-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings", str(CSRC / recipe.CUDA.source), "-o", "bind.o"]
@@ -95,24 +95,25 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
     script = Path(__file__).with_name("cuda_library_on_host.py")
     command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(host_kernels.library)]
     called = programs.run(command)
-    *calls, old_gpu, other_gpu, old_driver, other = called.stdout.splitlines()
+    *calls, old_gpu, other_gpu, old_driver, other_error = called.stdout.splitlines()
     refused = [call for call in calls if call.startswith("refused ")]
     assert len(calls) - len(refused) == 2 * 9 + 3 + 4
-    # Every argument of the codec's operations and of those of low rank, and every list of QAdam's.
+    # Every argument of the codec's and the low-rank operations, and every list of QAdam's.
     assert len(refused) == (3 + 3 + 4 + 4 + 5) + (3 + 3 + 3 + 5) + (4 + 2 + 2)
     assert old_gpu == (
-        "torchbagua::minmax_uint8_encode: cuda:3 has compute capability 7.0, the kernels need 7.5 or newer; "
-        "TORCHBAGUA_NATIVE=reference runs without them"
+        "torchbagua::minmax_uint8_encode: cuda:3 has compute capability 7.0, but the kernels need 7.5 or newer; "
+        "set TORCHBAGUA_NATIVE=reference to run without them"
     )
     assert "cuda:3 has compute capability 10.3, for which this library was not built" in other_gpu
-    assert f"driver is too old: it is for CUDA 11.8, this library was built with CUDA {TOOLKIT.version}" in old_driver
+    assert "driver is too old: it supports CUDA 11.8, but this library was built with CUDA" in old_driver
+    assert f"built with CUDA {TOOLKIT.version}" in old_driver
     assert "TORCHBAGUA_NATIVE=nvrtc" in old_driver
     assert "=reference" in old_driver
-    assert other == "torchbagua::minmax_uint8_encode: some error of CUDA"
+    assert other_error == "torchbagua::minmax_uint8_encode: some error of CUDA"
 
 
 @pytest.mark.slow
-def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_plain_torch(tmp_path: Path) -> None:
+def test_library_compiled_at_first_use_loads_and_refuses_with_plain_torchs_messages(tmp_path: Path) -> None:
     environment = pretend_cuda(tmp_path / "cuda", REPOSITORY)
     environment["TORCHBAGUA_CACHE"] = str(tmp_path / "cache")
     status, out, err = run_python(LOAD_AND_CALL, tmp_path, **environment)
@@ -126,11 +127,11 @@ def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_plain_torch(
 
 
 @pytest.mark.slow
-def test_wheel_built_beside_a_torch_with_cuda_holds_both_libraries(tmp_path: Path) -> None:
+def test_wheel_built_with_a_cuda_torch_contains_both_libraries(tmp_path: Path) -> None:
     checkout = copy_sources(tmp_path / "checkout")
     for binary, source in {recipe.CPU: "// no kernels\n", recipe.CUDA: SMALL_BINDING}.items():
         (checkout / "csrc_cuda" / binary.source).write_text(source)
-    # An nvcc that knows fewer architectures, as older ones do.
+    # An nvcc that knows fewer architectures, as older versions do.
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     known = "case $* in --list-gpu-arch) printf 'compute_75\\ncompute_90\\n'; exit;; esac"
@@ -158,23 +159,23 @@ def test_wheel_built_beside_a_torch_with_cuda_holds_both_libraries(tmp_path: Pat
 
 
 class TestToolkit:
-    """`usable_toolkit`, which says why there is none."""
+    """`usable_toolkit`, and its reasons why a toolkit is not usable."""
 
     def test_it_is_found_behind_a_script(self) -> None:
         assert [folder for folder in TOOLKIT.library_folders() if (folder / "libcudart_static.a").exists()]
         assert {80, 90, 100} <= set(TOOLKIT.architectures)
 
     def test_another_major_version_is_not_used(self) -> None:
-        with pytest.raises(Unavailable, match=f"CUDA {TOOLKIT.version}, and torch of CUDA 12.8$"):
+        with pytest.raises(Unavailable, match=f"CUDA {TOOLKIT.version}, but torch was built with CUDA 12.8$"):
             cuda_toolkit.usable_toolkit("12.8")
 
-    def test_without_cuda_there_is_no_use_for_one(self) -> None:
+    def test_a_torch_without_cuda_needs_none(self) -> None:
         with pytest.raises(Unavailable, match=r"^this torch is built without CUDA$"):
             cuda_toolkit.usable_toolkit(None)
 
     def test_folder_without_nvcc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-        with pytest.raises(Unavailable, match="there is no nvcc"):
+        with pytest.raises(Unavailable, match="nvcc was not found"):
             cuda_toolkit.usable_toolkit("13.0")
 
     def test_something_else_called_nvcc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,5 +183,5 @@ class TestToolkit:
         (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho no\n")
         (tmp_path / "bin" / "nvcc").chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-        with pytest.raises(Unavailable, match="does not answer as nvcc does"):
+        with pytest.raises(Unavailable, match="does not respond like nvcc"):
             cuda_toolkit.usable_toolkit("13.0")

@@ -1,4 +1,4 @@
-"""The CUDA kernels of low rank on the host: the bits of the reference, and no index out of a tensor."""
+"""The low-rank CUDA kernels on the host: bitwise equal to the reference, and no index outside a tensor."""
 
 import pytest
 import torch
@@ -18,16 +18,16 @@ def run(host_kernels: HostKernels, operation: str, arguments: list[Tensor], num_
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_kernels_give_the_bits_of_the_reference(host_kernels: HostKernels, operation: str) -> None:
-    """With fewer thread blocks than rows."""
+    """The launch has fewer thread blocks than rows."""
     mine = arguments_of(operation)
     theirs = [tensor.clone() for tensor in mine]
     assert run(host_kernels, operation, mine) == "done"
     NATIVE_OPS[f"low_rank_{operation}"](*theirs)
-    for own, other in zip(mine, theirs, strict=True):
-        assert torch.equal(own, other)
+    for own, expected in zip(mine, theirs, strict=True):
+        assert torch.equal(own, expected)
 
 
-def test_what_is_not_finite_gives_nan(host_kernels: HostKernels) -> None:
+def test_values_that_are_not_finite_give_nan(host_kernels: HostKernels) -> None:
     for bad in (float("nan"), float("inf")):
         mine = arguments_of("solve")
         mine[0][0, 2] = bad

@@ -1,4 +1,4 @@
-"""QAdam's CUDA kernels on the host: the bits of the reference."""
+"""QAdam's CUDA kernels on the host are bitwise equal to the reference."""
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ from torchbagua.native.ops import NATIVE_OPS
 from torchbagua.native.tensor_tables import TensorTable, table_type
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NUM_BLOCKS, BLOCK_THREADS = 3, 64  # fewer than the chunks and vectors: a block takes several, a thread too
+NUM_BLOCKS, BLOCK_THREADS = 3, 64  # fewer than the chunks and vectors: a block and a thread each process several
 GUARD = 16  # elements before and after every tensor that no kernel may touch
-# What the kernels of an operation are given after the table.
+# The arguments of an operation's kernels after the table.
 REST = {
     "qadam_update": QAdamStep((*NUMBERS.values(), 1.0 - NUMBERS["beta1"])),
     **dict.fromkeys(FORMS, QAdamForm((0.9, 0.1 / 1024))),
@@ -31,13 +31,13 @@ def run(
 
 
 def lists_of(operation: str, dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tensor]]:
-    """The lists that an operation takes, with tensors of LENGTHS elements; momenta are of the type."""
+    """Return an operation's lists, with tensors of LENGTHS elements; momenta have this dtype."""
     lists = arguments(dtype, is_hostile=is_hostile)
     return lists if operation == "qadam_update" else [arguments(torch.float32, is_hostile=is_hostile)[1], lists[2]]
 
 
 def launch_table(lists: list[list[Tensor]], chunk_elements: int) -> TensorTable:
-    """The table of a launch."""
+    """Return the table of a launch."""
     table = table_type(len(lists))(num_rows=len(lists[0]), chunk_elements=chunk_elements)
     for row, tensors in zip(table.rows, zip(*lists, strict=True), strict=False):
         row.pointers[:] = [tensor.data_ptr() for tensor in tensors]
@@ -46,8 +46,8 @@ def launch_table(lists: list[list[Tensor]], chunk_elements: int) -> TensorTable:
     return table
 
 
-def guarded(tensor: Tensor, shift: int) -> Tensor:
-    """A buffer with a copy between guards, `shift` elements beyond an address that vectors fit: see `inside`."""
+def guard(tensor: Tensor, shift: int) -> Tensor:
+    """Return a buffer with a copy between guards, `shift` elements past a vector-aligned address; see `inside`."""
     buffer = torch.full((tensor.numel() + 2 * GUARD + shift,), 7.0, dtype=tensor.dtype)
     assert buffer.data_ptr() % 16 == 0
     inside(buffer, shift).copy_(tensor)
@@ -55,7 +55,7 @@ def guarded(tensor: Tensor, shift: int) -> Tensor:
 
 
 def inside(buffer: Tensor, shift: int) -> Tensor:
-    """The copy that `guarded` made."""
+    """Return the copy that `guard` made."""
     return buffer[GUARD + shift : -GUARD]
 
 
@@ -64,7 +64,7 @@ def inside(buffer: Tensor, shift: int) -> Tensor:
 def test_kernels_give_the_bits_of_the_reference(host_kernels: HostKernels, operation: str, dtype: torch.dtype) -> None:
     num_lists = len(lists_of(operation, dtype))
     aligned, unaligned = [0] * num_lists, [1] * num_lists
-    one_unaligned = [[int(i == other) for i in range(num_lists)] for other in range(num_lists)]
+    one_unaligned = [[int(i == shifted) for i in range(num_lists)] for shifted in range(num_lists)]
     for shifts, chunk_elements in [
         (aligned, 1024),
         (aligned, 1001),  # later chunks of an aligned tensor are not aligned
@@ -89,7 +89,7 @@ def check_bits(
     order = [0, 1, 0, 0, *range(1, len(LENGTHS)), 0]
 
     def buffers() -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        whole = [[guarded(own[i], shift) for i in order] for own, shift in zip(originals, shifts, strict=True)]
+        whole = [[guard(own[i], shift) for i in order] for own, shift in zip(originals, shifts, strict=True)]
         return whole, [[inside(buffer, shift) for buffer in own] for own, shift in zip(whole, shifts, strict=True)]
 
     mine, tensors = buffers()
@@ -98,8 +98,8 @@ def check_bits(
     run(host_kernels, operation, dtype, launch_table(tensors, chunk_elements), range(NUM_BLOCKS), NUM_BLOCKS)
 
     NATIVE_OPS[operation](*of_reference, **KEYWORDS[operation])
-    for own, others in zip(mine, theirs, strict=True):
-        assert all(map(same, own, others)), (shifts, chunk_elements, is_hostile)
+    for own, expected in zip(mine, theirs, strict=True):
+        assert all(map(same, own, expected)), (shifts, chunk_elements, is_hostile)
     if not is_hostile:
         assert not torch.equal(tensors[0][-2], originals[0][-1])
 
@@ -125,5 +125,5 @@ def test_elements_beyond_32_bits(host_kernels: HostKernels, operation: str, dtyp
     run(host_kernels, operation, dtype, table, range(last, last + 1), last + 1)
 
     NATIVE_OPS[operation](*theirs, **KEYWORDS[operation])
-    for own, others in zip(tensors, theirs, strict=True):
-        assert all(map(same, own, others))
+    for own, expected in zip(tensors, theirs, strict=True):
+        assert all(map(same, own, expected))

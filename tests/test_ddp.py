@@ -1,4 +1,4 @@
-"""DDP as people use it: replicas stay bit-identical, and the averages equal the one-process oracle's bit for bit."""
+"""DDP as users run it: replicas stay bitwise identical, and averages are bitwise equal to the one-process oracle's."""
 
 import copy
 import dataclasses
@@ -21,14 +21,14 @@ IN_4_BITS = tb.CompressedAllReduceAlgorithm()
 
 
 def in_numpy(tensor: torch.Tensor) -> oracle.Array:
-    """All elements; numpy knows neither bfloat16, nor what to do with float16."""
+    """Return all elements, 16-bit floats in float32: numpy has no bfloat16, and is not suited to float16."""
     return flat(tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor)
 
 
 def expected_average(
     algorithm: tb.Algorithm, gradients: Sequence[torch.Tensor], nodes: Sequence[int] | None
 ) -> torch.Tensor:
-    """The oracle's average of one parameter's local gradients, flat and in the parameter's dtype."""
+    """Return the oracle's average of a parameter's local gradients, flat and in the parameter's dtype."""
     rows = [in_numpy(gradient) for gradient in gradients]
     if isinstance(algorithm, tb.ByteGradAlgorithm):
         block = algorithm.block
@@ -42,7 +42,7 @@ def expected_average(
 
 
 def check_runs(runs: Sequence[Run], algorithm: tb.Algorithm, nodes: Sequence[int] | None = None) -> None:
-    """Replicas are equal on all ranks and every average is the oracle's, to the bit."""
+    """Check that replicas are equal on all ranks, and every average is bitwise equal to the oracle's."""
     for run in runs[1:]:
         for name, weight in runs[0].weights.items():
             assert torch.equal(weight, run.weights[name]), f"replicas differ in {name}"
@@ -79,11 +79,11 @@ def test_scenarios(device: torch.device, scenario: str, algorithm: tb.Algorithm)
 @pytest.mark.parametrize(
     ("size", "algorithm"),
     [*product([1, 2, 4, 5, 6, 7, 8], ALGORITHMS), *product([2, 4, 8], [IN_4_BITS])],
-    ids=lambda one: one if isinstance(one, int) else type(one).__name__,
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
 )
 def test_numbers_of_ranks(size: int, algorithm: tb.Algorithm) -> None:
     model = build(Tower)
-    options = {"bucket_cap_mb": 0.01, "num_steps": 2}  # DDP makes its buckets anew after the first
+    options = {"bucket_cap_mb": 0.01, "num_steps": 2}  # DDP rebuilds its buckets after the first step
     check_runs(run_ranks(size, lambda group: train(group, model, algorithm, **options)), algorithm)
 
 
@@ -93,7 +93,7 @@ NODES = [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 2,
 @pytest.mark.parametrize(
     ("nodes", "algorithm"),
     [*product(NODES, ALGORITHMS), *product([NODES[0], NODES[-1]], [IN_4_BITS])],
-    ids=lambda one: str(one) if isinstance(one, list) else type(one).__name__,
+    ids=lambda value: str(value) if isinstance(value, list) else type(value).__name__,
 )
 def test_hierarchical(device: torch.device, nodes: list[int], algorithm: tb.Algorithm) -> None:
     model = build(Tower).to(device)
@@ -139,7 +139,7 @@ def test_one_range_per_chunk_keeps_replicas_equal() -> None:
     for name, averaged in runs[0].averaged[0].items():
         gradients = torch.stack([run.local[0][name] for run in runs])
         assert all(torch.equal(run.averaged[0][name], averaged) for run in runs)
-        # Two quantisations, each off by half a step of a range that is at most that of all gradients.
+        # Two quantizations, each off by half a step; no chunk's range exceeds the range of all gradients.
         whole = torch.cat([gradient.flatten() for run in runs for gradient in run.local[0].values()])
         bound = 1.01 * (whole.max() - whole.min()) / 255
         assert (averaged - gradients.mean(0)).abs().max() <= bound
@@ -153,13 +153,13 @@ def test_results_do_not_depend_on_buckets(device: torch.device) -> None:
         return runs[0].weights
 
     weights = [weights_with(bucket_cap_mb) for bucket_cap_mb in (0.001, 0.02, 25)]
-    for other in weights[1:]:
-        assert all(torch.equal(weights[0][name], other[name]) for name in other)
+    for of_cap in weights[1:]:
+        assert all(torch.equal(weights[0][name], of_cap[name]) for name in of_cap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_grad_scaler_skips_on_all_ranks(device: torch.device, dtype: torch.dtype) -> None:
-    """An Inf in the gradients of one rank makes every rank skip that step, and only that one."""
+    """An Inf in the gradients of one rank makes every rank skip that step, and only that step."""
     model = build(lambda: torch.nn.Linear(10, 3000)).to(device)
 
     def body(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[torch.Tensor]]:
@@ -190,7 +190,7 @@ def test_grad_scaler_skips_on_all_ranks(device: torch.device, dtype: torch.dtype
 
 
 def test_resume_continues_bit_for_bit() -> None:
-    """Six steps, or three, a checkpoint, new DDP and optimizer, and three more: the same weights."""
+    """Six steps give the same weights as three steps, a checkpoint, a new DDP and optimizer, and three more steps."""
     model = build(Tower)
 
     def steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: torch.Generator) -> None:

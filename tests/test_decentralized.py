@@ -1,4 +1,4 @@
-"""Decentralized algorithms: every step equals the one-process oracle's bit for bit, and replicas their originals."""
+"""Decentralized algorithms: steps are bitwise equal to the one-process oracle's, and replicas to their originals."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ BUCKET_CAPS_MB = [8.0, 0.001]  # one bucket, several
 
 
 def check_decentralized(traces: Sequence[Trace], mode: str, interval: int, nodes: Sequence[int] | None) -> None:
-    """After step t: x += mean(x_t) - x_t, where a round was due, from what the ranks recorded."""
+    """Check the ranks' records: x += mean(x_t) - x_t after each step t with a round."""
     num_rounds = 0
     for step in range(len(traces[0].updated)):
         for name in traces[0].start[0]:
@@ -60,20 +60,20 @@ def test_decentralized(device: torch.device, size: int, mode: str, interval: int
 @pairwise(nodes=list(NODES), mode=MODES, interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_decentralized_over_nodes(nodes: str, mode: str, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.DecentralizedAlgorithm(True, mode, interval, bucket_cap_mb=bucket_cap_mb)
-    model, on = build(Normed), NODES[nodes]
-    traces = run_ranks(len(on), lambda group: train(group, model, algorithm, nodes=on))
-    check_decentralized(traces, mode, interval, on)
+    model, node_of_rank = build(Normed), NODES[nodes]
+    traces = run_ranks(len(node_of_rank), lambda group: train(group, model, algorithm, nodes=node_of_rank))
+    check_decentralized(traces, mode, interval, node_of_rank)
 
 
-def test_pairing_goes_on_when_buckets_are_made_again() -> None:
+def test_pairing_continues_when_buckets_are_rebuilt() -> None:
     model = build(Normed)
 
-    def set_free(trainer: Trainer, attachment: tb.Attachment) -> None:
+    def unfreeze(trainer: Trainer, attachment: tb.Attachment) -> None:
         if attachment.impl.rounds.step == 3:
             trainer.module.frozen.requires_grad_(True)
 
     algorithm = tb.DecentralizedAlgorithm(True, "shift_one")
-    traces = run_ranks(4, lambda group: train(group, model, algorithm, after_step=set_free))
+    traces = run_ranks(4, lambda group: train(group, model, algorithm, after_step=unfreeze))
     check_decentralized(traces, "shift_one", 1, None)
 
 
@@ -103,17 +103,17 @@ def test_check_values() -> None:
     data = [batches(rank) for rank in range(size)]
     for _ in range(num_steps):
         means = [
-            torch.stack(same).mean(0) for same in zip(*(replica.parameters() for replica in replicas), strict=True)
+            torch.stack(copies).mean(0) for copies in zip(*(replica.parameters() for replica in replicas), strict=True)
         ]
-        for replica, of_rank in zip(replicas, data, strict=True):
-            x, y = next(of_rank)
+        for replica, rank_batches in zip(replicas, data, strict=True):
+            x, y = next(rank_batches)
             gradients = torch.autograd.grad(nn.functional.mse_loss(replica(x), y), list(replica.parameters()))
             with torch.no_grad():
                 for parameter, mean, gradient in zip(replica.parameters(), means, gradients, strict=True):
                     parameter.copy_(mean - lr * gradient)
     for replica, weights in zip(replicas, run_ranks(size, body), strict=True):
         for expected, actual in zip(replica.parameters(), weights, strict=True):
-            # Two roundings more a step: x + (mean - x) for mean.
+            # Two more roundings per step: x + (mean - x) instead of mean.
             torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -166,9 +166,9 @@ def test_low_precision(size: int, interval: int, bucket_cap_mb: float) -> None:
 @pairwise(nodes=list(NODES), interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
-    model, on = build(Normed), NODES[nodes]
-    traces = run_ranks(len(on), lambda group: train(group, model, algorithm, nodes=on))
-    check_low_precision(traces, interval, on)
+    model, node_of_rank = build(Normed), NODES[nodes]
+    traces = run_ranks(len(node_of_rank), lambda group: train(group, model, algorithm, nodes=node_of_rank))
+    check_low_precision(traces, interval, node_of_rank)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -214,8 +214,8 @@ def test_a_group_of_one_changes_nothing(device: torch.device, algorithm: tb.Algo
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, [0, 0, 1, 1]), (3, None)])
-def test_in_a_ring_of_two_one_replica_stands_for_both_neighbours(size: int, nodes: Sequence[int] | None) -> None:
-    """It is saved and loaded as two, as in any ring."""
+def test_a_ring_of_two_has_a_single_replica_for_both_neighbours(size: int, nodes: Sequence[int] | None) -> None:
+    """It is saved and loaded as two replicas, as in any ring."""
     module = build(lambda: nn.Linear(40, 30))
 
     def body(group: dist.ProcessGroup) -> None:

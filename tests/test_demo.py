@@ -1,4 +1,4 @@
-"""`torchbagua demo` as its user meets it: a short run with all that it writes, and every way it can fail."""
+"""`torchbagua demo` as users run it: a short run with everything that it writes, and every way it can fail."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from torchbagua.observe.files import find_files
 
 STEPS = 12
 COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]
-# Starting takes seconds on an idle machine, and far longer on one that compiles the kernels meanwhile.
+# Starting takes seconds on an idle machine, and far longer while the machine compiles the kernels.
 TIMEOUT_S = 150
 
 
@@ -59,7 +59,7 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
     assert f"{bytegrad['ratio']:.2f}x" in run.stdout
     assert f"{bytegrad['final_loss']:.4f}" in run.stdout
     assert "less than 1%" in run.stdout
-    assert "ring all-reduce" in run.stdout, "where plain DDP's bytes come from is told"
+    assert "ring all-reduce" in run.stdout, "it explains where plain DDP's bytes come from"
     assert f"{STEPS}/{STEPS}" in run.stderr, "the progress bar"
 
     for line in (
@@ -73,7 +73,7 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
     assert list(traces.glob("events.out.tfevents.*"))
 
 
-def test_table_tells_where_losses_disagree() -> None:
+def test_table_reports_losses_that_disagree() -> None:
     plain = summarise("plain DDP", [5.0, 1.9], None, 3.5, num_elements=100, nproc=4)
     bytegrad = summarise("ByteGrad", [5.0, 2.0], [60, 120], 3.5, num_elements=100, nproc=4)
 
@@ -108,7 +108,7 @@ def test_text_is_bounded_and_in_order(tmp_path: Path) -> None:
     assert 1_000_000 < len(read_standard_library()) <= LIMIT_BYTES
 
 
-def test_text_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         read_standard_library(tmp_path)
 
@@ -135,7 +135,7 @@ def test_bad_options_are_named(option: str, value: str, allowed: str, capsys: py
 def test_missing_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # None is what makes Python's import system treat a module as not there.
+    # Python's import system treats a module that is None as missing.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     with pytest.raises(SystemExit, match="2"):
@@ -159,8 +159,8 @@ def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _training(folder: Path) -> "Iterator[subprocess.Popen[str]]":
-    """A demo that trains, under nohup, for a minute at least; its stderr goes to folder/stderr."""
+def _run_demo(folder: Path) -> "Iterator[subprocess.Popen[str]]":
+    """Run a demo that trains, under nohup, for at least a minute; its stderr goes to folder/stderr."""
     command = ["nohup", *COMMAND, "--steps", "1000", "--output", str(folder)]
     with (
         (folder / "stderr").open("wb") as stderr,
@@ -182,12 +182,12 @@ def _children(process_id: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
-    with _training(tmp_path) as process:
+    with _run_demo(tmp_path) as process:
         ranks = _children(process.pid)
         assert len(ranks) == 2
-        process.send_signal(signal.SIGHUP)  # which nohup has it ignore
+        process.send_signal(signal.SIGHUP)  # which nohup makes it ignore
         if victim == "launcher":
-            os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
+            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         else:
             os.kill(ranks[1], signal.SIGKILL)
         status = process.wait(timeout=60)

@@ -1,4 +1,4 @@
-"""DiLoCo: every step equals a one-process oracle's made with torch.optim.SGD, bit for bit; what else must hold."""
+"""DiLoCo: every step is bitwise equal to a one-process oracle built on torch.optim.SGD; properties; saved states."""
 
 import copy
 import dataclasses
@@ -38,14 +38,14 @@ class Dyadic(nn.Module):
 
 
 def dyadic_steps(module: nn.Module, optimizer: torch.optim.Optimizer, data: int, num_steps: int) -> None:
-    """Steps of SGD by data's own gradients, whole numbers."""
+    """Take SGD steps with whole-number gradients that depend on `data` and the step."""
     for step in range(num_steps):
         optimizer.zero_grad()
         module(torch.tensor([(3 * data + step) % 5 - 2.0, (data + 2 * step) % 7 - 3.0])).backward()
         optimizer.step()
 
 
-def attached(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algorithm: Any, **options: Any) -> Any:
+def attach_on(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algorithm: Any, **options: Any) -> Any:
     return tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group), **options)
 
 
@@ -54,10 +54,10 @@ def fragments_on(attachment: tb.Attachment) -> dict[str, int]:
 
 
 @pairwise(size=[2, 4, 8], compression=[None, "minmax_uint4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
-def test_rounds_are_those_of_the_oracle(
+def test_rounds_equal_the_oracle(
     device: torch.device, size: int, compression: str | None, fragments: int, delay: int, cap_mb: float
 ) -> None:
-    """(a), (d) and (g): also the shadow weights, which are the same bits on all ranks after every step."""
+    """The shadow weights equal the oracle's too, and are bitwise equal on all ranks after every step."""
     algorithm = DiLoCo(H, compression=compression, fragments=fragments, delay=delay, bucket_cap_mb=cap_mb)
     model = build(Normed).to(device)
     shadows: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(size)]
@@ -72,29 +72,29 @@ def test_rounds_are_those_of_the_oracle(
 
     traces = run_ranks(size, body, device=device)
     rounds = check_rounds(traces, algorithm, found)
-    for of_step in zip(*shadows, strict=True):
-        assert_same_weights(of_step)
+    for thetas in zip(*shadows, strict=True):
+        assert_same_weights(thetas)
     for name, theta in shadows[0][-1].items():
         np.testing.assert_array_equal(theta.cpu().flatten().numpy(), rounds.theta[name].numpy(), name)
     assert_same_weights([trace.final for trace in traces])
 
 
 def test_every_step_without_momentum_is_the_mean_of_weights() -> None:
-    """(a), on dyadic data."""
+    """Exactly, on dyadic data."""
 
     def body(group: dist.ProcessGroup) -> None:
         module, replicas = Dyadic(), [Dyadic() for _ in range(4)]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
         optimizers = [torch.optim.SGD(replica.parameters(), lr=0.25) for replica in replicas]
-        with attached(group, module, optimizer, tb.LocalSGDAlgorithm(1, compression=None)):
+        with attach_on(group, module, optimizer, tb.LocalSGDAlgorithm(1, compression=None)):
             for step in range(5):
                 dyadic_steps(module, optimizer, group.rank() + step, 1)
                 for rank in range(4):
                     dyadic_steps(replicas[rank], optimizers[rank], rank + step, 1)
                 with torch.no_grad():
-                    for same in zip(*(replica.parameters() for replica in replicas), strict=True):
-                        mean = torch.stack(list(same)).mean(0)
-                        for parameter in same:
+                    for copies in zip(*(replica.parameters() for replica in replicas), strict=True):
+                        mean = torch.stack(list(copies)).mean(0)
+                        for parameter in copies:
                             parameter.copy_(mean)
                 assert_same_weights([weights_of(module), weights_of(replicas[0])])
 
@@ -102,7 +102,7 @@ def test_every_step_without_momentum_is_the_mean_of_weights() -> None:
 
 
 def test_one_rank_changes_nothing() -> None:
-    """(b): inner SGD(lr a), outer SGD(lr 1), H = 1; and so it is with any other arguments."""
+    """With inner SGD(lr a), outer SGD(lr 1) and H = 1, and with any other arguments."""
     expected = Dyadic()
     dyadic_steps(expected, torch.optim.SGD(expected.parameters(), lr=0.25), 1, 5)
 
@@ -110,7 +110,7 @@ def test_one_rank_changes_nothing() -> None:
         for algorithm in (tb.LocalSGDAlgorithm(1), DiLoCo(1), DiLoCo(4, fragments=2, delay=1)):
             module = Dyadic()
             optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
-            with attached(group, module, optimizer, algorithm) as attachment:
+            with attach_on(group, module, optimizer, algorithm) as attachment:
                 dyadic_steps(module, optimizer, 1, 5)
                 attachment.load_state_dict(attachment.state_dict())
             assert_same_weights([weights_of(module), weights_of(expected)])
@@ -120,12 +120,12 @@ def test_one_rank_changes_nothing() -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_with_the_same_batches_are_one_worker(size: int) -> None:
-    """(c), on dyadic data: sums of more than four equal numbers are not exact on all."""
+    """On dyadic data: on other data, sums of more than four equal numbers are not always exact."""
 
     def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         module = Dyadic()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25, momentum=0.5)
-        with attached(group, module, optimizer, DiLoCo(3, 0.5, 0.5, compression=None)):
+        with attach_on(group, module, optimizer, DiLoCo(3, 0.5, 0.5, compression=None)):
             dyadic_steps(module, optimizer, 1, 9)
         return weights_of(module)
 
@@ -152,7 +152,7 @@ def test_ranks_with_the_same_batches_are_one_worker(size: int) -> None:
 
 @pytest.mark.parametrize("compression", ["minmax_uint8", "sign1bit", "topk", "bfloat16"])
 def test_shadow_weights_are_equal_with_any_codec(compression: str) -> None:
-    """(d); and what is left out is sent later, so that none of them fails."""
+    """The residual is sent later, so training stays finite with each of them."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
@@ -166,13 +166,13 @@ def test_shadow_weights_are_equal_with_any_codec(compression: str) -> None:
         )
         return seen
 
-    for of_step in zip(*run_ranks(2, body), strict=True):
-        assert_same_weights(of_step)
-        assert all(theta.isfinite().all() for theta in of_step[0].values())
+    for thetas in zip(*run_ranks(2, body), strict=True):
+        assert_same_weights(thetas)
+        assert all(theta.isfinite().all() for theta in thetas[0].values())
 
 
 def test_a_loaded_round_is_applied_before_another_begins() -> None:
-    """It was to be applied after step 14; under the other schedule the next begins after step 12."""
+    """It was due after step 14; with the new schedule, the next round begins after step 12."""
 
     def body(group: dist.ProcessGroup) -> None:
         def averaging(inner_steps: int) -> tb.LocalSGDAlgorithm:
@@ -180,31 +180,31 @@ def test_a_loaded_round_is_applied_before_another_begins() -> None:
 
         module, loaded = Dyadic(), Dyadic()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
-        with attached(group, module, optimizer, averaging(10)) as attachment:
+        with attach_on(group, module, optimizer, averaging(10)) as attachment:
             dyadic_steps(module, optimizer, group.rank(), 11)
             state = attachment.runner.state_dict()
         optimizer = torch.optim.SGD(loaded.parameters(), lr=0.25)
-        with attached(group, loaded, optimizer, averaging(6)) as attachment:
+        with attach_on(group, loaded, optimizer, averaging(6)) as attachment:
             attachment.runner.load_state_dict(state)
             alone = copy.deepcopy(loaded)
             dyadic_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.25), group.rank(), 1)
             dyadic_steps(loaded, optimizer, group.rank(), 1)
             assert attachment.impl.rounds.num_rounds == 2
             assert any(difference.any() for difference in state["differences"].values())
-            expected = {name: one + state["differences"][name] for name, one in weights_of(alone).items()}
+            expected = {name: weight + state["differences"][name] for name, weight in weights_of(alone).items()}
             assert_same_weights([weights_of(loaded), expected])
 
     run_ranks(2, body)
 
 
 def test_progress_made_during_a_round_is_kept() -> None:
-    """(e): the mean of the weights is theta' and the mean progress since the snapshot; of dyadic data, exactly."""
+    """The mean of the weights is theta' plus the mean progress since the snapshot; exactly, on dyadic data."""
     algorithm = tb.LocalSGDAlgorithm(4, compression=None, delay=2, final_average=False)
 
     def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
         module = Dyadic()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
-        with attached(group, module, optimizer, algorithm) as attachment:
+        with attach_on(group, module, optimizer, algorithm) as attachment:
             dyadic_steps(module, optimizer, group.rank(), 4)
             snapshot = weights_of(module)
             dyadic_steps(module, optimizer, group.rank(), 1)
@@ -222,8 +222,8 @@ def test_progress_made_during_a_round_is_kept() -> None:
         assert torch.equal(after.mean(0), theta[0] + (alone - snapshot).mean(0))
 
 
-def test_what_is_left_out_is_not_lost() -> None:
-    """(f): the means that were received, and the residuals, add up to the outer gradients, to float32 rounding."""
+def test_residuals_are_not_lost() -> None:
+    """The received means and the residuals sum to the outer gradients, up to float32 rounding."""
     model, size = build(lambda: nn.Linear(10, 333)), 4
     algorithm = DiLoCo(1, outer_momentum=0.0, outer_lr=1.0)
 
@@ -233,10 +233,10 @@ def test_what_is_left_out_is_not_lost() -> None:
         seen: list[dict[str, torch.Tensor]] = []
         optimizer.register_step_post_hook(lambda *_: seen.append(weights_of(module)))
         theta = weights_of(module)
-        sent = {name: torch.zeros_like(one) for name, one in theta.items()}
+        sent = {name: torch.zeros_like(weight) for name, weight in theta.items()}
         received = copy.deepcopy(sent)
         data = torch.Generator().manual_seed(group.rank())
-        with attached(group, module, optimizer, algorithm) as attachment:
+        with attach_on(group, module, optimizer, algorithm) as attachment:
             for _ in range(5):
                 optimizer.zero_grad()
                 module(torch.randn(6, 10, generator=data)).square().sum().backward()
@@ -260,19 +260,19 @@ def test_what_is_left_out_is_not_lost() -> None:
         )
 
 
-def test_one_flat_tensor_is_stepped_as_its_views() -> None:
-    """(h): torch's SGD works element by element, so the outer optimizer may have a view for each parameter."""
+def test_sgd_steps_a_flat_tensor_as_its_views() -> None:
+    """torch's SGD is elementwise, so the outer optimizer may have a view for each parameter."""
     flat = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    other = flat.clone()
-    views = [view.view(-1, 5) for view in other.split([300, 10, 690])]
-    one, several = (torch.optim.SGD(tensors, lr=0.7, momentum=0.6, nesterov=True) for tensors in ([flat], views))
+    viewed = flat.clone()
+    views = [view.view(-1, 5) for view in viewed.split([300, 10, 690])]
+    of_flat, of_views = (torch.optim.SGD(tensors, lr=0.7, momentum=0.6, nesterov=True) for tensors in ([flat], views))
     for seed in range(5):
         flat.grad = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
         for view, gradient in zip(views, flat.grad.split([300, 10, 690]), strict=True):
             view.grad = gradient.view(-1, 5)
-        one.step()
-        several.step()
-    assert torch.equal(flat, other)
+        of_flat.step()
+        of_views.step()
+    assert torch.equal(flat, viewed)
 
 
 RESUMED = {
@@ -289,7 +289,7 @@ RESUMED = {
 @pytest.mark.parametrize("name", ["delay", *(pytest.param(n, marks=pytest.mark.slow) for n in RESUMED if n != "delay")])
 @pytest.mark.parametrize("nodes", [None, pytest.param([0, 0, 1, 1], marks=pytest.mark.slow)], ids=["flat", "nodes"])
 def test_a_run_resumes_bit_for_bit(name: str, stop: int, nodes: list[int] | None) -> None:
-    """Between rounds, after one, and with one in flight; also into other buckets."""
+    """Between rounds, after a round, and with a round in flight; also into other buckets."""
     model, algorithm, end = build(Normed), RESUMED[name], 11
     resumed = dataclasses.replace(algorithm, bucket_cap_mb=0.001)
 
@@ -306,13 +306,13 @@ def test_a_run_resumes_bit_for_bit(name: str, stop: int, nodes: list[int] | None
                 first.step()
             file = io.BytesIO()
             torch.save([attachment.rank_state_dict(), first.data.get_state()], file)
-            first.step()  # saving has disturbed nothing
+            first.step()  # saving must change nothing
             assert_same_weights([weights_of(first.module), expected.start[stop + 1]])
         file.seek(0)
         second = Trainer(group, model, lr=0.01)
         with attach(second, resumed) as attachment:
             for _ in range(4):
-                second.step()  # what it has done before it loads is forgotten
+                second.step()  # loading must undo these steps
             state, data = torch.load(file, weights_only=True)
             attachment.load_rank_state_dict(state)
             second.data.set_state(data)
@@ -324,8 +324,8 @@ def test_a_run_resumes_bit_for_bit(name: str, stop: int, nodes: list[int] | None
     run_ranks(2 if nodes is None else 4, body)
 
 
-def test_a_state_of_another_number_of_ranks() -> None:
-    """What all ranks share is taken over, and each takes a worker's weights; residuals are dropped, and it says so."""
+def test_a_state_of_another_world_size() -> None:
+    """The shared state is loaded, and each rank loads a worker's weights; residuals are dropped with a warning."""
     model, algorithm = build(Normed), DiLoCo(3, delay=2)
 
     def save(group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -340,10 +340,10 @@ def test_a_state_of_another_number_of_ranks() -> None:
     def load(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
         trainer, rank = Trainer(group, model, lr=0.01), group.rank()
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            other, before = copy.deepcopy(saved[0][0]), weights_of(trainer.module)
-            other["attachment"]["impl"]["residuals"] |= {"rank": 1 - rank % 2, "num_ranks": 3}
-            with pytest.raises(ValueError, match=rf"that of rank {rank} of 3, got that of rank {1 - rank % 2} of 3"):
-                attachment.load_rank_state_dict(other)
+            mismatched, before = copy.deepcopy(saved[0][0]), weights_of(trainer.module)
+            mismatched["attachment"]["impl"]["residuals"] |= {"rank": 1 - rank % 2, "num_ranks": 3}
+            with pytest.raises(ValueError, match=rf"from rank {rank} of 3, got a state from rank {1 - rank % 2} of 3"):
+                attachment.load_rank_state_dict(mismatched)
             assert_same_weights([before, weights_of(trainer.module)])
             attachment.load_rank_state_dict(saved[rank % 2][0])
             assert attachment.impl.rounds.step == 4
@@ -352,13 +352,13 @@ def test_a_state_of_another_number_of_ranks() -> None:
                 trainer.step()
             return [attachment.impl.shadow.state_dict()["theta"], weights_of(trainer.module)]
 
-    with pytest.warns(RuntimeWarning, match=r"the state is of 2 ranks on the nodes None, and attached are 3 on None"):
+    with pytest.warns(RuntimeWarning, match="saved by 2 ranks on the nodes None, but 3 ranks on the nodes None"):
         ranks = run_ranks(3, load)
     assert_same_weights([theta for theta, _ in ranks])
 
 
 def test_a_state_of_a_single_rank() -> None:
-    """It has trained alone: its weights are where all start from."""
+    """It trained alone: all ranks start from its weights."""
     model, algorithm = build(Normed), DiLoCo(3, delay=1)
 
     def save(group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -387,8 +387,8 @@ def test_a_state_of_a_single_rank() -> None:
 
 
 @pytest.mark.parametrize(("saved", "attached"), [(None, "minmax_uint4"), ("minmax_uint4", None), ("topk", "sign1bit")])
-def test_a_state_under_another_compression(saved: str | None, attached: str | None) -> None:
-    """Residuals are taken over; where full precision follows they are dropped, and it says so."""
+def test_a_state_with_another_compression(saved: str | None, attached: str | None) -> None:
+    """Residuals are loaded; with compression=None they are dropped with a warning."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -414,8 +414,8 @@ def test_a_state_under_another_compression(saved: str | None, attached: str | No
         run_ranks(2, body)
 
 
-def test_a_frozen_layer_stands_still() -> None:
-    """After the round that brings what it has learnt; the outer momentum does not carry it on."""
+def test_a_frozen_layer_does_not_change() -> None:
+    """After the round that contains its last updates, the outer momentum does not move it further."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -444,7 +444,7 @@ def test_a_state_of_other_arguments_or_weights() -> None:
             state = attachment.state_dict()
             with pytest.raises(ValueError, match=r"state must have the keys \[.*'step'.*\], got \['step'\]"):
                 attachment.load_state_dict({**state, "impl": {"step": 3}})
-            with pytest.raises(ValueError, match="shadow weights of this module, 6 tensors, got 1; they differ in"):
+            with pytest.raises(ValueError, match="this module's shadow weights, 6 tensors, got 1; they differ in"):
                 attachment.load_state_dict({**state, "impl": {**state["impl"], "theta": {"a": torch.zeros(3)}}})
         apart = copy.deepcopy(state)
         apart["impl"]["theta"]["last.bias"] += group.rank()
@@ -464,8 +464,8 @@ def test_a_state_of_other_arguments_or_weights() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_round_with_nan_is_dropped_on_all_ranks_and_told_once(delay: int) -> None:
-    """As if it had not been: the weights and residuals of the others go on, and so does a rank that recovers."""
+def test_a_round_with_nan_is_dropped_on_all_ranks_with_one_warning(delay: int) -> None:
+    """The round leaves no trace: other ranks keep their weights and residuals, and a rank that recovers continues."""
     model = build(Normed)
     algorithm = DiLoCo(3, delay=delay, final_average=False)
 
@@ -487,7 +487,7 @@ def test_a_round_with_nan_is_dropped_on_all_ranks_and_told_once(delay: int) -> N
             if delay == 0:
                 steps(2)
             last = weights_of(trainer.module)
-            steps(1)  # the round is formed
+            steps(1)  # starts the round
             if delay:
                 last = weights_of(trainer.module)
                 steps(delay)
@@ -497,7 +497,9 @@ def test_a_round_with_nan_is_dropped_on_all_ranks_and_told_once(delay: int) -> N
             for key in ("theta", "outer"):
                 assert_equal(after[key], before[key])
             assert_equal(after["residuals"], before["residuals"])
-            with torch.no_grad():  # in place: each rank its own, which a load must not be
+            with (
+                torch.no_grad()
+            ):  # in place: each rank restores its own weights, while a load must be equal on all ranks
                 for name, tensor in trainer.module.state_dict().items():
                     tensor.copy_(good[0][name])
             trainer.optimizer.load_state_dict(good[1])
@@ -505,27 +507,27 @@ def test_a_round_with_nan_is_dropped_on_all_ranks_and_told_once(delay: int) -> N
             assert attachment.impl.num_dropped == 1
             assert (attachment.impl.rounds.num_rounds, attachment.impl.rounds.step) == (3, 9 + delay)
             theta = attachment.impl.shadow.state_dict()["theta"]
-            assert all(one.isfinite().all() for one in theta.values())
+            assert all(weight.isfinite().all() for weight in theta.values())
             assert not torch.equal(theta["last.weight"], before["theta"]["last.weight"])
 
-    with pytest.warns(RuntimeWarning, match="the round after 6 steps is dropped on all ranks") as told:
+    with pytest.warns(RuntimeWarning, match="the round after 6 steps is dropped on all ranks") as caught:
         run_ranks(2, body)
-    assert len(told) == 2, "once on each rank"
+    assert len(caught) == 2, "once on each rank"
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """Nested dicts and lists with the same tensors and numbers."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list):
-        for pair in zip(one, other, strict=True):
+def assert_equal(first: Any, second: Any) -> None:
+    """Assert that nested dicts and lists have the same tensors and numbers."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key in first:
+            assert_equal(first[key], second[key])
+    elif isinstance(first, list):
+        for pair in zip(first, second, strict=True):
             assert_equal(*pair)
     else:
-        assert one == other
+        assert first == second
 
 
 @pytest.mark.parametrize(
@@ -548,7 +550,7 @@ def assert_equal(one: Any, other: Any) -> None:
         (
             {"outer_optimizer": lambda shadows: None},
             TypeError,
-            "outer_optimizer must be a function with a name of its own",
+            "outer_optimizer must be a function that can be imported",
         ),
         ({"compression": "none"}, ValueError, "compression must be None, a Compressor or one of"),
         ({"compression": "topk", "error_feedback": False}, ValueError, "compression 'topk' needs error_feedback=True"),
@@ -563,12 +565,14 @@ def no_optimizer(shadows: list[torch.Tensor]) -> Any:
     return shadows
 
 
-def optimizer_of_others(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+def optimizer_of_other_tensors(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD([*shadows[1:], torch.zeros(3)], lr=0.1)
 
 
 def adam(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
-    groups = [{"params": [one for one in shadows if (one.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    groups = [
+        {"params": [shadow for shadow in shadows if (shadow.dim() > 1) == is_matrix]} for is_matrix in (True, False)
+    ]
     return torch.optim.Adam(groups, lr=0.01)
 
 
@@ -582,21 +586,21 @@ def test_bad_outer_optimizers_and_too_many_fragments() -> None:
                 r"outer_optimizer must return a torch.optim.Optimizer, got",
             ),
             (
-                DiLoCo(outer_optimizer=optimizer_of_others),
+                DiLoCo(outer_optimizer=optimizer_of_other_tensors),
                 ValueError,
-                "outer_optimizer must return an optimizer of the 6 tensors that it is given, got one of 6, 5 of them",
+                "outer_optimizer must return an optimizer of the 6 given tensors, got .* of 6 tensors, including 5 of",
             ),
             (DiLoCo(fragments=7), ValueError, "fragments must be at most the number of trained parameters, 6, got 7"),
         ):
             with pytest.raises(error, match=message):
                 tb.attach(trainer.ddp, trainer.optimizer, algorithm)
-        trainer.step()  # nothing is left behind
+        trainer.step()  # the failed attaches left nothing behind
 
     run_ranks(2, body)
 
 
-def test_an_outer_optimizer_of_the_users() -> None:
-    """Its name stands in the algorithm's text; its groups and its state go on in a resumed run."""
+def test_a_user_defined_outer_optimizer() -> None:
+    """The algorithm's repr contains its name; a resumed run restores its groups and its state."""
     algorithm = DiLoCo(2, outer_optimizer=adam)
     assert f"outer_optimizer={__name__}.adam" in repr(algorithm)
     assert copy.deepcopy(algorithm) == algorithm
@@ -623,39 +627,41 @@ def test_an_outer_optimizer_of_the_users() -> None:
     run_ranks(2, body)
 
 
-def test_layers_set_free_and_ranks_that_start_apart() -> None:
-    """All ranks start from one theta, whatever their weights are; what is kept of other layers goes on."""
+def test_unfrozen_layers_and_ranks_that_start_from_different_weights() -> None:
+    """All ranks start from the same theta, whatever their weights are; the state of other layers is kept."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[list[dict[str, torch.Tensor]], Any]:
         trainer = Trainer(group, model, lr=0.01)
-        free = torch.optim.SGD(trainer.module.frozen.parameters(), lr=0.01)
+        second_optimizer = torch.optim.SGD(trainer.module.frozen.parameters(), lr=0.01)
         shadows, momenta = [], []
         with torch.no_grad():
             trainer.module.last.weight.add_(group.rank())
-        with tb.attach(trainer.ddp, [trainer.optimizer, free], DiLoCo(2, fragments=2, delay=0)) as attachment:
+        with tb.attach(
+            trainer.ddp, [trainer.optimizer, second_optimizer], DiLoCo(2, fragments=2, delay=0)
+        ) as attachment:
             for step in range(8):
                 trainer.module.frozen.requires_grad_(step >= 4)
                 trainer.step()
-                free.step()
+                second_optimizer.step()
                 shadows.append(attachment.impl.shadow.state_dict()["theta"])
                 momenta.append(attachment.impl.shadow.state_dict()["outer"]["state"])
         return shadows, momenta
 
     ranks = run_ranks(2, body)
-    for of_step in zip(*(shadows for shadows, _ in ranks), strict=True):
-        assert_same_weights(of_step)
+    for thetas in zip(*(shadows for shadows, _ in ranks), strict=True):
+        assert_same_weights(thetas)
     shadows, momenta = ranks[0]
     assert "frozen.weight" not in shadows[3]
     assert "frozen.weight" in shadows[4]
     assert not torch.equal(shadows[4]["frozen.weight"], shadows[7]["frozen.weight"])
-    kept = [one["first.weight"]["momentum_buffer"] for one in momenta]
+    kept = [state["first.weight"]["momentum_buffer"] for state in momenta]
     assert kept[3].any()
     assert torch.equal(kept[3], kept[4]) or torch.equal(kept[2], kept[3])
 
 
 def test_rounds_are_traced() -> None:
-    """Messages in the steps of rounds alone, fragments by name; the summary's bytes a step are means over H."""
+    """Only steps of rounds have messages, and buckets name fragments; the summary's bytes per step are means over H."""
     model = build(lambda: nn.Linear(10, 333))
     num_elements = 3663
 
@@ -663,7 +669,7 @@ def test_rounds_are_traced() -> None:
         module, recorder = copy.deepcopy(model), Recorder()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         algorithm = DiLoCo(4, fragments=2, delay=1, final_average=False)
-        with attached(group, module, optimizer, algorithm, observers=[recorder]) as attachment:
+        with attach_on(group, module, optimizer, algorithm, observers=[recorder]) as attachment:
             for _ in range(8):
                 optimizer.zero_grad()
                 module(torch.ones(2, 10)).square().sum().backward()
@@ -681,7 +687,7 @@ def test_rounds_are_traced() -> None:
         assert [values["rounds"] for values in applied] == [1, 2, 3, 4]
         assert [values["staleness in steps"] for values in applied] == [1, 1, 1, 0], "the last one by detach"
         assert any(event.phase == "wait" for event in events)
-        # Two rounds of all elements in 4.25 bits, half of it sent in each phase, and what ranks compare before.
+        # Two rounds of all elements in 4.25 bits, half of them sent in each phase, and values that ranks compare first.
         payload = sum(event.wire_bytes for event in events if event.phase == "send" and event.num_elements)
         assert 2 * num_elements * 4.25 / 8 <= payload <= 2 * num_elements * 4.25 / 8 * 1.05
         assert bytes_sent > 0

@@ -1,4 +1,4 @@
-"""DiLoCo over nodes of several ranks: gradients averaged within each in every step, rounds among the nodes."""
+"""Multi-node DiLoCo: every step averages gradients within a node, and rounds run between nodes."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ WAYS = ["DDP of all ranks", "DDP of a node"]
 
 
 class NodeTrainer(Trainer):
-    """A trainer whose DDP is over all ranks, or over those of a node; then its first weights differ between nodes."""
+    """A trainer whose DDP spans all ranks, or one node. In the latter case initial weights differ between nodes."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, nodes: Sequence[int], way: str, **options: Any):
         node = nodes[group.rank()]
@@ -76,16 +76,16 @@ def test_nodes_are_the_workers(nodes: str, way: str, arguments: dict[str, Any]) 
     check_rounds(traces, algorithm, ranks[0][1], on)
     for step in range(len(traces[0].updated)):
         parameters = [
-            {name: one for name, one in trace.updated[step].items() if not is_buffer(name)} for trace in traces
+            {name: weight for name, weight in trace.updated[step].items() if not is_buffer(name)} for trace in traces
         ]
         for node in set(on):
-            assert_same_weights([one for one, where in zip(parameters, on, strict=True) if where == node])
+            assert_same_weights([weights for weights, its_node in zip(parameters, on, strict=True) if its_node == node])
         assert not torch.equal(parameters[0]["last.weight"], parameters[on.index(1)]["last.weight"])
     assert_same_weights([trace.final for trace in traces])
 
 
 def test_gradients_are_the_means_of_a_node() -> None:
-    """Both ways to the same bits, of which the first step of plain SGD is made."""
+    """Both DDPs give bitwise equal weights, and the first step is plain SGD with the mean gradient of the node."""
     on = NODES["2 x 2"]
 
     def body(group: dist.ProcessGroup) -> list[Trace]:
@@ -94,9 +94,9 @@ def test_gradients_are_the_means_of_a_node() -> None:
     ranks = run_ranks(4, body)
     for ways in ranks:
         for step in range(4):
-            for name, one in ways[0].updated[step].items():
-                if not is_buffer(name):  # a DDP of a node gives its ranks those of its first one
-                    assert torch.equal(one, ways[1].updated[step][name]), (step, name)
+            for name, weight in ways[0].updated[step].items():
+                if not is_buffer(name):  # a DDP of a node broadcasts the buffers of its first rank
+                    assert torch.equal(weight, ways[1].updated[step][name]), (step, name)
 
     for node in (0, 1):
         gradients = []
@@ -105,14 +105,14 @@ def test_gradients_are_the_means_of_a_node() -> None:
             module(torch.randn(6, 10, generator=torch.Generator().manual_seed(1000 + rank))).square().sum().backward()
             gradients.append(module.last.weight.grad)
         expected = MODEL.last.weight - 0.01 * (gradients[0] + gradients[1]) / 2
-        # Gradients are computed here by another number of threads.
+        # Here another number of threads computes the gradients.
         torch.testing.assert_close(
             ranks[2 * node][0].updated[0]["last.weight"], expected.detach(), rtol=1e-5, atol=1e-6
         )
 
 
 def test_each_rank_sends_its_shard() -> None:
-    """Half of what crosses between nodes; nothing of rounds in other steps."""
+    """A rank sends half of its node's data to the other node, and only in steps with a round."""
     on, num_elements = NODES["2 x 2"], 1 << 15
 
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
@@ -130,11 +130,11 @@ def test_each_rank_sends_its_shard() -> None:
     for events in run_ranks(4, body):
         between = [event for event in events if event.phase == "send" and event.scope == "inter_node"]
         assert {event.step for event in between} == {H - 1, 2 * H - 1}, "numbers from 0"
-        # Two phases, in each of which a rank sends one of two nodes half of its shard, a half; and two rounds.
+        # Two rounds of two phases. In each phase a rank sends half of its shard, itself half of the weights.
         assert sum(event.wire_bytes for event in between) == 2 * 2 * (num_elements // 2 // 2) * 4.25 / 8
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_unsupported_modules_and_groups_are_refused() -> None:
     on = NODES["2 x 2"]
 
     def body(group: dist.ProcessGroup) -> None:
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             (copy.deepcopy(MODEL), "module must be a DistributedDataParallel, got Normed; with hierarchical=False"),
             (
                 DistributedDataParallel(copy.deepcopy(MODEL), process_group=group, find_unused_parameters=True),
-                "must have find_unused_parameters=False: with it all nodes",
+                "must have find_unused_parameters=False: with True, all nodes",
             ),
         ):
             optimizer = torch.optim.SGD((p for p in module.parameters() if p.requires_grad), lr=0.01)
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_ddp_ignores_stays_each_rank_s_own(way: str) -> None:
+def test_parameters_that_ddp_ignores_stay_local(way: str) -> None:
     on = NODES["2 x 2"]
 
     def body(group: dist.ProcessGroup) -> None:
@@ -189,14 +189,14 @@ def test_what_ddp_ignores_stays_each_rank_s_own(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_join_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join asks torch's registry for its rank
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join gets its rank from torch's registry
     on = NODES["2 x 2"]
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = NodeTrainer(group, MODEL, on, way)
         own = tb.BaguaProcessGroup(group, nodes=on)
         with (
-            pytest.raises(RuntimeError, match=r"does not take torch\.distributed\.algorithms\.Join"),
+            pytest.raises(RuntimeError, match=r"does not support torch\.distributed\.algorithms\.Join"),
             tb.attach(trainer.ddp, trainer.optimizer, "diloco", process_group=own),
             Join([trainer.ddp]),
         ):
@@ -205,8 +205,8 @@ def test_join_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(4, body)
 
 
-def test_ddp_is_given_back_as_it_was() -> None:
-    """Gradients of all ranks are averaged again, and buffers sent."""
+def test_detach_restores_ddp() -> None:
+    """DDP averages the gradients of all ranks and broadcasts buffers again."""
     on = NODES["2 x 2"]
 
     def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
@@ -214,7 +214,7 @@ def test_ddp_is_given_back_as_it_was() -> None:
         assert trainer.ddp.broadcast_buffers
         for _ in range(2):
             trainer.step()
-        return {name: one for name, one in weights_of(trainer.module).items() if not is_buffer(name)}
+        return {name: weight for name, weight in weights_of(trainer.module).items() if not is_buffer(name)}
 
     assert_same_weights(run_ranks(4, body))
 

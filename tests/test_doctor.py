@@ -1,4 +1,4 @@
-"""The command line: `torchbagua doctor`, and what the command does with its arguments."""
+"""The command line: `torchbagua doctor`, and the command's arguments."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_doctor_says_what_page_faults_may_cost(
     )
 
 
-def test_status_tells_native_from_reference() -> None:
+def test_status_distinguishes_native_from_reference() -> None:
     torchbagua.native.load()
     rows = status()
     assert {row.operation for row in rows} == {
@@ -100,7 +100,7 @@ def test_doctor_explains_what_is_not_usable(
 ) -> None:
     monkeypatch.setenv("TORCHBAGUA_NATIVE", "fast")
     assert main(["doctor"]) == 1
-    assert "NOT USABLE: the native kernels: TORCHBAGUA_NATIVE='fast': allowed are" in capsys.readouterr().out
+    assert "NOT USABLE: the native kernels: TORCHBAGUA_NATIVE='fast' is not allowed" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

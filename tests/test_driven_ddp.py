@@ -1,4 +1,4 @@
-"""`with_bagua` makes a DDP of a module under a gradient algorithm, and the loop goes on calling the module."""
+"""With a gradient algorithm `with_bagua` creates a DDP of a module, while the loop still calls the module."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "gradient_allreduce"])
-def test_it_trains_as_with_a_ddp_of_ones_own(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_as_with_a_user_created_ddp(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(int(0.01 * 2**20)))
     model = build(Branches)
 
@@ -69,7 +69,7 @@ def gradients_of(module: nn.Module, rank: int) -> torch.Tensor:
     return module.weight.grad.clone()
 
 
-def test_a_copy_is_not_driven_and_detaching_leaves_nothing() -> None:
+def test_a_copy_is_not_driven_and_detach_restores_the_module() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module, rank = nn.Linear(4, 2), group.rank()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -81,18 +81,18 @@ def test_a_copy_is_not_driven_and_detaching_leaves_nothing() -> None:
             saved = io.BytesIO()
             torch.save(module, saved)
             saved.seek(0)
-            for other in (copy.deepcopy(module), pickled, torch.load(saved, weights_only=False)):
-                assert torch.equal(gradients_of(other, rank), torch.full((2, 4), 1.0 + rank))
-                assert other.forward.__self__ is other
+            for copied in (copy.deepcopy(module), pickled, torch.load(saved, weights_only=False)):
+                assert torch.equal(gradients_of(copied, rank), torch.full((2, 4), 1.0 + rank))
+                assert copied.forward.__self__ is copied
             assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
             module.bagua_ddp.attachment.detach()
             assert set(vars(module)) == {*attributes, "bagua_ddp"}
-            assert ddps_around(module) == []  # which a later attach asks, while the old attachment is still held
+            assert ddps_around(module) == []  # a later attach checks this while the old attachment is still referenced
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
             assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.0 + rank))
         module.with_bagua(optimizer, "decentralized", group)
-        assert module.bagua_ddp.attachment.ddp is None  # it averages weights
+        assert module.bagua_ddp.attachment.ddp is None  # a weight algorithm needs no DDP
         gradients_of(module, rank)
         optimizer.step()
         module.bagua_ddp.attachment.detach()
@@ -100,8 +100,8 @@ def test_a_copy_is_not_driven_and_detaching_leaves_nothing() -> None:
     run_ranks(2, body)
 
 
-def test_a_forward_of_the_module_s_own_comes_back() -> None:
-    """One that somebody has put on the module, and not on its class."""
+def test_detach_restores_a_forward_set_on_the_module() -> None:
+    """The user has set it on the module, not on its class."""
 
     def body(group: dist.ProcessGroup) -> None:
         module, rank = nn.Linear(4, 2), group.rank()
@@ -117,7 +117,7 @@ def test_a_forward_of_the_module_s_own_comes_back() -> None:
 
 
 def test_every_hook_is_called_once() -> None:
-    """Those of the module, and those of the DDP, on which attach puts its own; in evaluation it is told so."""
+    """Hooks of the module, and of the DDP, where attach registers its own. `eval` of the module sets the DDP's mode."""
     calls: list[str] = []
 
     def body(group: dist.ProcessGroup) -> None:
@@ -138,8 +138,8 @@ def test_every_hook_is_called_once() -> None:
     assert calls == [*expected[0], *expected[1]]
 
 
-def test_what_observers_are_told_is_what_they_are_told_of_a_ddp() -> None:
-    """Steps and backward passes, for which attach has hooks on what it is given."""
+def test_observers_receive_the_same_events_as_with_a_ddp() -> None:
+    """The events are steps and backward passes, for which attach registers hooks on its module."""
 
     def body(group: dist.ProcessGroup) -> list[list[str]]:
         phases = []
@@ -160,12 +160,12 @@ def test_what_observers_are_told_is_what_they_are_told_of_a_ddp() -> None:
             phases.append([event.phase for event in recorder.events if event.phase in ("step", "backward")])
         return phases
 
-    for of_ddp, driven in run_ranks(2, body):
-        assert driven == of_ddp == ["backward", "step"] * 3
+    for ddp_phases, driven_phases in run_ranks(2, body):
+        assert driven_phases == ddp_phases == ["backward", "step"] * 3
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
-def test_another_ddp_around_it_is_refused_when_it_is_called(is_first: bool) -> None:
+def test_another_ddp_around_the_module_raises_when_called(is_first: bool) -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(4, 2)
         ddp = DistributedDataParallel(module, process_group=group) if is_first else None
@@ -180,8 +180,8 @@ def test_another_ddp_around_it_is_refused_when_it_is_called(is_first: bool) -> N
     run_ranks(2, body)
 
 
-def test_it_is_called_within_the_forward_of_a_ddp_that_does_not_hold_it() -> None:
-    """A teacher, say, which another model calls."""
+def test_the_module_can_be_called_within_the_forward_of_an_unrelated_ddp() -> None:
+    """For example, a teacher that another model calls."""
 
     class Student(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_it_is_called_within_the_forward_of_a_ddp_that_does_not_hold_it() -> Non
     run_ranks(1, body)
 
 
-def test_what_fails_leaves_nothing_and_can_be_tried_again() -> None:
+def test_a_failed_with_bagua_leaves_no_trace_and_can_be_retried() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -213,7 +213,7 @@ def test_what_fails_leaves_nothing_and_can_be_tried_again() -> None:
         try:
             module.with_bagua(other, "bytegrad", group)
         except ValueError as error:
-            failure = error  # which holds the DDP that was made
+            failure = error  # it references the DDP that was created
         assert "parameters that are not the module's" in str(failure)
         assert "forward" not in vars(module)
         module.with_bagua(optimizer, "gradient_allreduce", group)

@@ -1,4 +1,4 @@
-"""float64 and complex values: added in float64, or as pairs, and sent in full precision where no codec takes them."""
+"""float64 and complex values: summed in float64, or as pairs, and sent in full precision if the codec refuses them."""
 
 import copy
 import io
@@ -28,16 +28,16 @@ from training import train as train_hooked
 
 UNEVEN = [0, 1, 1, 0, 1]
 NODES = pytest.mark.parametrize("nodes", [None, UNEVEN], ids=["flat", "nodes"])
-untold = pytest.mark.filterwarnings("ignore:torchbagua. .* in full precision:RuntimeWarning")
+ignores_warning = pytest.mark.filterwarnings("ignore:torchbagua. .* in full precision:RuntimeWarning")
 
 
 @NODES
 @pytest.mark.parametrize(
     "algorithm", [tb.GradientAllReduceAlgorithm(hierarchical=True), tb.ByteGradAlgorithm()], ids=repr
 )
-@untold
+@ignores_warning
 def test_gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None) -> None:
-    """complex64 is coded as pairs of float32; float64 and complex128 travel as they are."""
+    """complex64 is encoded as pairs of float32; float64 and complex128 are sent in full precision."""
     model = build(Wide)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -51,7 +51,7 @@ def test_gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None) -> None
 @NODES
 @pytest.mark.parametrize("mode", ["all", "shift_one"])
 def test_decentralized(mode: str, nodes: Sequence[int] | None) -> None:
-    """Buffers too."""
+    """Weights and buffers equal the oracle."""
     model, algorithm = build(Wide), tb.DecentralizedAlgorithm(True, mode, bucket_cap_mb=0.01)
     traces = run_ranks(len(nodes or range(4)), lambda group: train(group, model, algorithm, nodes=nodes))
     check_decentralized(traces, mode, 1, nodes)
@@ -59,7 +59,7 @@ def test_decentralized(mode: str, nodes: Sequence[int] | None) -> None:
 
 
 @NODES
-@untold
+@ignores_warning
 def test_low_precision(nodes: Sequence[int] | None) -> None:
     model, algorithm = build(Wide), tb.LowPrecisionDecentralizedAlgorithm()
     traces = run_ranks(len(nodes or range(3)), lambda group: train(group, model, algorithm, nodes=nodes))
@@ -67,27 +67,29 @@ def test_low_precision(nodes: Sequence[int] | None) -> None:
 
 
 def test_gradients_in_the_warm_up_of_async() -> None:
-    """With two ranks, whose sums have no order: its buckets are not DDP's, in which gloo would add in another one."""
+    """Two ranks, because a sum of two has no order: its buckets differ from DDP's, so gloo's order would differ."""
     model = build(Wide)
 
-    def weights_under(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> Weights:
+    def weights_with(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> Weights:
         trainer = Trainer(group, model)
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm):
             for _ in range(3):
                 trainer.step()
-            return {name: one.detach().clone() for name, one in trainer.module.named_parameters()}
+            return {name: parameter.detach().clone() for name, parameter in trainer.module.named_parameters()}
 
     def body(group: dist.ProcessGroup) -> None:
         warm_up = tb.AsyncModelAverageAlgorithm(warmup_steps=4)
-        assert_same_weights([weights_under(group, one) for one in (tb.GradientAllReduceAlgorithm(), warm_up)])
+        assert_same_weights(
+            [weights_with(group, algorithm) for algorithm in (tb.GradientAllReduceAlgorithm(), warm_up)]
+        )
 
     run_ranks(2, body)
 
 
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1]], ids=["flat", "nodes"])
-@untold
+@ignores_warning
 def test_qadam_steps_float64_in_float64(nodes: Sequence[int] | None) -> None:
-    """Adam to the bit in the warm-up; then the oracle's steps, of the mean gradient in full precision."""
+    """Bitwise equal to Adam in the warm-up, then to the oracle with the mean gradient in full precision."""
     model = build(lambda: Tower(dtypes=(torch.float64, torch.float32)))
 
     def body(group: dist.ProcessGroup) -> Life:
@@ -103,7 +105,7 @@ def test_qadam_steps_float64_in_float64(nodes: Sequence[int] | None) -> None:
     assert lives[0].momenta[-1]["layers.0.weight"].dtype == torch.float64
 
 
-@untold
+@ignores_warning
 def test_qadam_resumes() -> None:
     model = build(lambda: Tower(dtypes=(torch.float64, torch.float32)))
 
@@ -124,15 +126,15 @@ def test_qadam_resumes() -> None:
         attachment.detach()
 
         second, attachment = start()
-        own, of_optimizer, of_model, of_data = torch.load(file, weights_only=True)
-        second.ddp.module.load_state_dict(of_model)
-        second.optimizer.load_state_dict(of_optimizer)
-        attachment.load_state_dict(own)
-        second.data.set_state(of_data)
-        second.life.weights += [{}] * 5  # which counts the steps
+        attachment_state, optimizer_state, model_state, data_state = torch.load(file, weights_only=True)
+        second.ddp.module.load_state_dict(model_state)
+        second.optimizer.load_state_dict(optimizer_state)
+        attachment.load_state_dict(attachment_state)
+        second.data.set_state(data_state)
+        second.life.weights += [{}] * 5  # its length is the number of steps
         second.step()
         attachment.detach()
-        assert_same_weights([initial_of(one.ddp.module) for one in (first, second)])
+        assert_same_weights([initial_of(trainer.ddp.module) for trainer in (first, second)])
 
     run_ranks(2, body)
 
@@ -142,7 +144,7 @@ def test_qadam_resumes() -> None:
     [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm(), tb.DiLoCoAlgorithm(2, delay=1)],
     ids=repr,
 )
-@untold
+@ignores_warning
 def test_averaged_weights_resume(algorithm: tb.Algorithm) -> None:
     model = build(Wide)
 
@@ -182,7 +184,7 @@ def test_a_plain_module_starts_from_the_weights_of_rank_0() -> None:
     assert_same_weights([first, second])
 
 
-def wrapped(group: dist.ProcessGroup, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def wrap(group: dist.ProcessGroup, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
     return ddp, tb.QAdamOptimizer(p for p in ddp.parameters() if not p.is_complex())
 
@@ -191,20 +193,20 @@ COMPRESSING = pytest.mark.parametrize("name", ["bytegrad", "low_precision_decent
 
 
 @COMPRESSING
-def test_attach_tells_once_what_it_cannot_compress(name: str) -> None:
+def test_attach_warns_once_about_uncompressed_parameters(name: str) -> None:
     model = build(Wide)
-    # Of QAdam its own parameters only: what others train is in full precision anyway.
+    # With QAdam, only the parameters of its optimizer: others are in full precision anyway.
     names = ["first.weight", "first.bias", "norm.weight", "norm.bias", *([] if name == "qadam" else ["mix"])]
-    num_bytes = sum(model.get_parameter(one).nbytes for one in names)
+    num_bytes = sum(model.get_parameter(parameter_name).nbytes for parameter_name in names)
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrapped(group, model)
-        with pytest.warns(RuntimeWarning) as told:
+        ddp, optimizer = wrap(group, model)
+        with pytest.warns(RuntimeWarning) as warned:
             attachment = tb.attach(ddp, optimizer, name)
         with attachment:  # any further warning is an error
             for _ in range(2):
                 ddp(torch.ones(6, 10)).sum().backward()
-        (warning,) = told
+        (warning,) = warned
         assert warning.filename == __file__
         message = str(warning.message)
         assert f"sends {len(names)} of 8 parameters in full precision, because " in message
@@ -215,20 +217,20 @@ def test_attach_tells_once_what_it_cannot_compress(name: str) -> None:
 
 
 @COMPRESSING
-def test_a_filter_of_one_rank_makes_it_an_error_of_all(name: str) -> None:
-    """Filters are of the process, and these ranks are threads: so the filter is for the module that one rank calls."""
+def test_an_error_filter_on_one_rank_makes_all_ranks_raise(name: str) -> None:
+    """Filters are per process, but these ranks are threads, so the filter matches a module that only one rank calls."""
     model = build(Wide)
     caller: dict[str, Any] = {"__name__": "strict_rank"}
     exec("def call(function, *arguments): return function(*arguments)", caller)
 
     def body(group: dist.ProcessGroup) -> str:
-        ddp, optimizer = wrapped(group, model)
+        ddp, optimizer = wrap(group, model)
         call = caller["call"] if group.rank() == 1 else lambda function, *arguments: function(*arguments)
         with pytest.raises(tb.UncompressedParametersWarning) as raised:
             call(tb.attach, ddp, optimizer, name)
-        for algorithm in ("gradient_allreduce", "decentralized", "async"):  # which compress nothing
+        for algorithm in ("gradient_allreduce", "decentralized", "async"):  # they compress nothing
             call(tb.attach, ddp, optimizer, algorithm).detach()
-        call(tb.attach, *wrapped(group, build(Tower)), name if name != "qadam" else "bytegrad").detach()
+        call(tb.attach, *wrap(group, build(Tower)), name if name != "qadam" else "bytegrad").detach()
         return str(raised.value)
 
     before = set(threading.enumerate())
@@ -242,13 +244,13 @@ def test_a_filter_of_one_rank_makes_it_an_error_of_all(name: str) -> None:
     assert set(threading.enumerate()) <= before, "no group was opened, and no lane goes on"
 
 
-def test_the_plain_hook_tells_once() -> None:
+def test_the_standalone_hook_warns_once() -> None:
     model = build(lambda: Tower(dtypes=(torch.float64,)))
 
     def body(group: dist.ProcessGroup) -> None:
-        with pytest.warns(RuntimeWarning, match=r"ByteGrad.* does not encode torch.float64: parameter 0 of ") as told:
+        with pytest.warns(RuntimeWarning, match=r"ByteGrad.* does not encode torch.float64: parameter 0 of ") as warned:
             train_hooked(group, model, tb.ByteGradAlgorithm(), bucket_cap_mb=0.01)
-        assert len(told) == 1
+        assert len(warned) == 1
 
     run_ranks(1, body)
 
@@ -268,21 +270,21 @@ def test_other_dtypes_are_refused_by_name(name: str, dtype: torch.dtype) -> None
     run_ranks(1, body)
 
 
-def test_buckets_take_what_they_can_carry() -> None:
+def test_buckets_refuse_dtypes_that_they_cannot_send() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         tensors = [tb.BaguaTensor("weight", torch.zeros(4, dtype=torch.float64))]
         bucket = tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.float64))
-        with pytest.raises(ValueError, match=r"compression must be one that encodes torch\.float64, or None .* MinMax"):
+        with pytest.raises(ValueError, match=r"must be a codec that encodes torch\.float64, or None .* MinMax"):
             bucket.append_centralized_synchronous_op(compression="minmax_uint8")
-        with pytest.raises(ValueError, match=r"flat must be real, complex numbers as pairs, got torch\.complex64"):
+        with pytest.raises(ValueError, match=r"flat must be real, with complex numbers as pairs, got torch\.complex64"):
             tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
 
     run_ranks(1, body)
 
 
-def test_the_mean_that_nccl_forms() -> None:
-    """Here over gloo, whose all-reduce stands for NCCL's."""
+def test_the_mean_of_an_nccl_all_reduce() -> None:
+    """gloo's all-reduce replaces NCCL's here."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         world = tb.BaguaProcessGroup(group).world

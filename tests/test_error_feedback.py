@@ -1,4 +1,4 @@
-"""QAdam with error feedback: what compression leaves out is in what is sent next, and in nothing else."""
+"""QAdam with error feedback: the residual is added to the next sent tensor, and to nothing else."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ CODECS = {
 }
 
 
-def feedback(compression: str) -> Any:
+def average_with_feedback(compression: str) -> Any:
     def make_average(size: int, nodes: Sequence[int] | None) -> Average:
         return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *CODECS[compression]), nodes)
 
@@ -50,7 +50,7 @@ def feedback(compression: str) -> Any:
     ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
     bucket_cap_mb=[25, 0.01],
 )
-def test_the_whole_life_equals_the_oracle(
+def test_a_whole_run_equals_the_oracle(
     compression: str, ranks: tuple[int, list[int] | None], bucket_cap_mb: float
 ) -> None:
     model, (size, nodes) = build(Tower), ranks
@@ -63,12 +63,12 @@ def test_the_whole_life_equals_the_oracle(
         impl.close()
         return trainer.life
 
-    check_lives(run_ranks(size, body), initial_of(model), nodes, feedback(compression))
+    check_lives(run_ranks(size, body), initial_of(model), nodes, average_with_feedback(compression))
 
 
 @pairwise(stop=[NUM_WARM - 1, NUM_WARM, NUM_WARM + 2], ranks=[(2, None), (4, [0, 0, 1, 1])], later_cap_mb=[0.01, 25])
 def test_resume_bit_for_bit(stop: int, ranks: tuple[int, list[int] | None], later_cap_mb: float) -> None:
-    """Chunks have other owners then: DDP makes other buckets in its first step, and for another bucket_cap_mb."""
+    """Chunks then have other owners: DDP's buckets differ in its first step, and with another bucket_cap_mb."""
     model, (size, nodes) = build(Tower), ranks
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
@@ -100,7 +100,7 @@ def test_resume_bit_for_bit(stop: int, ranks: tuple[int, list[int] | None], late
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
-    """Residuals are kept in the unit of the momentum."""
+    """Residuals are stored in the momentum's unit."""
     model = build(lambda: Tower(dtypes=(dtype,) * 3))
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
@@ -115,7 +115,7 @@ def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
 def test_back_to_an_earlier_state(size: int, nodes: list[int] | None) -> None:
-    """States can be loaded at any time, into the attachment that has gone on since."""
+    """A state can be loaded at any time into the runner that has trained on since."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
@@ -154,7 +154,7 @@ def not_conserved(
     reload_after: int | None = None,
     **ddp_options: Any,
 ) -> float:
-    """The largest part of what was put in, of any parameter, that has neither come out nor is in the residuals."""
+    """Return the largest share, of any parameter's input, that has neither come out nor is in the residuals."""
     beta1 = SETTINGS["betas"][0]
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors, dict[str, Any]]:
@@ -199,12 +199,12 @@ def not_conserved(
         nothing = torch.zeros(())
         left_out = sum(run[2]["sent"].get(name, nothing) / size + run[2]["mean"].get(name, nothing) for run in runs)
         shares.append(float((total_in - total_out - left_out).norm() / total_in.norm().clamp_min(1e-30)))
-        # What is left out is not next to nothing, so that this test can fail.
+        # The residual is not negligible, so this test can fail.
         assert total_in.numel() == 1 or not total_in.any() or (total_in - total_out).norm() > 1e-3 * total_in.norm()
     return max(shares)
 
 
-# Of the sums of 12 steps in float32, in the test and in what it tests.
+# The rounding of sums over 12 steps in float32, both in the test and in the tested code.
 ROUNDING = 2e-6
 
 
@@ -235,22 +235,22 @@ def test_nothing_is_lost(options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_nothing_counts_twice_of_several_synchronised_backward_passes_before_a_step(options: dict[str, Any]) -> None:
-    """DDP sends in each what it has averaged in those before, in which the residual is."""
+def test_several_synchronised_backward_passes_before_a_step_count_nothing_twice(options: dict[str, Any]) -> None:
+    """In each pass DDP sends the averages of the passes before it, which contain the residual."""
     options = {"num_micro_batches": 2, "synchronises_each": True, **options}
-    # Each of them rounds once more.
+    # Each pass rounds once more.
     assert not_conserved(build(Tower), **options) < options["num_micro_batches"] * ROUNDING
 
 
-def test_nothing_is_lost_of_parameters_in_another_order_of_memory() -> None:
+def test_nothing_is_lost_of_parameters_in_another_memory_order() -> None:
     for options in ({"reload_after": 6}, {"warm_ups": [2, 4, 3], "gradient_as_bucket_view": True}):
         assert not_conserved(build(ChannelsLast), **options) < ROUNDING
 
 
-def test_nothing_is_lost_of_parameters_that_some_ranks_or_nobody_use() -> None:
+def test_nothing_is_lost_of_parameters_that_some_or_no_ranks_use() -> None:
     assert not_conserved(build(Branches), find_unused_parameters=True) < ROUNDING
 
 
-def test_of_a_shorter_format_only_its_rounding_is_lost() -> None:
+def test_a_shorter_dtype_loses_only_its_rounding() -> None:
     """The residual is float32; the gradient that comes out is bfloat16, with 8 bits."""
     assert not_conserved(build(lambda: Tower(dtypes=(torch.bfloat16,) * 3)), size=4) < 2e-2

@@ -1,4 +1,4 @@
-"""What a user reads when another rank is gone: rank, peer, operation, bucket and cause, in one line."""
+"""The error that a user reads if another rank has died: rank, peer, operation, bucket and cause, in one line."""
 
 import copy
 import re
@@ -56,7 +56,7 @@ ADVICE = "Check the logs of the remote worker before reporting an error. GLHF! ð
         ("", "RuntimeError"),
     ],
 )
-def test_the_cause_is_one_line_without_places_in_torchs_sources(text: str, cause: str) -> None:
+def test_the_cause_is_one_line_without_locations_in_torch_sources(text: str, cause: str) -> None:
     assert cause_of(RuntimeError(text)) == cause
 
 
@@ -70,7 +70,7 @@ def check_message(error: BaseException, operation: str, whom: str = " (receiving
 def survivors_errors(
     algorithm: tb.Algorithm | type[tb.QAdamAlgorithm], first_failure: int, **ddp_options: Any
 ) -> list[BaseException]:
-    """What is raised in two steps by the ranks that are left, when the last one has closed its groups."""
+    """Return the errors that the remaining ranks raise in two steps, after the last rank has closed its groups."""
     model = build(lambda: nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
     errors: list[BaseException] = []
 
@@ -96,7 +96,7 @@ def survivors_errors(
                 with pytest.raises(RuntimeError) as caught:
                     loss.backward()
                 errors.append(caught.value)
-                ddp._check_reducer_finalized()  # DDP has come to its end all the same: there may be another backward
+                ddp._check_reducer_finalized()  # DDP has finished nevertheless: another backward can follow
         impl.close()
 
     run_ranks(SIZE, body)
@@ -108,26 +108,26 @@ def survivors_errors(
     [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(), tb.QAdamAlgorithm],
     ids=["bytegrad", "gradient_allreduce", "qadam"],
 )
-def test_backward_raises_the_very_error(algorithm: tb.Algorithm | type[tb.QAdamAlgorithm]) -> None:
+def test_backward_raises_the_original_error(algorithm: tb.Algorithm | type[tb.QAdamAlgorithm]) -> None:
     errors = survivors_errors(algorithm, first_failure=2)
     assert len(errors) == 4
     for error in errors:
-        if isinstance(algorithm, tb.GradientAllReduceAlgorithm):  # the backend does not say which peer is gone
+        if isinstance(algorithm, tb.GradientAllReduceAlgorithm):  # the backend does not report which peer died
             check_message(error, r"all_reduce of gradient bucket \d", whom="")
         elif isinstance(algorithm, tb.ByteGradAlgorithm):
             check_message(error, r"(all_to_all|all_gather) of gradient bucket \d")
-        else:  # QAdam's ranks compare how far they have come before they send a bucket
+        else:  # QAdam's ranks compare their progress before they send a bucket
             check_message(error, "agreement of the gradients")
 
 
-def test_a_graph_that_ddp_learns_first_raises_the_very_error() -> None:
-    """With static_graph DDP calls its hooks when the first backward has ended."""
+def test_a_static_graph_raises_the_original_error() -> None:
+    """With static_graph, DDP calls its hooks when the first backward has ended."""
     for error in survivors_errors(tb.ByteGradAlgorithm(), first_failure=0, static_graph=True):
         check_message(error, r"(all_to_all|all_gather) of gradient bucket \d")
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "local_sgd", "async"])
-def test_a_weight_algorithm_raises_such_an_error_too(algorithm: str) -> None:
+def test_a_weight_algorithm_raises_such_an_error(algorithm: str) -> None:
     errors: list[BaseException] = []
 
     def body(group: dist.ProcessGroup) -> None:
@@ -156,8 +156,8 @@ def test_a_weight_algorithm_raises_such_an_error_too(algorithm: str) -> None:
         check_message(error, "(agreement|peer_exchange|all_to_all|all_gather) of .*")
 
 
-def test_a_rank_that_has_joined_raises_the_very_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP waits there for a future that it has made anew."""
+def test_a_joined_rank_raises_the_original_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Join, DDP waits for another future, which it has created itself."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join asks torch's registry
 
     def body(group: dist.ProcessGroup) -> BaseException | None:

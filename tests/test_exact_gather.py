@@ -1,4 +1,4 @@
-"""Rows that are gathered as they are: among all ranks or some, flat or by way of nodes, beside another collective."""
+"""Rows that are gathered uncompressed: among all ranks or some, flat or via nodes, alongside another collective."""
 
 import threading
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from transports import CollectivesAlone
 SIZE = 4
 
 
-def filled(rank: int, ranks: Sequence[int], length: int, dtype: torch.dtype) -> torch.Tensor:
-    """A result of which only own row is there."""
+def make_result(rank: int, ranks: Sequence[int], length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a result that contains only the rank's own row."""
     out = torch.full((len(ranks) * length,), -1.0).to(dtype)
     place = ranks.index(rank)
     out[place * length : (place + 1) * length] = (torch.arange(length) + 10 * rank).to(dtype)
@@ -44,13 +44,13 @@ def test_rows_of_all(nodes: list[int], ranks: list[int], transport: TransportMak
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, nodes=nodes, transport=transport)
         twin = own.world.silent_twin()
-        others = [rank for rank in range(SIZE) if rank not in ranks]  # who gather at the same time
-        here = ranks if own.rank in ranks else others
+        other_ranks = [rank for rank in range(SIZE) if rank not in ranks]  # they gather at the same time
+        here = ranks if own.rank in ranks else other_ranks
         gather = ExactGather(twin, here, own.nodes, "rows")
         for length, dtype in ((3, torch.float32), (0, torch.float32), (5, torch.bfloat16), (200_000, torch.uint8)):
-            out = filled(own.rank, here, length, dtype)
+            out = make_result(own.rank, here, length, dtype)
             gather(out)
-            results = [filled(rank, here, length, dtype) for rank in here]
+            results = [make_result(rank, here, length, dtype) for rank in here]
             rows = [result.view(len(here), -1)[at] for at, result in enumerate(results)] if length else [out]
             assert torch.equal(out, torch.cat(rows))
 
@@ -58,7 +58,7 @@ def test_rows_of_all(nodes: list[int], ranks: list[int], transport: TransportMak
 
 
 def test_a_row_crosses_to_each_other_node_once() -> None:
-    """Counted in the posts of messages, of which observers are not told."""
+    """Counted in the posts of messages, of which observers are not notified."""
     nodes = [0, 0, 0, 1, 1]
 
     def body(group: dist.ProcessGroup) -> int:
@@ -67,19 +67,19 @@ def test_a_row_crosses_to_each_other_node_once() -> None:
         targets: list[int] = []
         post = twin.post
 
-        def counted(direction: str, peer: int, tensor: torch.Tensor, **named: object) -> None:
+        def count_and_post(direction: str, peer: int, tensor: torch.Tensor, **named: object) -> None:
             targets.extend([peer] * (direction == "sending to" and tensor.numel() > 0))
             post(direction, peer, tensor, **named)  # type: ignore[arg-type]
 
-        twin.post = counted  # type: ignore[method-assign,assignment]
-        ExactGather(twin, range(5), own.nodes, "rows")(filled(own.rank, range(5), 3, torch.float32))
+        twin.post = count_and_post  # type: ignore[method-assign,assignment]
+        ExactGather(twin, range(5), own.nodes, "rows")(make_result(own.rank, range(5), 3, torch.float32))
         return sum(nodes[target] != nodes[own.rank] for target in targets)
 
     assert run_ranks(5, body) == [1] * 5
 
 
-def test_beside_a_collective_of_another_thread() -> None:
-    """As a reduce-scatter goes on while FSDP gathers the next weights."""
+def test_alongside_a_collective_of_another_thread() -> None:
+    """A reduce-scatter may run while FSDP gathers the next weights."""
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)
@@ -89,19 +89,19 @@ def test_beside_a_collective_of_another_thread() -> None:
         def reduce() -> None:
             means.extend(own.reduce_scatter(torch.full((SIZE, 50_000), float(step)))[0].item() for step in range(20))
 
-        beside = threading.Thread(target=reduce)
-        beside.start()
+        thread = threading.Thread(target=reduce)
+        thread.start()
         for step in range(20):
-            out = filled(own.rank, range(SIZE), 50_000 + step, torch.float32)
+            out = make_result(own.rank, range(SIZE), 50_000 + step, torch.float32)
             gather(out)
             assert out.view(SIZE, -1)[:, 0].tolist() == [0.0, 10.0, 20.0, 30.0]
-        beside.join()
+        thread.join()
         assert means == [float(SIZE * step) for step in range(20)]
 
     run_ranks(SIZE, body)
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     failed = threading.Barrier(3)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -111,14 +111,14 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             gather = ExactGather(twin, range(3), own.nodes, "the rows")
             match = rf"all_gather of the rows over the world group failed on rank {own.rank} .* rank 1: "
             with pytest.raises(tb.CommunicationError, match=match):
-                gather(filled(own.rank, range(3), 3, torch.float32))
+                gather(make_result(own.rank, range(3), 3, torch.float32))
         failed.wait()
 
     run_ranks(3, body)
 
 
-def test_a_group_that_a_failure_has_closed_says_which_on_all_threads() -> None:
-    """The thread that has failed may not have raised yet."""
+def test_a_group_closed_by_a_failure_raises_it_on_all_threads() -> None:
+    """The thread that failed may not have raised yet."""
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or raise within a step, in real processes: the others raise, and everybody can exit."""
+"""Ranks that die, stop or raise within a step, in real processes: the other ranks raise, and all can exit."""
 
 import contextlib
 import itertools
@@ -23,27 +23,27 @@ PAUSE_S = 6.0
 
 
 def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE, *more: str) -> tuple[list[str], float]:
-    """Run processes of which the last goes wrong; return what the others print, and their seconds until exit."""
+    """Run ranks of which the last misbehaves; return the output of the others, and the seconds until they exit."""
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(size):
             arguments = [str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm, *more]
-            started = warm_python.started(arguments, out=store.with_name(f"rank {rank}"), ends_whole=True)
-            ranks.append(stack.enter_context(started))
-        *others, faulty = ranks
+            process = warm_python.started(arguments, out=store.with_name(f"rank {rank}"), ends_whole=True)
+            ranks.append(stack.enter_context(process))
+        *survivors, faulty = ranks
         faulty.wait_for_line("fault")
         start = time.monotonic()
         if fault == "pause":
             time.sleep(PAUSE_S)
             faulty.send_signal(signal.SIGCONT)
-        statuses = [rank.wait(60) for rank in others]
-        outputs = [rank.printed() for rank in others]
+        statuses = [rank.wait(60) for rank in survivors]
+        outputs = [rank.printed() for rank in survivors]
         assert statuses == [0] * (size - 1), outputs
         return outputs, time.monotonic() - start
 
 
 def check_raised_in_time(fault: str, output: str) -> None:
-    """Assert that a rank which is gone was noticed at once, and a blocked one after the timeout."""
+    """Assert that the rank raised at once for a dead rank, and after the timeout for a blocked rank."""
     # gloo loses a send that is posted at the moment its connection breaks: about 1 of 1,000 kills of a rank in an
     # exchange of plain ProcessGroupGloo (torch 2.13). The rank that posted it raises after the timeout.
     is_lost_by_gloo = re.search(r"sending to rank \d+: Timed out waiting", output) is not None
@@ -51,14 +51,14 @@ def check_raised_in_time(fault: str, output: str) -> None:
     assert float(re.findall("seconds (.*)", output)[0]) < limit_s, output
 
 
-# Of the kinds of ending that take seconds one algorithm each; the others are like these, or take the whole timeout.
+# One algorithm for each fault that takes seconds. Other cases resemble these, or take the whole timeout.
 TYPICAL = [("kill", "bytegrad"), ("early", "shift_one")]
 
 
 AVERAGING = ["all", "shift_one", "low_precision", "diloco", "async"]
 
 
-def sized(algorithm: str) -> int:
+def world_size_of(algorithm: str) -> int:
     return 2 if algorithm == "shift_one" else SIZE
 
 
@@ -73,7 +73,7 @@ def cases(faults: list[str], algorithms: list[str]) -> list[Any]:
 )
 def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) -> None:
     outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store")
-    by_backend = algorithm == "gradient_allreduce"  # which does not say which peer is gone
+    by_backend = algorithm == "gradient_allreduce"  # it does not report which peer has died
     operation = "all_reduce" if by_backend else "(all_to_all|all_gather)"
     for output in outputs:
         assert "raised on MainThread: CommunicationError" in output, output
@@ -86,7 +86,7 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) ->
 
 
 _OF_WEIGHTS = "(agreement|peer_exchange|all_to_all|all_gather)"
-_BY_BACKEND = "all_reduce of .* failed on rank"  # of async, by a backend that does not say which peer is gone
+_BY_BACKEND = "all_reduce of .* failed on rank"  # async: the backend does not report which peer has died
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ _BY_BACKEND = "all_reduce of .* failed on rank"  # of async, by a backend that d
     [*cases(["kill", "stop"], AVERAGING), *cases(["raise"], ["all", "shift_one", "low_precision", "diloco"])],
 )
 def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) -> None:
-    size = sized(algorithm)
+    size = world_size_of(algorithm)
     outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size)
     for output in outputs:
         assert "raised on MainThread: CommunicationError" in output, output
@@ -109,8 +109,8 @@ def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
 @pytest.mark.parametrize("algorithm", ["bytegrad", "all", "ring", "low_precision"])
-def test_survivors_that_connected_when_they_first_talked(fault: str, algorithm: str, tmp_path: Path) -> None:
-    """As the ranks of a large group do: the same errors, within the same time."""
+def test_survivors_that_connected_at_their_first_message(fault: str, algorithm: str, tmp_path: Path) -> None:
+    """Ranks of a large group connect like this. They raise the same errors within the same time."""
     size = 4 if algorithm in ("ring", "low_precision") else SIZE
     outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size, "later")
     for output in outputs:
@@ -122,8 +122,8 @@ def test_survivors_that_connected_when_they_first_talked(fault: str, algorithm: 
 
 
 @pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision", "diloco"]))
-def test_model_averaging_tells_who_ran_out_of_data(fault: str, algorithm: str, tmp_path: Path) -> None:
-    size = sized(algorithm)
+def test_model_averaging_names_the_rank_that_ran_out_of_data(fault: str, algorithm: str, tmp_path: Path) -> None:
+    size = world_size_of(algorithm)
     outputs, _ = run_with_fault(fault, algorithm, tmp_path / "store", size)
     for output in outputs:
         expected = f"out of step .*: rank . has 0 ended attachments, rank {size - 1} has 1"
@@ -132,8 +132,8 @@ def test_model_averaging_tells_who_ran_out_of_data(fault: str, algorithm: str, t
 
 
 @pytest.mark.parametrize(("fault", "algorithm"), cases(["early", "raise"], ["async"]))
-def test_async_goes_on_where_a_rank_ends(fault: str, algorithm: str, tmp_path: Path) -> None:
-    """In order: the rank waits for the others, and all end with the same weights. By an exception: they are told."""
+def test_async_continues_when_a_rank_ends(fault: str, algorithm: str, tmp_path: Path) -> None:
+    """A rank that detaches waits, and all end with equal weights. If it raised, the others warn and continue."""
     outputs, _ = run_with_fault(fault, algorithm, tmp_path / "store")
     for output in outputs:
         assert "finished with weights" in output, output
@@ -145,7 +145,7 @@ def test_async_goes_on_where_a_rank_ends(fault: str, algorithm: str, tmp_path: P
 
 @pytest.mark.parametrize("algorithm", ["all", "low_precision", "diloco", "async"])
 @pytest.mark.slow
-def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path: Path) -> None:
+def test_ranks_wait_for_a_pause_shorter_than_the_timeout(algorithm: str, tmp_path: Path) -> None:
     outputs, seconds_until_exit = run_with_fault("pause", algorithm, tmp_path / "store")
     assert len({re.findall("finished with weights (.*)", output)[0] for output in outputs}) == 1, outputs
     assert seconds_until_exit > PAUSE_S
@@ -167,7 +167,7 @@ def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path
 )
 @pytest.mark.parametrize("trial", range(50))
 def test_a_rank_is_killed_at_any_time(algorithm: str, more: tuple[str, ...], trial: int, tmp_path: Path) -> None:
-    """While groups connect, in a step, in a round: the others raise and exit."""
+    """While groups connect, in a step, or in a round: the other ranks raise and exit."""
     size, chance = 4, random.Random(trial)
     with contextlib.ExitStack() as stack:
         command = [sys.executable, str(FAULTY_RANK)]
@@ -187,7 +187,7 @@ def test_a_rank_is_killed_at_any_time(algorithm: str, more: tuple[str, ...], tri
         time.sleep(chance.uniform(0, 3))
         victim.kill()
         start = time.monotonic()
-        # Private groups connect one after another, each with a timeout of its own.
+        # Private groups connect one after another, each with a separate timeout.
         outputs = [process.communicate(timeout=8 * TIMEOUT_S)[0] for process in processes]
         print(f"all ended after {time.monotonic() - start:.1f} s")
     for process, output in zip(processes, outputs, strict=True):
@@ -221,6 +221,6 @@ inside.wait()
 """
 
 
-def test_an_exit_waits_for_a_thread_in_cpp() -> None:
-    """A thread that comes back to the GIL while the interpreter ends aborts it, as gloo's after a collective may."""
+def test_exit_waits_for_a_thread_in_cpp() -> None:
+    """A thread that takes the GIL while the interpreter exits aborts it, as gloo's may after a collective."""
     programs.run([sys.executable, "-c", EXIT_WITHIN_GLOO])

@@ -1,6 +1,6 @@
-"""ErrorFeedback: what is not sent of a gradient is kept in float32, without the loss scale, until a step has used it.
+"""ErrorFeedback keeps residuals in float32, without the loss scale, once a step has used the averages.
 
-Gradients are dyadic and their codec is bfloat16: what it leaves out is exact, and so is each comparison.
+Gradients are dyadic and their codec is bfloat16: residuals are exact, and so is each comparison.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Rank:
         return [part.clone() for _, part in bucket.views(bucket.flat)]
 
     def left_out(self) -> list[torch.Tensor]:
-        """What this rank holds of the sums of all gradients, in the shapes of parameters."""
+        """Return this rank's residuals of the sums of all gradients, in the shapes of parameters."""
         state = self.runner.state_dict()
         size = self.runner.process_group.size
         return [sent + size * mean for sent, mean in zip(state["sent"].values(), state["mean"].values(), strict=True)]
@@ -93,7 +93,7 @@ def test_averages_and_residuals_sum_to_the_gradients(size: int, dtype: torch.dty
         assert torch.equal(size * total_out + left_out, total_in)
 
 
-def test_nothing_is_kept_before_a_step_has_used_it() -> None:
+def test_no_residual_is_kept_before_a_step_has_used_the_average() -> None:
     def body(rank: Rank) -> None:
         rank.backward(rank.gradients(0))
         assert not any(kept.any() for kept in rank.left_out())
@@ -103,8 +103,8 @@ def test_nothing_is_kept_before_a_step_has_used_it() -> None:
     on_ranks(2, body)
 
 
-def test_what_is_kept_is_without_the_loss_scale() -> None:
-    """Which changes between steps; the averages carry it."""
+def test_residuals_are_without_the_loss_scale() -> None:
+    """The scale changes between steps, and the averages are multiplied by it."""
 
     def averages_of(rank: Rank, scales: Sequence[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         averages: list[torch.Tensor] = []
@@ -117,9 +117,9 @@ def test_what_is_kept_is_without_the_loss_scale() -> None:
 
     plain = on_ranks(2, lambda rank: averages_of(rank, [1.0, 1.0, 1.0]))
     scaled = on_ranks(2, lambda rank: averages_of(rank, [1024.0, 0.5, 64.0]))
-    for one, other in zip(plain, scaled, strict=True):
-        for tensors, others in zip(one, other, strict=True):
-            assert all(map(torch.equal, tensors, others))
+    for of_plain, of_scaled in zip(plain, scaled, strict=True):
+        for tensors, expected in zip(of_plain, of_scaled, strict=True):
+            assert all(map(torch.equal, tensors, expected))
 
 
 def test_a_loop_with_a_grad_scaler_has_to_pass_it() -> None:
@@ -127,7 +127,7 @@ def test_a_loop_with_a_grad_scaler_has_to_pass_it() -> None:
 
 
 def test_a_rank_that_has_joined_commits_without_a_step() -> None:
-    """Except where the average is not finite, which makes the others skip the step."""
+    """Except if the average is not finite, which makes the other ranks skip the step."""
 
     def body(rank: Rank) -> tuple[list[torch.Tensor], ...]:
         def step(number: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:

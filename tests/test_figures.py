@@ -1,4 +1,4 @@
-"""What is made of events: sums, shares and the table."""
+"""Figures that are computed from events: sums, shares and the table."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_busy_time_counts_overlaps_once(spans: list[tuple[int, int]], expected: 
 
 
 def one_step(step: int = 0) -> list[CommEvent]:
-    """A step of 100 ms: 40 of communication, 10 of them waited for; 1000 elements in 1000 bytes to each of 2."""
+    """Return a step of 100 ms: 40 of communication, 10 of them waited for; 1000 elements in 1000 bytes to each of 2."""
     ms = 10**6
 
     def event(phase, start_ms, end_ms, **details):
@@ -70,7 +70,7 @@ def test_the_peer_of_the_last_mean_is_the_current_one() -> None:
     assert figures.latest == {"peer": 3}
 
 
-def test_figures_of_nothing() -> None:
+def test_figures_without_events() -> None:
     figures = Figures()
     assert (figures.bits_per_element, figures.ratio, figures.gbit_per_s, figures.overlap) == (0.0, 0.0, 0.0, 1.0)
     assert figures.relative_error is None

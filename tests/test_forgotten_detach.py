@@ -34,7 +34,7 @@ def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(algorithm=algorithm))
     done = programs.run(programs.torchrun(script))
-    num_warned = done.stderr.count("was not detached, and nobody can do it any more: ranks are left with")
+    num_warned = done.stderr.count("was not detached, and can no longer be: ranks are left with")
     # A rank that still trains when the other one ends is told that, and is not told again.
     assert num_warned >= 1
     assert num_warned + done.stderr.count("has left the training") == 2

@@ -1,4 +1,4 @@
-"""Fragments: of about as many bytes, each with rounds of its own."""
+"""Fragments have about equal numbers of bytes, and separate rounds."""
 
 import pytest
 import torch
@@ -16,13 +16,15 @@ def named(sizes: list[int]) -> list[BaguaTensor]:
     return [BaguaTensor(str(index), nn.Parameter(torch.zeros(size))) for index, size in enumerate(sizes)]
 
 
-def test_they_balance_bytes() -> None:
+def test_fragments_balance_bytes() -> None:
     sizes = [7, 1000, 3, 400, 400, 90, 5, 64]
     tensors = named(sizes)
     fragments = Fragments(3, interval=30)
     fragments.assign(tensors)
     found = fragments.by_name
-    in_each = [sum(sizes[int(name)] for name, one in found.items() if one == fragment) for fragment in range(3)]
+    in_each = [
+        sum(sizes[int(name)] for name, assigned in found.items() if assigned == fragment) for fragment in range(3)
+    ]
     assert found.keys() == {str(index) for index in range(8)}
     assert sorted(in_each) == [479, 490, 1000]
     one_each = Fragments(8, interval=30)
@@ -30,7 +32,7 @@ def test_they_balance_bytes() -> None:
     assert set(one_each.by_name.values()) == set(range(8))
 
 
-def test_other_parameters_take_the_place_of_earlier_ones() -> None:
+def test_new_parameters_replace_earlier_parameters() -> None:
     fragments = Fragments(2, interval=4)
     fragments.assign(named([3, 5]))
     fragments.assign(named([4]))
@@ -46,7 +48,7 @@ def test_other_parameters_take_the_place_of_earlier_ones() -> None:
     ],
 )
 def test_rounds_of_fragments_take_turns(num_fragments: int, interval: int, due_after: list[list[int]]) -> None:
-    """Buffers, which are in no fragment, go with the last."""
+    """Buffers, which are in no fragment, are averaged with the last."""
     fragments = Fragments(num_fragments, interval)
     tensors = named([8, 4, 2][:num_fragments])
     fragments.assign(tensors)

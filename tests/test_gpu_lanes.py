@@ -1,4 +1,4 @@
-"""What a GPU's lane does and in which order, told without a GPU: NCCL and CUDA's streams are played by the test."""
+"""The actions of a GPU's lane and their order, tested without a GPU, with fakes of NCCL and of CUDA's streams."""
 
 import functools
 import itertools
@@ -31,14 +31,14 @@ LENGTHS = (3000, 17, 1, 5000)
 def mean_of_ranks(
     compressor: Any, nodes: list[int], transport: TransportMaker | None = None, *, has_feedback: bool = False
 ) -> list[torch.Tensor]:
-    """The mean that each of four ranks ends with, formed twice with the same memory."""
+    """Return each of four ranks' second mean; both are computed in the same memory."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group, nodes=nodes, transport=transport)
         spec = TensorSpec(LENGTHS, torch.float32, torch.device("cpu"), "bucket 0")
         residuals = TwoPhaseResiduals(spec.device) if has_feedback else None
         mean: Mean = TwoPhaseMean(own.world, compressor, spec, 4.0)
-        if not isinstance(compressor, Identity):  # which the backend's own all-reduce replaces in stream order
+        if not isinstance(compressor, Identity):  # which the backend's all-reduce replaces in stream order
             mean = centralized_mean(own, compressor, spec, hierarchical=True, residuals=residuals)
         for round_index in range(2):
             x = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(10 * round_index + group.rank()))
@@ -56,37 +56,37 @@ CODECS = [MinMaxUInt8(), MinMaxUInt8(block=None), Cast("float16")]
 
 
 @pytest.mark.parametrize(("compressor", "nodes"), [*itertools.product(CODECS, NODES), (Identity(), NODES[0])], ids=str)
-def test_exchanges_over_nccl_give_the_same_bits(compressor: Any, nodes: list[int]) -> None:
+def test_exchanges_over_nccl_are_bitwise_equal(compressor: Any, nodes: list[int]) -> None:
     expected = mean_of_ranks(compressor, nodes)
     calls: list[str] = []
     found = mean_of_ranks(compressor, nodes, functools.partial(PlayedNccl, calls=calls))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
     assert calls.count("rank 0") == 2 * {1: 2, 2: 4}[len(set(nodes))], "an all-to-all for each phase"
 
 
 @pytest.mark.parametrize("compressor", [MinMaxUInt8(), MinMaxUInt8(block=None), Cast("float16"), Identity()], ids=str)
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 0, 1]], ids=str)
-def test_what_is_coded_at_once_and_sent_by_gloo_has_the_same_bits(
+def test_chunks_coded_at_once_and_sent_by_gloo_are_bitwise_equal(
     monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]
 ) -> None:
     expected = mean_of_ranks(compressor, nodes)
     make = RankChunks.__init__
 
-    def of_a_gpu(rows: RankChunks, *arguments: Any, **options: Any) -> None:
+    def init_as_on_a_gpu(rows: RankChunks, *arguments: Any, **options: Any) -> None:
         make(rows, *arguments, **options)
         rows.are_coded_at_once = True
 
-    monkeypatch.setattr(RankChunks, "__init__", of_a_gpu)
+    monkeypatch.setattr(RankChunks, "__init__", init_as_on_a_gpu)
     found = mean_of_ranks(compressor, nodes)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 0, 1]], ids=str)
-def test_error_feedback_over_nccl_has_the_same_bits(nodes: list[int]) -> None:
+def test_error_feedback_over_nccl_is_bitwise_equal(nodes: list[int]) -> None:
     expected = mean_of_ranks(Sign1Bit(), nodes, has_feedback=True)
     assert not torch.equal(expected[0], mean_of_ranks(Sign1Bit(), nodes)[0])
     found = mean_of_ranks(Sign1Bit(), nodes, functools.partial(PlayedNccl, calls=[]), has_feedback=True)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
 
 
 def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,16 +95,16 @@ def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch
     allocated: list[int] = []
     play_pinned_memory(monkeypatch, log, allocated)
     found = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0], StagedOnCpu)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
     messages = 4 * 3 * 2  # four ranks, three peers, two phases
-    assert len(allocated) == 2 * messages, "one for each that is sent, and one for each that is received"
+    assert len(allocated) == 2 * messages, "one for each sent message, and one for each received message"
     num_sent = 2 * messages
-    num_reused = messages  # in the second round a buffer waits until the first has been copied from it
+    num_reused = messages  # in the second round a buffer waits until the first round's message was copied from it
     assert len(log) == num_sent + num_reused
 
 
 class PlayedSideStream:
-    """Writes down what a lane asks of its stream."""
+    """Records a lane's calls to its stream."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -144,7 +144,7 @@ def played() -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
     lane.close()
 
 
-def test_a_job_runs_on_the_side_stream_after_what_its_submitter_did(
+def test_a_job_runs_on_the_side_stream_after_its_submitters_work(
     played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
 ) -> None:
     lane, log, run = played
@@ -155,11 +155,11 @@ def test_a_job_runs_on_the_side_stream_after_what_its_submitter_did(
     lane.close()
     assert log[:4] == [f"marked on {own}", "bound lane", "begins after mark 1", "runs on lane"]
     assert log.count("runs on lane") == log.count("ends") == 2
-    assert log[-1] == "joined", "what the lane writes to may be let go"
+    assert log[-1] == "joined", "memory that the lane writes to may be freed"
 
 
-def test_the_lanes_thread_makes_the_gpu_its_own_before_it_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a thread that runs when the GPU becomes known. Every thread begins on GPU 0, and returns there."""
+def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a thread that runs before the GPU is known. Every thread begins on GPU 0, and returns there."""
     gpu = torch.device("cuda", 1)
     here = threading.local()
     used: list[tuple[str, torch.device]] = []
@@ -203,7 +203,7 @@ def test_the_lanes_thread_makes_the_gpu_its_own_before_it_uses_it(monkeypatch: p
     assert used == [("lane", gpu), (threading.current_thread().name, torch.device("cuda", 0))]
 
 
-def test_what_is_enqueued_runs_at_once_on_the_callers_thread(
+def test_launched_work_runs_at_once_on_the_callers_thread(
     played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
 ) -> None:
     lane, log, run = played
@@ -217,7 +217,7 @@ def test_what_is_enqueued_runs_at_once_on_the_callers_thread(
         lane.launch(run)
 
 
-def test_what_fails_when_it_is_enqueued_ends_the_lane(
+def test_work_that_fails_at_launch_ends_the_lane(
     played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
 ) -> None:
     lane, _, run = played
@@ -225,15 +225,15 @@ def test_what_fails_when_it_is_enqueued_ends_the_lane(
     def fail() -> torch.Tensor:
         raise ValueError("no")
 
-    for enqueued in (fail, run):
+    for work in (fail, run):
         with pytest.raises(ValueError, match="no"):
-            lane.launch(enqueued)
+            lane.launch(work)
 
 
-def test_what_is_enqueued_while_a_job_fails_raises_what_that_has_raised(
+def test_work_launched_while_a_job_fails_raises_the_jobs_error(
     played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
 ) -> None:
-    """The job has closed the groups, which is all that the other knows."""
+    """The failed job has closed the groups; the launched work only notices that they are closed."""
     lane, _, _ = played
 
     def fail() -> None:
@@ -256,7 +256,9 @@ def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable
         lane.use_gpu(torch.device("cuda:1"))
 
 
-def test_a_job_that_fails_tells_its_waiter(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
+def test_a_failed_job_raises_its_error_in_its_waiter(
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
+) -> None:
     lane, _, _ = played
 
     def fail() -> None:
@@ -296,37 +298,37 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
 
 
 class CountingStream:
-    """A stream as a list of what it is told."""
+    """A stream that records its calls."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def record_event(self) -> str:
-        self.told.append("mark")
-        return f"mark {len(self.told)} of {self._name}"
+        self.calls.append("mark")
+        return f"mark {len(self.calls)} of {self._name}"
 
     def wait_event(self, mark: str) -> None:
-        self.told.append(f"waits for {mark}")
+        self.calls.append(f"waits for {mark}")
 
 
-def test_tensors_are_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_pass_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     training, lane = CountingStream("training"), CountingStream("lane")
     current = [training]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     handoff = StreamHandoff(torch.device("cuda"))
     handoff.wait()
     handoff.record()
-    assert training.told == ["mark"], "nothing had been recorded"
+    assert training.calls == ["mark"], "nothing had been recorded"
     current[0] = lane
     handoff.record()
-    assert lane.told == ["waits for mark 1 of training", "mark"], "after what was recorded before"
+    assert lane.calls == ["waits for mark 1 of training", "mark"], "after what was recorded before"
     current[0] = training
     handoff.wait()
-    assert training.told[1:] == ["waits for mark 2 of lane"]
+    assert training.calls[1:] == ["waits for mark 2 of lane"]
 
 
-def test_a_handoff_on_the_cpu_asks_nothing_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handoff_on_the_cpu_uses_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is none"))
     handoff = StreamHandoff(torch.device("cpu"))
     for use in (handoff.wait, handoff.record, handoff.wait):

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: whatever becomes of a step is reported, and the others run all the same."""
+"""`make gpu` without a GPU: the outcome of each step is reported, and the other steps still run."""
 
 import sys
 from pathlib import Path
@@ -30,11 +30,11 @@ def outcome_of(
         ("pass", {}, "passed", "it printed nothing"),
         (f"{PRINTS}; raise SystemExit(3)", {}, "failed", "exit status 3; last: the last line"),
         (f"{PRINTS}; import time; time.sleep(600)", {"limit_s": 2}, "timed out", "after 2 s; last: the last line"),
-        (PRINTS, {"left_s": 1}, "not run", "no time is left (--deadline)"),
+        (PRINTS, {"left_s": 1}, "not run", "no time left (--deadline)"),
         (PRINTS, {"needs": "no-such-program"}, "skipped", "no-such-program is not on PATH"),
     ],
 )
-def test_what_becomes_of_a_step(tmp_path: Path, code: str, options: dict[str, float], result: str, detail: str) -> None:
+def test_outcomes_of_a_step(tmp_path: Path, code: str, options: dict[str, float], result: str, detail: str) -> None:
     outcome = outcome_of(tmp_path, code, **options)
     assert (outcome.result, outcome.detail) == (result, detail)
     assert outcome.is_good == (result in ("passed", "skipped"))
@@ -50,8 +50,8 @@ def test_a_report_without_figures_has_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
 @pytest.mark.parametrize("name", ["codec aot", "overhead"])
-def test_benchmarks_understand_how_they_are_called(tmp_path: Path, name: str) -> None:
+def test_benchmarks_accept_the_arguments_of_the_steps(tmp_path: Path, name: str) -> None:
     [step] = (step for step in steps(tmp_path, is_trial=False) if step.name == name)
     called = warm_python.run(list(step.command)[1:], cwd=REPOSITORY, check=False)
     assert called.returncode == 1
-    assert called.stderr == "--device cuda: there is no GPU that this torch can use\n"
+    assert called.stderr == "--device cuda: this torch cannot use a GPU\n"

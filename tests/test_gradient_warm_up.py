@@ -1,4 +1,4 @@
-"""GradientWarmUp: gradients averaged by the buckets of weights, and steps without that are refused."""
+"""GradientWarmUp: weight buckets average gradients, and steps without averaged gradients are refused."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ ALGORITHM = WeightComponent(make=Component, append=append)
 def random(parameter: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return torch.empty_like(parameter).copy_(values)  # in its order of memory
+    return torch.empty_like(parameter).copy_(values)  # in the parameter's memory order
 
 
 def on_ranks(size: int, body: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def on_ranks(size: int, body: Any) -> list[Any]:
 
 
 def test_gradients_become_their_means() -> None:
-    """Also those that some ranks lack, but not those that all lack. Buffers stay as they are."""
+    """Also gradients that some ranks lack, but not gradients that all ranks lack. Buffers do not change."""
 
     def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> list[torch.Tensor]:
         module.everywhere.grad = random(module.everywhere, rank)
@@ -79,15 +79,15 @@ def test_gradients_become_their_means() -> None:
 
     module = Parts()
     everywhere = [flat(random(module.everywhere, rank)) for rank in range(3)]
-    one = flat(random(module.somewhere, 7))
-    somewhere = [np.zeros_like(one), one, np.zeros_like(one)]
+    present = flat(random(module.somewhere, 7))
+    somewhere = [np.zeros_like(present), present, np.zeros_like(present)]
     for found in on_ranks(3, body):
         for gradient, rows in zip(found, (everywhere, somewhere), strict=True):
             np.testing.assert_array_equal(flat(gradient), oracle.gradient_allreduce(rows))
 
 
-def test_what_another_backward_has_added_is_averaged_again() -> None:
-    """What was averaged before is the same on all ranks, and its mean is itself."""
+def test_gradients_of_another_backward_are_averaged_again() -> None:
+    """The gradient that was averaged before is equal on all ranks, so its mean does not change."""
 
     def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> torch.Tensor:
         module.everywhere.grad = torch.full_like(module.everywhere, 1.0 + 2 * rank)
@@ -101,7 +101,7 @@ def test_what_another_backward_has_added_is_averaged_again() -> None:
 
 
 def test_a_gradient_that_was_cleared_counts_as_zero() -> None:
-    """And not as that of the last backward, which the buckets still hold."""
+    """It does not count as the gradient of the last backward, which the buckets still contain."""
 
     def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> torch.Tensor:
         for has_gradient in (True, rank == 1):
@@ -112,10 +112,10 @@ def test_a_gradient_that_was_cleared_counts_as_zero() -> None:
     assert all(torch.equal(gradient, torch.full((4, 6), 1.0)) for gradient in on_ranks(2, body))
 
 
-def test_each_step_has_averaged_gradients() -> None:
+def test_each_step_needs_averaged_gradients() -> None:
     def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> None:
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"without averaged gradients: .*; set warmup_steps=0 where"):
+            with pytest.raises(RuntimeError, match=r"without averaged gradients: .*; set warmup_steps=0 if"):
                 warm_up.after_step()
             warm_up.average_gradients()
             warm_up.after_step()

@@ -1,4 +1,4 @@
-"""What an algorithm of one's own sends over a group: operations on CPUs and GPUs, told to observers."""
+"""The operations of a group that user-defined algorithms call, on CPUs and GPUs, and their events."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +32,8 @@ def on_ranks(device: torch.device, body: Callable[[tb.BaguaProcessGroup], Any], 
     return run_ranks(SIZE, with_group, device=device)
 
 
-def summed(values: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order, in float32, or of float64 in float64, in the dtype of the values."""
+def sum_in_rank_order(values: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in rank order, computed in float32 (float64 in float64), in the dtype of the values."""
     real = [torch.view_as_real(value) if value.is_complex() else value for value in values]
     wide = torch.float64 if real[0].dtype == torch.float64 else torch.float32
     total = torch.as_tensor(ordered_sum([value.cpu().to(wide).numpy() for value in real])).to(real[0].dtype)
@@ -42,13 +42,15 @@ def summed(values: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (5, 700), (0, 1)], ids=str)
-def test_all_reduce_and_its_kin(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_all_reduce_reduce_scatter_and_all_gather(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     given = [values_of(rank, (SIZE, *shape), dtype, device) for rank in range(SIZE)]
 
     def body(group: tb.BaguaProcessGroup) -> dict[str, torch.Tensor]:
         own = given[group.rank]
         results = {}
-        for _ in range(2):  # the second time over what the first has laid out
+        for _ in range(2):  # the second time reuses the first call's layout
             results["sum"] = group.all_reduce(own[0].clone())
             results["own sum"] = group.reduce_scatter(own)
             results["all"] = group.all_gather(own[1])
@@ -56,12 +58,12 @@ def test_all_reduce_and_its_kin(device: torch.device, dtype: torch.dtype, shape:
         return results
 
     for rank, results in enumerate(on_ranks(device, body)):
-        assert torch.equal(results["sum"].cpu(), summed([one[0] for one in given]))
-        assert torch.equal(results["own sum"].cpu(), summed([one[rank] for one in given]))
-        assert torch.equal(results["all"], torch.stack([one[1] for one in given]))
+        assert torch.equal(results["sum"].cpu(), sum_in_rank_order([values[0] for values in given]))
+        assert torch.equal(results["own sum"].cpu(), sum_in_rank_order([values[rank] for values in given]))
+        assert torch.equal(results["all"], torch.stack([values[1] for values in given]))
 
 
-def test_the_mean_can_be_compressed_and_respect_nodes(device: torch.device) -> None:
+def test_the_mean_can_be_compressed_and_hierarchical(device: torch.device) -> None:
     given = [values_of(rank, (5000,), torch.float32, device) for rank in range(SIZE)]
 
     def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
@@ -69,16 +71,16 @@ def test_the_mean_can_be_compressed_and_respect_nodes(device: torch.device) -> N
 
     means = on_ranks(device, body, nodes=[0, 0, 1])
     assert all(torch.equal(mean, means[0]) for mean in means)
-    expected = summed(given).to(device) / SIZE
+    expected = sum_in_rank_order(given).to(device) / SIZE
     assert not torch.equal(means[0], expected)
     assert torch.allclose(means[0], expected, atol=0.05)  # a hundredth of the range of a block, in each phase
 
 
 def test_the_order_of_a_sum_over_nodes() -> None:
-    """Within nodes first; without `hierarchical` in rank order."""
+    """Hierarchical sums reduce within nodes first; others reduce in rank order."""
     given = [values_of(rank, (5000,), torch.float32, torch.device("cpu")) for rank in range(SIZE)]
-    in_nodes = summed([given[0], summed(given[1:])])
-    assert not torch.equal(in_nodes, summed(given))
+    in_nodes = sum_in_rank_order([given[0], sum_in_rank_order(given[1:])])
+    assert not torch.equal(in_nodes, sum_in_rank_order(given))
 
     def body(group: tb.BaguaProcessGroup) -> list[torch.Tensor]:
         own = given[group.rank]
@@ -92,11 +94,13 @@ def test_the_order_of_a_sum_over_nodes() -> None:
         ]
 
     for results in on_ranks(torch.device("cpu"), body, nodes=[0, 1, 1]):
-        for result, expected in zip(results, [in_nodes, in_nodes, summed(given), summed(given)], strict=True):
+        for result, expected in zip(
+            results, [in_nodes, in_nodes, sum_in_rank_order(given), sum_in_rank_order(given)], strict=True
+        ):
             assert torch.equal(result, expected)
 
 
-def test_numbers_that_are_no_floats_are_gathered(device: torch.device) -> None:
+def test_integers_and_booleans_are_gathered(device: torch.device) -> None:
     def body(group: tb.BaguaProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         return group.all_gather(torch.tensor([group.rank, 7], device=device)), group.all_gather(
             torch.tensor(group.rank == 1, device=device)
@@ -107,14 +111,14 @@ def test_numbers_that_are_no_floats_are_gathered(device: torch.device) -> None:
         assert flags.tolist() == [False, True, False]
 
 
-def test_what_is_exchanged_may_be_of_any_dtype(device: torch.device) -> None:
+def test_exchange_accepts_any_dtype(device: torch.device) -> None:
     recorder = tb.observe.Recorder()
     dtypes = [*DTYPES, torch.int16, torch.bool]
 
     def with_group(group: dist.ProcessGroup) -> list[torch.Tensor]:
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
         given = [torch.arange(6, device=device).view(2, 3).to(dtype) for dtype in dtypes]
-        received = [torch.zeros_like(one) for one in given]
+        received = [torch.zeros_like(tensor) for tensor in given]
         for index, (mine, theirs) in enumerate(zip(given, received, strict=True)):
             if own.rank != 2:
                 own.exchange({1 - own.rank: mine}, {1 - own.rank: theirs}, name=f"message {index}")
@@ -124,13 +128,13 @@ def test_what_is_exchanged_may_be_of_any_dtype(device: torch.device) -> None:
 
     given = run_ranks(SIZE, with_group, device=device)[0]
     sent = [(event.bucket, event.num_elements, event.raw_bytes, event.wire_bytes) for event in recorder.events]
-    for index, one in enumerate(given):
-        assert sent.count((f"message {index}", 6, one.nbytes, one.nbytes)) == 2, "sent and received"
+    for index, tensor in enumerate(given):
+        assert sent.count((f"message {index}", 6, tensor.nbytes, tensor.nbytes)) == 2, "sent and received"
 
 
 @pytest.mark.parametrize("num_elements", [4, 100_000])
 def test_exchange_on_any_graph(device: torch.device, num_elements: int) -> None:
-    """A star, in which what comes in does not come from whom it goes to, and a ring of one direction."""
+    """A graph whose ranks receive from other ranks than they send to, a one-way ring, and a graph without edges."""
     graphs = [{0: [1, 2], 1: [], 2: [0]}, {0: [1], 1: [2], 2: [0]}, {0: [], 1: [], 2: []}]
 
     def body(group: tb.BaguaProcessGroup) -> list[dict[int, torch.Tensor]]:
@@ -150,7 +154,7 @@ def test_exchange_on_any_graph(device: torch.device, num_elements: int) -> None:
     assert [sorted(received) for received in on_ranks(device, body)[0]] == [[2], [2], []]
 
 
-def test_observers_hear_of_every_message(device: torch.device) -> None:
+def test_observers_receive_every_message(device: torch.device) -> None:
     recorder = tb.observe.Recorder()
 
     def body(group: tb.BaguaProcessGroup) -> None:
@@ -183,9 +187,12 @@ def test_refusals() -> None:
                 lambda: group.all_reduce(x.double(), compression="minmax_uint8"),
                 "encodes torch.float64, got Min",
             ),
-            (lambda: group.reduce_scatter(x[:2]), r"x must have a part for each of 3 ranks, got \[2, 4\]"),
-            (lambda: group.exchange({group.rank: x}, {}), "sends must be by another rank of 3, got"),
-            (lambda: group.exchange({}, {SIZE: x}), "receives must be by another rank of 3, got 3"),
+            (
+                lambda: group.reduce_scatter(x[:2]),
+                r"x must have shape \[3, \.\.\.\], one part for each rank, got \[2, 4\]",
+            ),
+            (lambda: group.exchange({group.rank: x}, {}), "the keys of sends must be other ranks of 3, got"),
+            (lambda: group.exchange({}, {SIZE: x}), "the keys of receives must be other ranks of 3, got 3"),
         ]:
             with pytest.raises(ValueError, match=message):
                 call()
@@ -193,7 +200,7 @@ def test_refusals() -> None:
     on_ranks(torch.device("cpu"), body)
 
 
-def test_a_rank_without_tensors_takes_part_in_an_exchange_that_is_one_collective() -> None:
+def test_a_rank_without_tensors_joins_an_exchange_that_is_one_collective() -> None:
     def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
         received = torch.zeros(4)
         group.exchange({1: torch.ones(4)} if group.rank == 0 else {}, {0: received} if group.rank == 1 else {})

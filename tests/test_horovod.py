@@ -1,4 +1,4 @@
-"""AllReduceAggregationHVD: without Horovod, and with it, which `make test-horovod` builds."""
+"""AllReduceAggregationHVD without Horovod, and with Horovod, which `make test-horovod` builds."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ def test_a_horovod_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"call hvd\.init\(\), under horovodrun"):
         AllReduceAggregationHVD(2).agg_grad()(constant_model(0), "avg_world")
     vars(hvd).update(is_initialized=lambda: True)
-    with pytest.raises(RuntimeError, match=r"Under torchrun alone Horovod knows of one rank"):
+    with pytest.raises(RuntimeError, match=r"With torchrun alone, Horovod sees only one rank"):
         AllReduceAggregationHVD(2).agg_grad()(constant_model(0), "avg_world")
 
 

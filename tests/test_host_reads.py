@@ -63,7 +63,7 @@ class PlayedCopy:
 def device_of_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU, or a CPU that is taken for one."""
     if device.type == "cpu":
-        monkeypatch.setattr(unstaging, "is_read_with_a_wait", lambda tensor: True)
+        monkeypatch.setattr(unstaging, "requires_host_sync", lambda tensor: True)
         monkeypatch.setattr(loss_scale, "is_on_gpu", lambda tensor: True)
         monkeypatch.setattr(loss_scale, "HostCopy", PlayedCopy)
     return device

@@ -1,4 +1,4 @@
-"""The benchmarks' schedule of a step: floors, buckets, and a model that waits instead of computing."""
+"""The benchmarks' schedule of a step: floors, buckets, and a model that sleeps instead of computing."""
 
 import sys
 import time
@@ -35,8 +35,8 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
 
-def test_schedule_floor_is_that_of_the_bucket_which_allows_the_least_time() -> None:
-    # Two buckets of 1 MiB, ready after 2 and 4 s, each of which takes 1 s; then 3 s.
+def test_schedule_floor_is_the_maximum_over_buckets() -> None:
+    # Two buckets of 1 MiB, ready after 2 and 4 s. Each transfer takes 1 s, then 3 s.
     numels, schedule = [MIB_ELEMENTS] * 2, Schedule(1.0, [4.0, 2.0])
 
     def floor_s(transfer_s: float, bucket_cap_mb: float = 1.0) -> float:
@@ -56,7 +56,7 @@ def test_buckets_are_transferred_in_turn_at_the_earliest() -> None:
     assert ends[-1] == max(ready + sum(transfers_s[k:]) for k, ready in enumerate(ready_s))
 
 
-def test_buckets_are_grouped_in_the_order_in_which_gradients_are_ready() -> None:
+def test_buckets_are_grouped_in_the_order_of_ready_gradients() -> None:
     numels = [3 * MIB_ELEMENTS, 1, MIB_ELEMENTS, MIB_ELEMENTS, 1]
     assert group_into_buckets(numels, [5, 4, 3, 2, 1], 2) == [[4, 3, 2], [1, 0]]
     assert group_into_buckets(numels, [1, 2, 3, 4, 5], 2) == [[0], [1, 2, 3], [4]]
@@ -76,8 +76,8 @@ def test_recorded_gradients_are_ready_in_the_order_of_backward() -> None:
     assert scaled.forward_s / 2.0 == pytest.approx(schedule.forward_s / max(schedule.ready_s))
 
 
-class Hooked:
-    """An idle model under DDP alone in its group, with a hook that halves gradients and notes what it is given."""
+class HookedIdleModel:
+    """An idle model with DDP over one rank, with a hook that halves gradients and records its arguments."""
 
     def __init__(self, bucket_cap_mb: float) -> None:
         init_default_group()
@@ -104,8 +104,8 @@ class Hooked:
         self.ddp(torch.zeros(1)).square().mean().backward()
 
 
-def test_idle_model_hands_ddp_the_gradients_that_the_step_before_has_left() -> None:
-    hooked = Hooked(bucket_cap_mb=25)
+def test_idle_model_passes_the_gradients_of_the_previous_step_to_ddp() -> None:
+    hooked = HookedIdleModel(bucket_cap_mb=25)
     begun = [gradient.clone() for gradient in hooked.model.gradients]
     assert all(gradient.abs().max() > 0 for gradient in begun)
     for step in range(4):
@@ -120,8 +120,8 @@ def test_idle_model_hands_ddp_the_gradients_that_the_step_before_has_left() -> N
 
 
 def test_buckets_are_ready_at_the_times_of_the_schedule() -> None:
-    # A bucket for each parameter, after the first step: DDP does not split a parameter, and groups none beyond the cap.
-    hooked = Hooked(bucket_cap_mb=1e-5)
+    # One bucket per parameter after the first step: DDP does not split a parameter, and no two fit the cap.
+    hooked = HookedIdleModel(bucket_cap_mb=1e-5)
     numels = [parameter.numel() for parameter in hooked.model.parameters()]
     buckets = group_into_buckets(numels, SCHEDULE.ready_s, 1e-5)
     hooked.step()
@@ -133,8 +133,8 @@ def test_buckets_are_ready_at_the_times_of_the_schedule() -> None:
             late.append(since_s - ready_s)
     assert buckets == [[3], [2], [1], [0]]
     assert min(map(min, late_s)) >= 0
-    # The best of ten steps: other processes of the machine can delay any sleep, hardly all of them. Sleeps of the whole
-    # ready times, one after the other, would be 20 ms late at the second bucket already.
+    # The best of ten steps: other processes of the machine can delay any sleep, but hardly all of them. Consecutive
+    # sleeps for the whole ready times would be 20 ms late at the second bucket already.
     assert max(map(min, late_s)) < 0.008
 
 
@@ -163,11 +163,14 @@ def test_idle_optimizers_count_their_steps_and_leave_weights_alone() -> None:
         adam.step()
     assert adam.num_updates == [3, 3]
     assert all(map(torch.equal, parameters, weights))
-    assert all(torch.equal(adam.state[one]["exp_avg"], two) for one, two in zip(parameters, momenta, strict=True))
+    assert all(
+        torch.equal(adam.state[parameter]["exp_avg"], momentum)
+        for parameter, momentum in zip(parameters, momenta, strict=True)
+    )
     assert calls == {"plain": 1, "adam": 3}
 
 
-def test_an_idle_contestant_has_the_parameters_of_the_one_that_computes() -> None:
+def test_an_idle_contestant_has_the_parameters_of_the_computing_contestant() -> None:
     init_default_group()
     model = build_model(10_000)
     real, idle = (Setup(model, 8.0, [0], schedule) for schedule in (None, Schedule(0.0, [0.0] * 24)))
@@ -183,16 +186,16 @@ NETWORK: dict[str, Any] = {"title": "1mbit", "rank_rate": "1mbit", "link_rate": 
 
 
 def result(step_s: dict[str, float]) -> dict[str, Any]:
-    """What a rank of two says that has measured a block of one step of each."""
+    """Return the result of one of two ranks that measured a block of one step of each contestant."""
     traffic = {"sent_by_rank": [0, 0], "over_link": []}
-    of_all = {"num_steps": 1, "processor_s": 0.25, "recorded_bytes": None, "traffic": traffic}
-    blocks = [{"contestant": name, "seconds": seconds, **of_all} for name, seconds in step_s.items()]
+    shared = {"num_steps": 1, "processor_s": 0.25, "recorded_bytes": None, "traffic": traffic}
+    blocks = [{"contestant": name, "seconds": seconds, **shared} for name, seconds in step_s.items()]
     return {"numels": [MIB_ELEMENTS] * 2, "schedule": {"forward_s": 1.0, "ready_s": [4.0, 2.0]}, "blocks": blocks}
 
 
 def test_every_row_has_a_schedule_floor() -> None:
     section = summarise(NETWORK, [result({"compute": 5.0, "ddp": 20.0, "decentralized": 20.0})] * 2, 1)
-    # Of two ranks each sends every element once, in float32.
+    # Each of two ranks sends every element once, in float32.
     sent_ms = 8e3 * 2 * 2**20 * FRAME_BYTES_PER_PAYLOAD_BYTE / 1e6
     compute, ddp, decentralized = section["rows"]
     assert compute["schedule_floor_ms"] == compute["floor_ms"] == 5000
@@ -202,7 +205,7 @@ def test_every_row_has_a_schedule_floor() -> None:
     assert decentralized["schedule_floor_ms"] == decentralized["floor_ms"] == pytest.approx(sent_ms)
     shown = markdown_table(section)
     assert "| DDP float32 | 20000 | 250 | 0.00 |  | 17532 | 1.14 | 19532 | 1.02 | 1.00 (1.00 to 1.00) |" in shown
-    assert shown.endswith("they do not wait for gradients: compute only; Decentralized, all.")
+    assert shown.endswith("rows that do not wait for gradients: compute only; Decentralized, all.")
     unshaped = summarise(NETWORK | {"rank_rate": None}, [result({"compute": 5.0, "ddp": 20.0})] * 2, 1)
     assert [row["schedule_floor_ms"] for row in unshaped["rows"]] == [5000, 5000]
 
@@ -219,7 +222,7 @@ def test_tables_of_earlier_results_are_shown_without_a_schedule_floor() -> None:
 
 @pytest.mark.parametrize(
     ("num_values", "low", "high"),
-    # Of 6 all lie on one side of the median once in 32 times; of 30, ten or more than twenty do once in 23.
+    # 6 values lie on one side of the median once in 32 times; of 30, ten or more than twenty do once in 23.
     [(1, 0, 0), (5, 0, 4), (6, 0, 5), (9, 1, 7), (30, 9, 20)],
 )
 def test_the_median_lies_between_two_values(num_values: int, low: int, high: int) -> None:
@@ -228,6 +231,6 @@ def test_the_median_lies_between_two_values(num_values: int, low: int, high: int
 
 def test_many_rounds_show_where_the_median_lies() -> None:
     names = {"compute": 5.0, "ddp": 20.0}
-    one = result(names)
-    many = one | {"blocks": one["blocks"] * 20}
+    single = result(names)
+    many = single | {"blocks": single["blocks"] * 20}
     assert "| 1.00 (1.00 to 1.00) | 1.000 to 1.000 |" in markdown_table(summarise(NETWORK, [many] * 2, 1))

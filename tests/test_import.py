@@ -1,4 +1,4 @@
-"""`import torchbagua` does nothing but import, and takes nothing that an extra brings."""
+"""`import torchbagua` has no side effects, and imports no package of an extra."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ print(json.dumps([before, state(), asked, sorted(extras), patched]))
 
 
 def test_import_starts_opens_compiles_and_asks_nothing(tmp_path: Path) -> None:
-    checkout = copy_sources(tmp_path / "checkout")  # where no library was built ahead of time
+    checkout = copy_sources(tmp_path / "checkout")  # no library was built ahead of time there
     status, out, err = run_python(IMPORT, checkout, TORCHBAGUA_CACHE=str(tmp_path / "cache"))
     assert status == 0, err
     before, after, asked_of_cuda, imported, patched = json.loads(out)

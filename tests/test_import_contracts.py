@@ -1,4 +1,4 @@
-"""What a package must not know, beside the ladder of imports in pyproject.toml; read off its sources."""
+"""Names that a package must not use, in addition to the import layers in pyproject.toml; found in its sources."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from source_tree import REPOSITORY
 PACKAGE = REPOSITORY / "torchbagua"
 BELOW_TRAINING = ("algorithms", "runtime", "collectives", "transport", "codecs", "native", "observe")
 
-# What may not be named, where, and the files that may all the same, each with its reason.
+# Per contract: packages, names that they must not use, and excepted files, each with its reason.
 CONTRACTS = {
     "codecs know no torch.distributed": (
         ("codecs", "native"),
@@ -29,7 +29,7 @@ CONTRACTS = {
         ("torch.amp", "GradScaler"),
         {"runtime/runner.py": "has the attribute that attach sets, whose scale error feedback reads"},
     ),
-    # An algorithm's interface names the optimizers that it is attached with, and QAdam is one.
+    # An algorithm's interface names the optimizers that it is attached with, and QAdam is an optimizer.
     "below algorithms only the runner knows optimizers": (
         BELOW_TRAINING[1:],
         ("torch.optim", "Optimizer"),
@@ -43,7 +43,7 @@ CONTRACTS = {
 
 
 def names_in(source: str) -> set[str]:
-    """Every dotted name that a source imports or uses, with `dist` written out."""
+    """Return every dotted name that a source imports or uses, with aliases such as `dist` written out."""
     tree = ast.parse(source)
     aliases: dict[str, str] = {}
     found: set[str] = set()
@@ -70,7 +70,7 @@ def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 
 
 def breaches(source: str, forbidden: tuple[str, ...]) -> list[str]:
-    """The names in a source that are forbidden, or lie below one that is."""
+    """Return the names in a source that are forbidden, or below a forbidden name."""
     return sorted(name for name in names_in(source) if any(f".{known}." in f".{name}." for known in forbidden))
 
 
@@ -88,7 +88,7 @@ def test_contract(contract: str) -> None:
         if (names := breaches(path.read_text(), forbidden))
     }
     assert {path: names for path, names in found.items() if path not in exceptions} == {}
-    assert exceptions.keys() <= found.keys(), "an exception that nobody needs any more"
+    assert exceptions.keys() <= found.keys(), "an exception that is no longer needed"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_breach_is_found(source: str) -> None:
 
 
 def test_above_transport_no_backend_is_named() -> None:
-    """Not in a comment either: what they do depends on the abilities of a transport."""
+    """Not even in a comment: these packages depend on a transport's abilities."""
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sources(("collectives", "runtime", "algorithms", "training", "fsdp"))
@@ -133,7 +133,7 @@ def test_the_root_has_packages_and_few_small_modules() -> None:
 
 
 def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
-    """`import torchbagua.x.y as m` gives `m` whatever the package calls `y`."""
+    """`import torchbagua.x.y as m` binds `m` to whatever the package calls `y`."""
     for init in PACKAGE.rglob("__init__.py"):
         modules = {path.stem for path in init.parent.glob("*.py")} | {path.name for path in init.parent.iterdir()}
         imported = {

@@ -1,4 +1,4 @@
-"""Gradient algorithms under torch.distributed.algorithms.Join: ranks whose data end sooner take part with zeros."""
+"""Gradient algorithms with torch.distributed.algorithms.Join: ranks with less data continue with zeros."""
 
 import copy
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ranks import run_ranks
 from training import Tower, build
 
 SIZE = 3
-NUM_MORE_BATCHES = 2  # than the rank before
+NUM_MORE_BATCHES = 2  # of each rank than of the rank before
 
 ALGORITHMS = {
     "gradient_allreduce": tb.GradientAllReduceAlgorithm(),
@@ -27,8 +27,8 @@ ALGORITHMS = {
 
 
 @pytest.fixture(autouse=True)
-def ranks_of_groups_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join asks torch's registry for its rank, which does not know them."""
+def get_the_rank_from_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join asks torch's registry for its rank, but the registry does not contain the tests' groups."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
 
 
@@ -37,7 +37,7 @@ def num_batches(rank: int) -> int:
 
 
 class Trainer:
-    """One rank's training, through the standalone hook or attach, with a Recorder where it is observed."""
+    """One rank's training, with the standalone hook or attach, and with a Recorder if it is observed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Trainer:
         self.weights: list[torch.Tensor] = []
 
     def step(self, batch: int, *, share: float = 1.0) -> None:
-        """One step, with a gradient that is multiplied by `share`."""
+        """Train one step, with the gradient multiplied by `share`."""
         self.optimizer.zero_grad()
         x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * self.rank + batch))
         (share * self.ddp(x, 0).square().sum()).backward()
@@ -80,10 +80,10 @@ class Trainer:
         self.weights.append(torch.cat(weights))
 
 
-def under_join(
+def train_with_join(
     group: dist.ProcessGroup, *arguments: Any, divide_by_initial_world_size: bool = True, **options: Any
 ) -> Trainer:
-    """Train until no rank has data any more."""
+    """Train until no rank has data left."""
     trainer = Trainer(group, *arguments, **options)
     join = Join([trainer.ddp], divide_by_initial_world_size=divide_by_initial_world_size)
     with trainer.attachment, join:
@@ -92,8 +92,8 @@ def under_join(
     return trainer
 
 
-def with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Trainer:
-    """Train as many steps on all ranks; those without data have gradients of zero."""
+def train_with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Trainer:
+    """Train equally many steps on all ranks; ranks without data have zero gradients."""
     trainer = Trainer(group, *arguments, **options)
     with trainer.attachment:
         for batch in range(num_batches(SIZE - 1)):
@@ -107,56 +107,56 @@ def with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Tra
     ids=["standalone hook", "observed standalone hook", "observed"],
 )
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_mean_is_that_of_all_ranks(name: str, is_attached: bool, is_observed: bool) -> None:
+def test_joined_ranks_take_part_with_zeros(name: str, is_attached: bool, is_observed: bool) -> None:
     model = build(Tower)
     options = {"nodes": [0, 0, 1] if "nodes" in name else None, "is_attached": is_attached, "is_observed": is_observed}
-    joined = run_ranks(SIZE, lambda group: under_join(group, model, ALGORITHMS[name], **options))
-    expected = run_ranks(SIZE, lambda group: with_zeros(group, model, ALGORITHMS[name], **options))
-    for rank, (one, other) in enumerate(zip(joined, expected, strict=True)):
-        assert len(one.weights) == num_batches(rank)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one.weights, other.weights, strict=False))
-        final = torch.cat([parameter.detach().flatten() for parameter in one.ddp.parameters()])
-        assert torch.equal(final, other.weights[-1]), "DDP gives all ranks the weights of the last one"
+    joined = run_ranks(SIZE, lambda group: train_with_join(group, model, ALGORITHMS[name], **options))
+    expected = run_ranks(SIZE, lambda group: train_with_zeros(group, model, ALGORITHMS[name], **options))
+    for rank, (actual, reference) in enumerate(zip(joined, expected, strict=True)):
+        assert len(actual.weights) == num_batches(rank)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual.weights, reference.weights, strict=False))
+        final = torch.cat([parameter.detach().flatten() for parameter in actual.ddp.parameters()])
+        assert torch.equal(final, reference.weights[-1]), "DDP gives all ranks the weights of the last one"
 
 
 @pytest.mark.parametrize("divides_by_all", [True, False])
-def test_the_mean_is_that_of_ddps_own_hook(divides_by_all: bool) -> None:
-    """With two ranks the sums are exact. DDP without a hook divides by all ranks if told to; its hooks do always."""
+def test_the_mean_equals_the_mean_of_ddp(divides_by_all: bool) -> None:
+    """Sums of two ranks are exact. DDP without a hook divides by all ranks only on request; its hooks always do."""
     model = build(Tower)
 
     def last_weights(group: dist.ProcessGroup, algorithm: tb.Algorithm | None) -> torch.Tensor:
         divides = divides_by_all or algorithm is None
-        return under_join(group, model, algorithm, divide_by_initial_world_size=divides).weights[-1]
+        return train_with_join(group, model, algorithm, divide_by_initial_world_size=divides).weights[-1]
 
     ours = run_ranks(2, lambda group: last_weights(group, tb.GradientAllReduceAlgorithm()))
     ddps = run_ranks(2, lambda group: last_weights(group, None))
-    assert all(torch.equal(one, other) for one, other in zip(ours, ddps, strict=True))
+    assert all(torch.equal(actual, reference) for actual, reference in zip(ours, ddps, strict=True))
 
 
-def test_qadam_goes_on_from_the_momenta_of_the_others() -> None:
-    """In the warm-up to the bit; then a rank without data takes the mean for its momentum, where others round twice."""
+def test_qadam_continues_from_the_momenta_of_the_others() -> None:
+    """Bitwise in the warm-up. Later, a rank without data adopts the mean as its momentum, while others round twice."""
     model = build(Tower)
-    joined = run_ranks(SIZE, lambda group: under_join(group, model, "qadam", is_attached=True))
-    expected = run_ranks(SIZE, lambda group: with_zeros(group, model, "qadam", is_attached=True))
-    for one, other in zip(joined, expected, strict=True):
-        for step, (mine, theirs) in enumerate(zip(one.weights, other.weights, strict=False)):
+    joined = run_ranks(SIZE, lambda group: train_with_join(group, model, "qadam", is_attached=True))
+    expected = run_ranks(SIZE, lambda group: train_with_zeros(group, model, "qadam", is_attached=True))
+    for actual, reference in zip(joined, expected, strict=True):
+        for step, (mine, theirs) in enumerate(zip(actual.weights, reference.weights, strict=False)):
             assert torch.equal(mine, theirs) if step < 3 else torch.allclose(mine, theirs, atol=1e-3), step
         momenta = [
             torch.cat([trainer.optimizer.state[p]["exp_avg"].flatten() for p in trainer.ddp.parameters()])
-            for trainer in (one, joined[-1])
+            for trainer in (actual, joined[-1])
         ]
         assert torch.equal(*momenta)
 
 
-def test_observers_hear_of_as_many_steps_on_all_ranks() -> None:
+def test_observers_are_notified_of_equally_many_steps_on_all_ranks() -> None:
     model = build(Tower)
     for is_attached in (False, True):
         trainers = run_ranks(
-            SIZE, lambda group, a=is_attached: under_join(group, model, tb.ByteGradAlgorithm(), is_attached=a)
+            SIZE, lambda group, a=is_attached: train_with_join(group, model, tb.ByteGradAlgorithm(), is_attached=a)
         )
         for trainer in trainers:
             events = trainer.recorder.events
             assert sum(event.phase == "step" for event in events) == num_batches(SIZE - 1)
-            # A backward that the lane is done before does not wait.
+            # A backward that ends after the lane is done does not wait.
             assert {event.step for event in events if event.phase == "wait"} <= set(range(num_batches(trainer.rank)))
             assert {event.step for event in events if event.phase == "send"} == set(range(num_batches(SIZE - 1)))

@@ -59,7 +59,7 @@ def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
 
 @pytest.mark.parametrize("attempt", range(20))
 def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
-    """A job that submit has accepted runs, whatever thread closes the lane meanwhile; a later one is refused."""
+    """A job that submit has accepted runs, even if another thread closes the lane; later jobs are refused."""
     lane = Lane("racing", on_failure=lambda: None)
     start = threading.Barrier(3)
     accepted = []
@@ -116,7 +116,7 @@ def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
         lane.submit(lambda: None).future()
 
 
-def test_a_forgotten_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
+def test_a_deleted_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
     class Kept:
         def run(self) -> None:
             pass
@@ -137,7 +137,7 @@ def test_a_forgotten_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
 
 
 class Steps:
-    """Notes what it does: begins, yields at two places, and ends."""
+    """Records its steps: begins, yields twice, and ends."""
 
     def __init__(self, name: str, seen: list[str], may: bool = True, fails_at: str = "") -> None:
         self.name = name
@@ -163,7 +163,7 @@ class Steps:
 
 
 def run_steps(*sources: Steps) -> list[str]:
-    """Return what each job returns, or the error that it raises, all of them queued before the first runs."""
+    """Return the result or the error of each job; all jobs are queued before the first runs."""
     lane, gate, outcomes = Lane("steps", on_failure=lambda: None), threading.Event(), []
     lane.submit(gate.wait)
     jobs = [lane.submit_steps(source) for source in sources]
@@ -178,7 +178,7 @@ def run_steps(*sources: Steps) -> list[str]:
     return outcomes
 
 
-def test_the_next_job_begins_where_one_waits_and_goes_on_when_that_has_ended() -> None:
+def test_the_next_job_begins_while_a_job_waits_and_continues_after_it() -> None:
     seen: list[str] = []
     assert run_steps(Steps("a", seen), Steps("b", seen), Steps("c", seen, may=False)) == ["a", "b", "c"]
     assert seen == [
@@ -189,16 +189,16 @@ def test_the_next_job_begins_where_one_waits_and_goes_on_when_that_has_ended() -
 
 
 @pytest.mark.parametrize(("name", "fails_at"), [("a", "ends"), ("b", "begins")])
-def test_a_failure_closes_what_has_begun(name: str, fails_at: str) -> None:
+def test_a_failure_closes_the_jobs_that_have_begun(name: str, fails_at: str) -> None:
     seen: list[str] = []
     jobs = [Steps(letter, seen, fails_at=fails_at if letter == name else "") for letter in "abc"]
     assert run_steps(*jobs) == [f"{name} failed"] * 3
-    other = "b" if name == "a" else "a"
-    assert f"{other} is closed" in seen
+    other_name = "b" if name == "a" else "a"
+    assert f"{other_name} is closed" in seen
     assert "c begins" not in seen
 
 
-def test_close_ends_what_has_begun() -> None:
+def test_close_ends_the_jobs_that_have_begun() -> None:
     seen: list[str] = []
     lane = Lane("closing", on_failure=lambda: None)
     jobs = [lane.submit_steps(Steps(name, seen)) for name in "abcd"]

@@ -27,14 +27,14 @@ def backward(module: nn.Module) -> None:
     module(torch.randn(4, 3)).square().sum().backward()
 
 
-def made_anew(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    other = torch.optim.SGD(module.parameters(), lr=0.1)
+def step_a_new_optimizer(module: nn.Module, attached: torch.optim.Optimizer) -> None:
+    new_optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(2):
         backward(module)
-        other.step()
+        new_optimizer.step()
 
 
-def updated_by_hand(module: nn.Module, attached: torch.optim.Optimizer) -> None:
+def update_by_hand(module: nn.Module, attached: torch.optim.Optimizer) -> None:
     for _ in range(2):
         backward(module)
         with torch.no_grad():
@@ -42,26 +42,26 @@ def updated_by_hand(module: nn.Module, attached: torch.optim.Optimizer) -> None:
                 parameter.data -= 0.1 * parameter.grad
 
 
-def trained_as_usual(module: nn.Module, attached: torch.optim.Optimizer) -> None:
+def train_as_usual(module: nn.Module, attached: torch.optim.Optimizer) -> None:
     for _ in range(2):
         backward(module)
         attached.step()
 
 
-def evaluated(module: nn.Module, attached: torch.optim.Optimizer) -> None:
+def evaluate(module: nn.Module, attached: torch.optim.Optimizer) -> None:
     module.eval()
-    backward(module)  # as an attack does
+    backward(module)  # as an adversarial attack does
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 1.0
 
 
-def only_differentiated(module: nn.Module, attached: torch.optim.Optimizer) -> None:
+def only_differentiate(module: nn.Module, attached: torch.optim.Optimizer) -> None:
     for _ in range(3):
         backward(module)
 
 
-def skipped_by_a_scaler(module: nn.Module, attached: torch.optim.Optimizer) -> None:
+def skip_steps_by_a_scaler(module: nn.Module, attached: torch.optim.Optimizer) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     for _ in range(3):
         module.zero_grad()
@@ -85,17 +85,17 @@ def messages_of(name: str, loop: Loop) -> list[str]:
     return [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
 
 
-@pytest.mark.parametrize("loop", [made_anew, updated_by_hand])
+@pytest.mark.parametrize("loop", [step_a_new_optimizer, update_by_hand])
 @pytest.mark.parametrize("name", RARELY)
 def test_an_optimizer_that_took_no_step(name: str, loop: Loop) -> None:
     messages = messages_of(name, loop)
-    assert len(messages) == 2  # one a rank
+    assert len(messages) == 2  # one per rank
     assert all(message.startswith(f"torchbagua: SGD {UNUSED}") for message in messages)
 
 
-@pytest.mark.parametrize("loop", [trained_as_usual, evaluated, only_differentiated, skipped_by_a_scaler])
+@pytest.mark.parametrize("loop", [train_as_usual, evaluate, only_differentiate, skip_steps_by_a_scaler])
 @pytest.mark.parametrize("name", ["decentralized", "async"])
-def test_nothing_is_said_where_nothing_was_missed(name: str, loop: Loop) -> None:
+def test_no_warning_if_no_step_was_missed(name: str, loop: Loop) -> None:
     assert not [message for message in messages_of(name, loop) if UNUSED in message]
 
 
@@ -103,11 +103,11 @@ def test_one_of_two_optimizers_that_took_no_step() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
         optimizers = [torch.optim.SGD(module[0].parameters(), lr=0.1), torch.optim.Adam(module[1].parameters())]
-        other = torch.optim.Adam(module[1].parameters())
+        new_optimizer = torch.optim.Adam(module[1].parameters())
         with tb.attach(module, optimizers, "decentralized", process_group=tb.BaguaProcessGroup(group)):
             backward(module)
             optimizers[0].step()
-            other.step()
+            new_optimizer.step()
 
     with pytest.warns(RuntimeWarning, match=f"Adam {UNUSED}") as warned:
         run_ranks(1, body)
@@ -117,7 +117,7 @@ def test_one_of_two_optimizers_that_took_no_step() -> None:
 def weights_after_an_error(
     name: str, go_on: Callable[[nn.Module, torch.optim.Optimizer, dist.ProcessGroup], nn.Module], **options: Any
 ) -> list[torch.Tensor]:
-    """Leave the block by an exception, with different weights on each rank, and `go_on` from there."""
+    """Leave the block by an exception, with different weights on each rank, and call `go_on`."""
     model = build(lambda: nn.Linear(3, 2))
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -154,17 +154,17 @@ def attach_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dis
 def test_an_exception_leaves_ranks_apart(name: str, is_ddp: bool) -> None:
     with pytest.warns(RuntimeWarning, match=APART) as warned:
         weights = weights_after_an_error(name, leave_as_it_is, is_ddp=is_ddp)
-    assert len(warned) == 2  # one a rank
+    assert len(warned) == 2  # one per rank
     assert not torch.equal(*weights)
 
 
 @pytest.mark.parametrize(("is_ddp", "go_on"), [(False, wrap_again), (True, wrap_again), (False, attach_again)])
-def test_what_the_warning_says_makes_them_equal(is_ddp: bool, go_on: Any) -> None:
+def test_the_warnings_advice_makes_them_equal(is_ddp: bool, go_on: Any) -> None:
     with pytest.warns(RuntimeWarning, match="wrap the model in DistributedDataParallel again, or attach again to a"):
         assert torch.equal(*weights_after_an_error("decentralized", go_on, is_ddp=is_ddp))
 
 
-def test_the_exception_is_raised_where_warnings_are_errors(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_exception_is_raised_if_warnings_are_errors(capfd: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         weights_after_an_error("decentralized", leave_as_it_is)
@@ -177,11 +177,11 @@ def test_the_exception_is_raised_where_warnings_are_errors(capfd: pytest.Capture
         (tb.ByteGradAlgorithm(), 2, 1),
         (tb.DecentralizedAlgorithm(final_average=False), 2, 1),
         (tb.DecentralizedAlgorithm(), 1, 1),
-        (tb.DecentralizedAlgorithm(), 2, 0),  # the first forward has failed
+        (tb.DecentralizedAlgorithm(), 2, 0),  # as if the first forward failed
     ],
     ids=["gradients", "no_final_average", "one_rank", "no_step"],
 )
-def test_an_exception_that_leaves_nothing_to_say(algorithm: tb.Algorithm, num_ranks: int, num_steps: int) -> None:
+def test_an_exception_without_a_warning(algorithm: tb.Algorithm, num_ranks: int, num_steps: int) -> None:
     model = build(lambda: nn.Linear(3, 2))
 
     def body(group: dist.ProcessGroup) -> None:

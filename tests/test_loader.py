@@ -1,4 +1,4 @@
-"""Which kernels `torchbagua.native.load` takes: every case in processes of its own, over a copy of the sources."""
+"""Which kernels `torchbagua.native.load` chooses: every case in separate processes, over a copy of the sources."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ from source_tree import (
 from torchbagua.native import build, loader, recipe
 from torchbagua.native.build import read_sealed, seal
 
-# Loads from two threads at once, then prints the path taken and the bytes of one operation.
+# Loads in two threads at once, then prints the chosen path and a checksum of the bytes of one operation.
 LOAD_AND_ENCODE = """
 import threading, torch, zlib
 from torchbagua import native
@@ -34,7 +34,7 @@ torch.ops.torchbagua.minmax_uint8_encode(x, table, wire)
 print({row.path for row in native.status()}, zlib.crc32(bytes(wire.tolist())))
 """
 
-# Prints whether there is a library, and of which kind.
+# Prints the kind of the loaded library, or None.
 LOAD = """
 from torchbagua import native
 native.load()
@@ -49,13 +49,13 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def empty_checkout(checkout: Path) -> Path:
-    """A copy whose library compiles in no time, because it holds nothing: for how it comes to be loaded."""
+    """A copy with an empty library, which compiles quickly; for tests of how a library comes to be loaded."""
     (checkout / "csrc_cuda" / recipe.CPU.source).write_text("// no kernels\n")
     return checkout
 
 
 def announce(folder: Path) -> str:
-    """The shell line by which a compiler leaves its process number in the file `pid`, whole or not at all."""
+    """Return the shell line with which a compiler writes its process number to the file `pid`, atomically."""
     return f"echo $$ >{folder}/new; mv {folder}/new {folder}/pid"
 
 
@@ -66,7 +66,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_processes_at_first_use_wait_for_the_one_that_compiles(empty_checkout: Path, tmp_path: Path) -> None:
+def test_processes_at_first_use_wait_for_the_compiling_process(empty_checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "slow-c++", f"echo >>{tmp_path}/calls; sleep 1")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
 
@@ -105,7 +105,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
     cache = tmp_path / "cache"
     variables = {"TORCHBAGUA_CACHE": str(cache), "CXX": str(compiler)}
 
-    # No fork, with which the compiler would be ended.
+    # Not a fork: killing it would end the compiler too.
     with python_started(LOAD, empty_checkout, **variables) as first:
         wait_until((tmp_path / "pid").exists)
         first.send_signal(signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
 def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 60")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
-    # No fork, with which the compiler would be ended.
+    # Not a fork: interrupting it would end the compiler too.
     with python_started(LOAD, empty_checkout, **variables) as process:
         wait_until((tmp_path / "pid").exists)
         process.send_signal(signal.SIGINT)
@@ -131,17 +131,17 @@ def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_pat
         wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
-def test_library_that_was_cut_short_in_the_cache_is_compiled_again(
+def test_truncated_library_in_the_cache_is_compiled_again(
     empty_checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To load it would end the process, with a bus error."""
+    """Loading it would end the process with a bus error."""
     compiler = compiler_that(tmp_path / "c++", f"touch {tmp_path}/called")
     monkeypatch.setenv("TORCHBAGUA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
     library = build.Build(recipe.CPU, empty_checkout / "csrc_cuda").library_file()
     library.parent.mkdir(parents=True)
     any_library = Path(torch.__file__).with_name("lib") / "libc10.so"
-    library.write_bytes(any_library.read_bytes()[:4096])  # the page with the header, which promises more
+    library.write_bytes(any_library.read_bytes()[:4096])  # the page with the header, which declares more pages
 
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
     assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
@@ -149,7 +149,7 @@ def test_library_that_was_cut_short_in_the_cache_is_compiled_again(
     assert (tmp_path / "called").exists()
 
 
-def test_what_was_done_to_a_sealed_file_is_seen(tmp_path: Path) -> None:
+def test_damage_to_a_sealed_file_is_detected(tmp_path: Path) -> None:
     file = tmp_path / "file"
     assert read_sealed(file) is None
     file.write_bytes(b"some bytes")
@@ -162,10 +162,10 @@ def test_what_was_done_to_a_sealed_file_is_seen(tmp_path: Path) -> None:
         assert read_sealed(file) is None
 
 
-def test_cache_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
+def test_cache_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     to_compile = build.Build(recipe.CPU, tmp_path)
-    with pytest.raises(RuntimeError, match="TORCHBAGUA_CACHE names another cache folder"):
+    with pytest.raises(RuntimeError, match="set TORCHBAGUA_CACHE to another one"):
         build.compile_once(tmp_path / "file" / "key" / "library.so", to_compile)
 
 
@@ -178,7 +178,7 @@ def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) 
     assert "TORCHBAGUA_NATIVE=reference" in err
 
 
-def test_without_compiler_the_reference_runs_and_one_warning_says_so(checkout: Path) -> None:
+def test_without_compiler_the_reference_runs_with_one_warning(checkout: Path) -> None:
     code = f"import warnings; warnings.simplefilter('always')\n{LOAD * 2}"
     status, out, err = fork_python(code, checkout, CXX="absent-c++")
     assert (status, out) == (0, "None\n" * 2)
@@ -209,7 +209,7 @@ def test_variable_that_is_set_too_late_raises(checkout: Path) -> None:
 
 
 class TestChoice:
-    """`choose` without loading: over an empty package folder, with a compiler that is not called."""
+    """`choose` without loading, over an empty package folder, with a compiler that is never called."""
 
     @pytest.fixture(autouse=True)
     def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -222,14 +222,14 @@ class TestChoice:
         monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
         return native
 
-    def test_library_of_other_sources_is_not_taken(self, package: Path, tmp_path: Path) -> None:
+    def test_library_of_other_sources_is_not_chosen(self, package: Path, tmp_path: Path) -> None:
         built = package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so"
         built.touch()
         assert loader.choose(loader.CPU).library == built
         (tmp_path / "csrc_cuda" / "new.h").write_text("// changed\n")
         choice = loader.choose(loader.CPU)
         assert choice.path == "reference"
-        assert f"the built library {built.name} is not from the sources in" in choice.why
+        assert f"the prebuilt library {built.name} was not built from the sources in" in choice.why
 
     def test_installed_sources_come_first(self, tmp_path: Path) -> None:
         (tmp_path / "torchbagua" / "_csrc").mkdir()
@@ -245,7 +245,7 @@ class TestChoice:
     ) -> None:
         (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "jit")
-        with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, but there is no C\+\+ compiler"):
+        with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, but no C\+\+ compiler was found"):
             loader.choose(loader.CPU)
         monkeypatch.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
         assert loader.choose(loader.CPU).path == "jit"
@@ -257,7 +257,7 @@ class TestChoice:
 
     def test_other_values_raise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "AOT")
-        with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT': allowed are aot, jit, nvrtc, reference"):
+        with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT' is not allowed: set it to one of aot, jit"):
             loader.choose(loader.CPU)
 
     def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_the_optimizer_must_leave_the_momentum_to_the_algorithm() -> None:
     groups = [{"params": parameters}, {"params": [torch.nn.Parameter(torch.zeros(2))], "momentum": 0.5}]
     for other, message in (
         (torch.optim.Adam(parameters), r"^Owner: with momentum=0\.9 the optimizer must be .*SGD, got Adam$"),
-        (torch.optim.SGD(groups), r"^Owner: with momentum=0\.9 that of SGD must be 0, .*, got 0\.5$"),
+        (torch.optim.SGD(groups), r"^Owner: with momentum=0\.9 SGD's momentum must be 0, .*, got 0\.5$"),
     ):
         with pytest.raises(ValueError, match=message):
             check_sgd_without_momentum("Owner", MOMENTUM, [plain, other])

@@ -1,4 +1,4 @@
-"""What other people's loops do with DDP and its module: DDP stays silent, or an error says why not."""
+"""Training loops that use DDP and its module in their own ways: DDP stays silent, or an error says why not."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ NUM_MICRO_STEPS = 2
 @pytest.mark.parametrize("name", RARELY)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_a_loop_that_sets_require_backward_grad_sync_itself(name: str, options: dict[str, Any]) -> None:
-    """As nanoGPT's does. DDP stays silent, and gradients are the rank's own, added up over its micro-steps."""
+    """As nanoGPT does. DDP stays silent, and gradients are the rank's own, summed over its micro-steps."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -49,7 +49,7 @@ def test_a_loop_that_sets_require_backward_grad_sync_itself(name: str, options: 
                 optimizer.zero_grad(set_to_none=True)
 
         with tb.attach(ddp, optimizer, RARELY[name]):
-            steps(1)  # in which a static graph is learnt, with all ranks
+            steps(1)  # DDP learns a static graph in it, on all ranks
             alone(group, lambda: steps(2))
         assert ddp.require_backward_grad_sync
         ddp(data()).sum().backward()
@@ -92,7 +92,7 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(name: str) 
     ids=["deeper", "static"],
 )
 def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> None:
-    """As a Trainer's callback and accelerate's unwrap_model hand it out; the DDP around it is silent."""
+    """As a Trainer's callback and accelerate's unwrap_model return it; the DDP around it is silent."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -137,8 +137,8 @@ def test_every_ddp_around_the_module_is_silent() -> None:
     run_ranks(2, body)
 
 
-def test_a_ddp_that_was_let_go_is_not_in_the_way() -> None:
-    """It would be refused, since it trains more than the module. One rank: others in this process would hold it."""
+def test_a_deleted_ddp_is_ignored() -> None:
+    """It would be refused, since it trains more than the module. One rank, since others would reference the DDP."""
 
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(3, 3)
@@ -155,8 +155,8 @@ def test_a_ddp_that_was_let_go_is_not_in_the_way() -> None:
         gc.enable()
 
 
-def test_a_ddp_that_was_never_finished_is_not_in_the_way() -> None:
-    """As one whose constructor has raised, where somebody keeps the error."""
+def test_an_unfinished_ddp_is_ignored() -> None:
+    """As if its constructor had raised, and the caller stored the error."""
     unfinished = DistributedDataParallel.__new__(DistributedDataParallel)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -168,7 +168,7 @@ def test_a_ddp_that_was_never_finished_is_not_in_the_way() -> None:
     del unfinished
 
 
-def test_what_a_ddp_around_the_module_ignores_stays_as_it_is() -> None:
+def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change() -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         module = nn.Linear(3, 3)
         nn.init.constant_(module.bias, float(group.rank()))
@@ -183,7 +183,7 @@ def test_what_a_ddp_around_the_module_ignores_stays_as_it_is() -> None:
     assert run_ranks(2, body) == [[0.0] * 3, [1.0] * 3]
 
 
-def test_a_module_of_which_a_ddp_trains_more_is_refused() -> None:
+def test_a_part_of_the_module_that_a_ddp_trains_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         parts = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         ddp = DistributedDataParallel(parts, process_group=group)
@@ -211,30 +211,30 @@ def test_a_module_that_is_wrapped_after_attach() -> None:
 
 @pytest.mark.parametrize("name", RARELY)
 def test_join_is_refused(name: str) -> None:
-    """At the first step within, or at attach."""
+    """At the first forward within Join, or at attach."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         with tb.attach(ddp, optimizer, RARELY[name]):
-            # What Join([ddp]) does; it wants a group that torch's registry knows.
+            # As Join([ddp]) does, which needs a group in torch's registry.
             ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
-            with pytest.raises(RuntimeError, match=r"does not take .*Join"):
+            with pytest.raises(RuntimeError, match=r"does not support .*Join"):
                 ddp(torch.ones(1, 3))
-        with pytest.raises(ValueError, match=r"does not take .*Join"):
+        with pytest.raises(ValueError, match=r"does not support .*Join"):
             tb.attach(ddp, optimizer, RARELY[name])
 
     run_ranks(2, body)
 
 
-def test_other_threads_may_make_tuples_while_wrappers_are_looked_for() -> None:
-    """CPython 3.11 fails to make a tuple of an iterator while another thread holds all objects that there are."""
+def test_other_threads_may_build_tuples_during_the_search_for_ddps() -> None:
+    """CPython 3.11 fails to build a tuple from an iterator while another thread lists all objects."""
     is_over = threading.Event()
     errors: list[SystemError] = []
 
     def numbers() -> Iterator[int]:
         for number in range(20):
-            time.sleep(0.0005)  # the other thread goes on
+            time.sleep(0.0005)  # the other thread continues
             yield number
 
     def make_tuples() -> None:
@@ -244,7 +244,7 @@ def test_other_threads_may_make_tuples_while_wrappers_are_looked_for() -> None:
             except SystemError as error:
                 errors.append(error)
 
-    others: list[list[int]] = [[] for _ in range(200_000)]  # to go through all takes longer than a thread's turn
+    many_lists: list[list[int]] = [[] for _ in range(200_000)]  # iterating takes longer than a thread's time slice
     thread = threading.Thread(target=make_tuples)
     thread.start()
     try:
@@ -254,4 +254,4 @@ def test_other_threads_may_make_tuples_while_wrappers_are_looked_for() -> None:
         is_over.set()
         thread.join()
     assert not errors
-    assert not any(others)
+    assert not any(many_lists)

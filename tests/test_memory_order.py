@@ -1,4 +1,4 @@
-"""Memory formats: converted before attach all is right; converted after it, all ranks refuse by name."""
+"""Memory formats: a conversion before attach works; after a conversion after attach, all ranks raise and name it."""
 
 import copy
 import time
@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torchbagua.runtime.memory_order import MemoryOrder
 from training import build
 
-# By name: the algorithm of an optimizer. Rounds of async come as fast as they can.
+# Builds an algorithm from an optimizer, by name. Rounds of async follow each other immediately.
 AVERAGED_WEIGHTS: dict[str, Callable[[Any], tb.Algorithm]] = {
     "decentralized": lambda _: tb.DecentralizedAlgorithm(),
     "low precision": lambda _: tb.LowPrecisionDecentralizedAlgorithm(),
@@ -37,11 +37,11 @@ AVERAGED_GRADIENTS: dict[str, Callable[[Any], tb.Algorithm]] = {
     "qadam, one bit": lambda optimizer: tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True),
 }
 ALGORITHMS = {**AVERAGED_WEIGHTS, **AVERAGED_GRADIENTS}
-EVERY = pytest.mark.parametrize("name", ALGORITHMS)
+ALL_ALGORITHMS = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 class Pictures(nn.Sequential):
-    """Convolutions: of them, `0.weight` is the first parameter whose layout depends on the memory format."""
+    """Convolutions. `0.weight` is the first parameter whose layout depends on the memory format."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -55,12 +55,12 @@ class Pictures(nn.Sequential):
 
 
 def convert(module: nn.Module) -> None:
-    """What users do; parameters stay the same objects."""
+    """Convert as users do: parameters stay the same objects."""
     module.to(memory_format=torch.channels_last)
 
 
 class Loop:
-    """A copy of a model on one rank, with batches of its own."""
+    """A copy of a model on one rank, with local batches."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, name: str, **ddp_options: Any) -> None:
         self.rank = group.rank()
@@ -84,7 +84,7 @@ class Loop:
         self.optimizer.step()
 
     def steps_until_error(self, most: int = 2000) -> tuple[int, str]:
-        """How many steps end before one raises, and what it says. Of async another thread decides on that."""
+        """Return the number of steps before one raises, and its error. With async another thread determines it."""
         for step in range(most):
             try:
                 self.step()
@@ -96,7 +96,7 @@ class Loop:
 
 
 class Constant(nn.Module):
-    """A convolution without use: its gradient is zero, so the only changes of its weights are made by averaging."""
+    """A model with an unused convolution: its gradient is zero, so only averaging changes its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Constant(nn.Module):
 @pytest.mark.parametrize("name", AVERAGED_WEIGHTS)
 @pytest.mark.parametrize("wraps_first", [False, True])
 def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> None:
-    """Weights that all ranks share, and that have no gradient, stay as they are."""
+    """Averaging does not change weights that are equal on all ranks and have no gradient."""
     model = build(Constant)
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -129,16 +129,16 @@ def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> No
     expected = model.unused.weight.detach()
     for weight in run_ranks(2, body):
         if name in ("low precision", "diloco", "local sgd", "streaming"):
-            # Codecs leave something out, but never an element in the place of another: these are 0.1 apart.
+            # Codecs round, but must not move elements: elements differ by 0.1.
             torch.testing.assert_close(weight, expected, rtol=0, atol=2e-3)
         else:
             assert torch.equal(weight, expected)
 
 
-# Not powersgd: the columns of its matrix are permuted.
+# Without powersgd, because the columns of its matrix are permuted.
 @pytest.mark.parametrize("name", [name for name in AVERAGED_GRADIENTS if name != "powersgd"])
 def test_gradients_averaged_after_a_conversion(name: str) -> None:
-    """The weights are those of a contiguous run: all that comes between is computed element by element."""
+    """The weights equal those of a contiguous run, because all operations are elementwise."""
     model = build(Pictures)
 
     def run(converts: bool) -> list[torch.Tensor]:
@@ -154,12 +154,12 @@ def test_gradients_averaged_after_a_conversion(name: str) -> None:
 
         return run_ranks(2, body)[0]
 
-    # Convolutions of another format sum in another order. An element in another's place is 0.01 off.
+    # Convolutions in another format sum in another order. A misplaced element would be 0.01 off.
     for converted, contiguous in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(converted, contiguous, rtol=0, atol=1e-6)
 
 
-@EVERY
+@ALL_ALGORITHMS
 @pytest.mark.parametrize("num_steps_before", [0, 3])
 def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -> None:
     model = build(Pictures)
@@ -175,14 +175,14 @@ def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -
     for num_steps, message in run_ranks(2, body):
         assert num_steps == 0 or name == "async"
         assert "the memory layout of parameter 0.weight has changed on rank" in message
-        if name != "async":  # an error of another rank, which was first
+        if name != "async":  # with async it may be an earlier error of another rank
             assert "its strides were (27, 9, 3, 1) and are (27, 1, 9, 3)" in message
         assert "attach" in message.split(". ")[-1]
 
 
-@EVERY
+@ALL_ALGORITHMS
 def test_converted_after_attach_on_one_rank(name: str) -> None:
-    """Every rank raises within a step or two; where ranks compare anything, all name the parameter and the rank."""
+    """Every rank raises within a step or two. If ranks compare progress, all name the parameter and the rank."""
     model = build(Pictures)
 
     def body(group: dist.ProcessGroup) -> tuple[int, str]:
@@ -194,18 +194,18 @@ def test_converted_after_attach_on_one_rank(name: str) -> None:
             convert(loop.module)
         return loop.steps_until_error()
 
-    (num_steps, other), _, (_, yet_another) = messages = run_ranks(3, body)
+    (num_steps, first_message), _, (_, last_message) = messages = run_ranks(3, body)
     assert "parameter 0.weight has changed on rank 1 since attach" in messages[1][1]
     assert name == "async" or num_steps <= 3
-    for message in (other, yet_another):
+    for message in (first_message, last_message):
         if name in AVERAGED_WEIGHTS or name.startswith("qadam"):
             assert "parameter 0.weight has changed on rank 1 since attach" in message
         else:
             assert "a rank has failed" in message or "closed" in message
 
 
-def test_a_rank_that_nobody_meets_still_says_why() -> None:
-    """The others are at their hundredth step: the timeout bounds the wait, and the error is the named one."""
+def test_a_rank_whose_peers_do_not_arrive_still_names_the_parameter() -> None:
+    """No round is due on the other ranks. The timeout bounds the wait, and the error names the parameter."""
     model = build(Pictures)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -227,8 +227,8 @@ def test_a_rank_that_nobody_meets_still_says_why() -> None:
 
 
 @pytest.mark.parametrize("name", ["decentralized", "diloco", "streaming", "low precision"])
-def test_all_ends_well_where_no_step_follows(name: str) -> None:
-    """What is in flight, the last mean and a saved state are of the right elements."""
+def test_detach_after_a_conversion_works_if_no_step_follows(name: str) -> None:
+    """The round in flight, the last mean and a saved state have their elements in the right order."""
     model = build(Constant)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -260,10 +260,12 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
             before = attachment.runner.state_dict()
             convert(loop.module)
             after = attachment.runner.state_dict()
-            residuals = {kind: kept for kind, kept in before.items() if isinstance(kept, dict) and "0.weight" in kept}
-            assert any(kept["0.weight"].any() for kept in residuals.values())
-            for kind, kept in residuals.items():
-                for name, residual in kept.items():
+            residuals = {
+                kind: tensors for kind, tensors in before.items() if isinstance(tensors, dict) and "0.weight" in tensors
+            }
+            assert any(tensors["0.weight"].any() for tensors in residuals.values())
+            for kind, tensors in residuals.items():
+                for name, residual in tensors.items():
                     assert torch.equal(residual, after[kind][name]), (kind, name)
 
     run_ranks(2, body)
@@ -272,8 +274,8 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
 @pytest.mark.parametrize("name", ["gradients", "error feedback", "qadam"])
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("num_steps_before", [0, 3])
-def test_ddp_made_before_the_conversion(name: str, as_view: bool, num_steps_before: int) -> None:
-    """DDP's buckets keep the layout that they were made with, whoever detaches: it takes a new one."""
+def test_ddp_created_before_the_conversion(name: str, as_view: bool, num_steps_before: int) -> None:
+    """DDP's buckets keep the layout of their creation, even after detach: a new DDP is needed."""
     model = build(Pictures)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -283,7 +285,7 @@ def test_ddp_made_before_the_conversion(name: str, as_view: bool, num_steps_befo
                 for _ in range(num_steps_before):
                     loop.step()
         convert(loop.module)
-        message = r"[02]\.weight has changed after DistributedDataParallel was made"
+        message = r"[02]\.weight has changed after DistributedDataParallel was created"
         with pytest.raises(RuntimeError, match=message), loop.attach():
             loop.step()
 
@@ -292,7 +294,7 @@ def test_ddp_made_before_the_conversion(name: str, as_view: bool, num_steps_befo
 
 @pytest.mark.parametrize("name", ["gradients", "qadam"])
 def test_steps_after_a_conversion_and_a_new_ddp(name: str) -> None:
-    """They are those of a run that stays contiguous: QAdam's moments are of the same elements."""
+    """They equal the steps of a run that stays contiguous: QAdam's moments belong to the same elements."""
     model = build(Pictures)
 
     def run(converts: bool) -> list[torch.Tensor]:
@@ -311,12 +313,12 @@ def test_steps_after_a_conversion_and_a_new_ddp(name: str) -> None:
 
         return run_ranks(2, body)[0]
 
-    # Convolutions over another format sum in another order; QAdam divides by moments that may be small.
+    # Convolutions in another format sum in another order, and QAdam divides by moments that may be small.
     for converted, contiguous in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(converted, contiguous, rtol=0, atol=1e-4)
 
 
-def test_behind_the_plain_hook() -> None:
+def test_a_conversion_with_the_standalone_hook() -> None:
     model = build(Pictures)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -332,7 +334,7 @@ def test_behind_the_plain_hook() -> None:
 
 
 def test_ranks_that_attach_different_layouts() -> None:
-    """Without DDP, which compares strides itself."""
+    """Without DDP, because DDP compares strides itself."""
     model = build(Pictures)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -347,8 +349,8 @@ def test_ranks_that_attach_different_layouts() -> None:
     run_ranks(2, body)
 
 
-def test_layouts_that_are_the_same_order() -> None:
-    """Kernels of one element, and depthwise ones, lie in memory the same in both formats: nothing has changed."""
+def test_layouts_with_the_same_memory_order() -> None:
+    """Kernels of one element and depthwise kernels have the same memory order in both formats, so nothing raises."""
 
     class Thin(nn.Sequential):
         def __init__(self) -> None:
@@ -375,14 +377,14 @@ def test_layouts_that_are_the_same_order() -> None:
 
 @pytest.mark.parametrize("is_complex", [False, True])
 def test_order_of_any_layout(is_complex: bool) -> None:
-    """What is flattened in an order comes back from there, whatever the tensor's own layout; `is_that_of` agrees."""
+    """`shape` inverts `flatten`, whatever the tensor's own layout; `matches` agrees with `flatten`."""
     dtype = torch.complex64 if is_complex else torch.float32
     values = torch.randn(2, 3, 4, 1, dtype=dtype)
     layouts = [
         values.contiguous(),
         values.contiguous(memory_format=torch.channels_last),
         values.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
-        torch.randn(2, 3, 4, 2, dtype=dtype)[..., :1].copy_(values),  # with gaps, and so in the order of its dimensions
+        torch.randn(2, 3, 4, 2, dtype=dtype)[..., :1].copy_(values),  # has gaps, so its order is that of its dimensions
     ]
     flats = []
     for parameter in layouts:
@@ -393,5 +395,5 @@ def test_order_of_any_layout(is_complex: bool) -> None:
             assert torch.equal(order.shape(real), values)
         flats.append(flat)
     for parameter, flat in zip(layouts, flats, strict=True):
-        for other, other_flat in zip(layouts, flats, strict=True):
-            assert MemoryOrder(parameter).is_that_of(other) == torch.equal(flat, other_flat)
+        for tensor, tensor_flat in zip(layouts, flats, strict=True):
+            assert MemoryOrder(parameter).matches(tensor) == torch.equal(flat, tensor_flat)

@@ -1,4 +1,4 @@
-"""What all algorithms that average weights promise: DDP is silent, and scripts of all kinds can use them."""
+"""Properties of all algorithms that average weights: DDP sends nothing, and all kinds of scripts can use them."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ from training import Branches, Tower, build
 @pytest.mark.parametrize("name", RARELY)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
 def test_ddp_sends_nothing(name: str, options: dict[str, Any]) -> None:
-    """A rank takes steps while the other takes none: whatever DDP sent, gradients, buffers or flags, would wait."""
+    """One rank steps while the other does not: gradients, buffers or flags would block if DDP sent them."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -41,7 +41,7 @@ def test_ddp_sends_nothing(name: str, options: dict[str, Any]) -> None:
 
 @EVERY
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-def test_graphs_that_ddp_has_to_be_told_of(name: str, options: dict[str, Any]) -> None:
+def test_graphs_that_need_an_option_of_ddp(name: str, options: dict[str, Any]) -> None:
     model = build(Tower if "static_graph" in options else Branches)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -65,8 +65,8 @@ def test_graphs_that_ddp_has_to_be_told_of(name: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_plain_module_is_trained_as_one_in_ddp(name: str) -> None:
-    """The same bits, though every rank starts with weights, buffers and optimizer state of its own."""
+def test_plain_module_is_trained_as_with_ddp(name: str) -> None:
+    """Bitwise equal, though every rank starts with different weights, buffers and optimizer state."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ def test_plain_module_without_a_group() -> None:
 
 @EVERY
 def test_switching_within_a_run(name: str) -> None:
-    """Gradients, weights, gradients again, then plain DDP: replicas are equal wherever gradients are averaged."""
+    """Gradients, weights, gradients again, then plain DDP: replicas are equal whenever gradients are averaged."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> list[Any]:
@@ -125,7 +125,7 @@ def test_switching_within_a_run(name: str) -> None:
                 attachment.detach()
             state = trainer.optimizer.state_dict()["state"]
             momentum = {str(key): value["momentum_buffer"].clone() for key, value in state.items()}
-            # Each rank's BatchNorm sees its own batches; under DDP rank 0's buffers are everybody's in a forward only.
+            # Each rank's BatchNorm sees its own batches; DDP broadcasts rank 0's buffers only in a forward.
             seen.append({key: w for key, w in (weights_of(trainer.module) | momentum).items() if "running" not in key})
         return seen
 
@@ -140,8 +140,8 @@ def test_without_the_last_mean_every_rank_keeps_its_own_weights() -> None:
     assert not torch.equal(first["last.weight"], second["last.weight"])
 
 
-def test_forward_and_backward_inside_of_the_optimizers_step() -> None:
-    """As Lightning does it, with a closure: the same bits."""
+def test_forward_and_backward_inside_the_optimizers_step() -> None:
+    """Lightning does this, with a closure: the weights are bitwise equal."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ def test_forward_and_backward_inside_of_the_optimizers_step() -> None:
 
 
 def test_accumulated_gradients() -> None:
-    """Several backward passes a step, under no_sync as DDP wants it or not: one step, one round."""
+    """Several backward passes a step, inside no_sync (as DDP requires) or outside: one step, one round."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -184,7 +184,7 @@ def test_accumulated_gradients() -> None:
 
 
 def test_several_optimizers_over_one_model() -> None:
-    """The first is the clock; what the others do between its steps is kept."""
+    """The first optimizer defines steps; updates of the others between its steps are kept."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
@@ -205,8 +205,8 @@ def test_several_optimizers_over_one_model() -> None:
     assert_same_weights(run_ranks(2, body))
 
 
-def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
-    """An average of weights for evaluation, say: its passes do not count, and it can be copied at all."""
+def test_a_copy_of_an_attached_module_is_independent() -> None:
+    """An average of weights for evaluation, for example: its passes do not count, and it can be copied at all."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -223,7 +223,7 @@ def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
     run_ranks(2, body)
 
 
-def test_compiled_module_where_ddp_was_meant() -> None:
+def test_compiled_module_instead_of_ddp() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(build(Normed), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -233,8 +233,8 @@ def test_compiled_module_where_ddp_was_meant() -> None:
     run_ranks(1, body)
 
 
-def test_a_schedule_of_numpy_numbers_and_of_each_ranks_own() -> None:
-    """Detach shares the optimizer's moments; learning rates stay with the loop, whatever they are made of."""
+def test_a_schedule_of_numpy_numbers_that_differ_between_ranks() -> None:
+    """Detach makes the optimizer's moments equal; learning rates stay with the loop, whatever their type."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
@@ -254,7 +254,7 @@ def test_a_schedule_of_numpy_numbers_and_of_each_ranks_own() -> None:
 
 @EVERY
 def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
-    """A mask of attention, say; such a round is sound."""
+    """An attention mask, for example. A round with it is valid."""
 
     class Masked(Normed):
         def __init__(self) -> None:
@@ -264,10 +264,10 @@ def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
     model = build(Masked)
 
     def body(group: dist.ProcessGroup) -> None:
-        def look(trainer: Trainer, attachment: tb.Attachment) -> None:
+        def check_mask(trainer: Trainer, attachment: tb.Attachment) -> None:
             assert bool((trainer.module.mask == -torch.inf).all())
             assert getattr(attachment.impl, "num_dropped", 0) == 0
 
-        train(group, model, ALGORITHMS[name], lr=0.01, after_step=look)
+        train(group, model, ALGORITHMS[name], lr=0.01, after_step=check_mask)
 
     run_ranks(2, body)

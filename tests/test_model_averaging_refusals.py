@@ -1,4 +1,4 @@
-"""What algorithms that average weights refuse."""
+"""Refusals of weight algorithms."""
 
 from typing import Any
 
@@ -43,18 +43,18 @@ def test_bad_types() -> None:
         tb.DecentralizedAlgorithm(average_buffers=1)
 
 
-@pytest.mark.parametrize(("nodes", "what"), [(None, "ranks"), ([0, 1, 2, 2, 2], "nodes")])
-def test_shift_one_needs_an_even_number(nodes: list[int] | None, what: str) -> None:
+@pytest.mark.parametrize(("nodes", "unit"), [(None, "ranks"), ([0, 1, 2, 2, 2], "nodes")])
+def test_shift_one_needs_an_even_number(nodes: list[int] | None, unit: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Normed))
         bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
         with pytest.raises(
-            ValueError, match=rf"ShiftOne\(\) \('shift_one'\) pairs {what} and needs an even number, got 3"
+            ValueError, match=rf"ShiftOne\(\) \('shift_one'\) pairs {unit} and needs an even number, got 3"
         ):
             tb.attach(
                 trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm(True, "shift_one"), process_group=bagua_group
             )
-        trainer.step()  # nothing is left behind
+        trainer.step()  # the refused attach left nothing behind
 
     run_ranks(3 if nodes is None else 5, body)
 
@@ -81,11 +81,11 @@ def test_weights_that_cannot_be_averaged() -> None:
     run_ranks(2, body)
 
 
-def test_ranks_with_different_modules_are_told_so_when_they_attach() -> None:
+def test_ranks_with_different_modules_are_refused_at_attach() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(2, 3) if group.rank() else nn.Linear(3, 2)
         optimizer = torch.optim.SGD(module.parameters())
-        with pytest.raises(ValueError, match="ranks disagree in the shapes, dtypes and requires_grad of parameters"):
+        with pytest.raises(ValueError, match="ranks disagree on the shapes, dtypes and requires_grad of parameters"):
             tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
     run_ranks(2, body)
@@ -109,7 +109,7 @@ def uneven_buffer(rank: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("make_module", "num_optimizers", "message"),
     [
-        (uneven_buffer, lambda rank: 1, "ranks disagree in the shapes and dtypes of buffers, as a digest"),
+        (uneven_buffer, lambda rank: 1, "ranks disagree on the shapes and dtypes of buffers, as a digest"),
         (lambda rank: nn.Linear(2, 1), lambda rank: 1 + rank, r"the optimizers, .* rank 0 has .*'SGD', \[2\]"),
     ],
 )  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_module_with_a_buffer_without_values() -> None:
         module = nn.Linear(2, 1)
         module.register_buffer("mask", torch.ones(2, device="meta"))
         optimizer = torch.optim.SGD(module.parameters())
-        with pytest.raises(ValueError, match="attach: mask must have values, got one on the meta device"):
+        with pytest.raises(ValueError, match="attach: mask must have values, got a tensor on the meta device"):
             tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
     run_ranks(1, body)

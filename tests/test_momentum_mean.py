@@ -1,4 +1,4 @@
-"""MomentumMean: `.grad` becomes (mean - b1 m) / (1 - b1), by the formula on stacked arrays, bit for bit."""
+"""MomentumMean: `.grad` becomes (mean - b1 m) / (1 - b1), bitwise equal to the formula on stacked arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from torchbagua.codecs import MinMaxUInt8
 from torchbagua.runtime.parameter_state import residual_state
 
 SHAPES = [(40, 60), (33,), (7, 3)]
-BETA1 = [0.9, 0.75, 0.9]  # the second is in a group of its own
+BETA1 = [0.9, 0.75, 0.9]  # the second is in a separate parameter group
 LENGTHS = [2400, 33, 21]
 
 
@@ -28,7 +28,7 @@ def gradients(rank: int, step: int) -> list[torch.Tensor]:
 
 
 class Rank:
-    """Parameters of one rank whose warm-up of one step is over, with the same momenta on all ranks, and a runner."""
+    """Parameters of one rank after a warm-up of one step, with the same momenta on all ranks, and their optimizer."""
 
     def __init__(self) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
@@ -54,7 +54,7 @@ def on_ranks(
     has_feedback: bool = False,
     nodes: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run `body(rank number, rank, runner, backward)`, where the last averages gradients and returns `.grad`."""
+    """Run `body(rank number, rank, runner, average)`, where `average` averages gradients and returns `.grad`."""
 
     def run(group: dist.ProcessGroup) -> Any:
         rank = Rank()
@@ -81,7 +81,7 @@ def on_ranks(
 
 
 class Formula:
-    """What `.grad` has to become, by parameter, where blocks end as the parameters do."""
+    """The expected `.grad` by parameter, if blocks end where parameters do."""
 
     def __init__(self, nodes: Sequence[int] | None = None) -> None:
         self.nodes = nodes
@@ -96,7 +96,7 @@ class Formula:
     ) -> list[oracle.Array]:
         results = []
         for index, (beta1, length) in enumerate(zip(BETA1, LENGTHS, strict=True)):
-            rows = [one[index].numpy().ravel() for one in by_rank]
+            rows = [values[index].numpy().ravel() for values in by_rank]
 
             def average(momenta_of_ranks: Sequence[oracle.Array], index: int = index, length: int = length) -> Any:
                 if has_feedback:
@@ -124,13 +124,13 @@ def test_it_equals_the_formula(size: int, nodes: list[int] | None, has_feedback:
         by_rank = [gradients(number, step) for number in range(size)]
         expected = formula(by_rank, ranks[0][step][0], has_feedback=has_feedback)
         for rank in ranks:
-            for found, one in zip(rank[step][1], expected, strict=True):
-                np.testing.assert_array_equal(found.numpy().ravel(), one, err_msg=f"step {step}")
+            for found, reference in zip(rank[step][1], expected, strict=True):
+                np.testing.assert_array_equal(found.numpy().ravel(), reference, err_msg=f"step {step}")
 
 
 @pytest.mark.parametrize("has_feedback", [False, True])
-def test_one_pass_has_the_bits_of_operations_in_turn(monkeypatch: pytest.MonkeyPatch, has_feedback: bool) -> None:
-    """Which are for other codecs, for GPUs, and for observers that sample."""
+def test_one_pass_is_bitwise_equal_to_separate_operations(monkeypatch: pytest.MonkeyPatch, has_feedback: bool) -> None:
+    """Separate operations are for other codecs, for GPUs, and for observers that sample."""
 
     def gradients_of_steps(longest_block: int) -> Any:
         monkeypatch.setattr(momentum_form, "_LONGEST_BLOCK", longest_block)
@@ -150,7 +150,7 @@ def test_one_pass_has_the_bits_of_operations_in_turn(monkeypatch: pytest.MonkeyP
 
 
 def test_the_loss_scale_is_in_gradients_and_not_in_momenta() -> None:
-    """A power of two changes no bit of what is sent."""
+    """A power of two changes no bit of the sent values."""
 
     def with_scale(scale: float) -> Any:
         def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[torch.Tensor]:
@@ -161,13 +161,13 @@ def test_the_loss_scale_is_in_gradients_and_not_in_momenta() -> None:
         return body
 
     plain, scaled = (on_ranks(2, with_scale(scale), has_feedback=True) for scale in (1.0, 512.0))
-    for one, other in zip(plain, scaled, strict=True):
-        assert all(map(torch.equal, one, other))
+    for expected, actual in zip(plain, scaled, strict=True):
+        assert all(map(torch.equal, expected, actual))
 
 
 @pytest.mark.parametrize("has_feedback", [False, True])
 def test_a_rank_that_has_joined_adopts_the_momenta_of_the_others(has_feedback: bool) -> None:
-    """Of the steps that they take: one that is not finite they skip."""
+    """It adopts the momenta of the steps that the others take: they skip a step that is not finite."""
 
     def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[Any]:
         seen = []
@@ -189,7 +189,7 @@ def test_a_rank_that_has_joined_adopts_the_momenta_of_the_others(has_feedback: b
         assert own[1] == joined[1], f"step {step}"
         assert all(map(torch.equal, own[0], joined[0])), f"step {step}"
     assert not torch.equal(second[0][0][0], second[1][0][0])
-    if has_feedback:  # and what it sends goes on from what it has left out
+    if has_feedback:  # and it sends with its residual
         sent = [next(iter(state["sent"].values())) for _, _, state in second]
         assert not torch.equal(sent[0], sent[1])
         assert torch.equal(sent[1], sent[2])

@@ -1,4 +1,4 @@
-"""What only a GPU has to get right: streams, devices, and tensors that no CPU test would have the time for."""
+"""Tests that only a GPU can run: streams, devices, and tensors that would take too long on a CPU."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from torchbagua.native.ops import NATIVE_OPS
 pytestmark = pytest.mark.gpu
 
 BLOCK = 2048
-# More than 32 bits count; the last block is a short one.
+# More elements than an int32 counts; the last block is short.
 MANY = 2**31 + 50 * 2**20 + 77
 DELAY_CYCLES = 200_000_000  # about a tenth of a second
 
@@ -31,7 +31,7 @@ def dense_codec(request: pytest.FixtureRequest, gpu: torch.device) -> Codec:
 
 
 def dense_table(codec: Codec, num_elements: int) -> Tensor:
-    """Blocks that fill x, all headers first in the wire, and payloads as far apart as with a byte for each element."""
+    """Return blocks that fill x; the wire has all headers first, and payloads spaced for one byte per element."""
     bounds = TensorSpec((num_elements,), torch.float32, torch.device("cpu"), "x").block_bounds(BLOCK)
     starts, lengths = bounds[:-1], bounds.diff()
     headers = codec.header_bytes * torch.arange(len(starts))
@@ -39,7 +39,7 @@ def dense_table(codec: Codec, num_elements: int) -> Tensor:
 
 
 def calls_of(codec: Codec, x: Tensor, table: Tensor) -> dict[str, Call]:
-    """Every operation on the device of x, with its arguments and what it writes."""
+    """Return every operation on the device of x, with its arguments and the tensors that it writes."""
     wire_bytes = codec.header_bytes * len(table) + x.numel()
     wire, mean_wire = torch.zeros(2, wire_bytes, dtype=torch.uint8, device=x.device)
     decoded, mean, left_out = torch.zeros_like(x).float(), torch.zeros_like(x).float(), torch.zeros_like(x).float()
@@ -61,7 +61,7 @@ def calls_of(codec: Codec, x: Tensor, table: Tensor) -> dict[str, Call]:
 
 @pytest.mark.parametrize("name", ["encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback"])
 def test_kernels_run_on_the_current_stream(dense_codec: Codec, name: str) -> None:
-    """What they read is written late, on the current stream: on another one they would have read zeros."""
+    """Their inputs are written late, on the current stream; on another stream, kernels would read zeros."""
     table = dense_table(dense_codec, 10 * BLOCK + 5).to(dense_codec.device)
     x = hostile_values("scaled", 10 * BLOCK + 5, 38).to(dense_codec.device)
     operation, arguments, written = calls_of(dense_codec, x, table)[name]
@@ -105,7 +105,7 @@ def test_the_host_does_not_wait(dense_codec: Codec, name: str) -> None:
 @pytest.mark.parametrize("others_on_gpu", [False, True])
 @pytest.mark.parametrize("operation", ["encode", "decode"])
 def test_tensors_on_two_devices_are_refused(codec: Codec, operation: str, there: str, others_on_gpu: bool) -> None:
-    """One is on the GPU and the others are not, or the other way round."""
+    """One tensor is on the GPU and the others are not, or the other way round."""
     table = dense_table(codec, BLOCK)
     good = {"x": torch.linspace(-1, 1, BLOCK), "table": table, "wire": torch.zeros(8 + BLOCK, dtype=torch.uint8)}
     arguments = {
@@ -147,7 +147,7 @@ def test_a_tensor_of_another_gpu_than_the_current_one(codec: Codec) -> None:
 
 
 def blocks_to_compare(num_blocks: int) -> list[int]:
-    """The first and the last ones, and those around the element 2^31."""
+    """Return the first and the last blocks, and those around element 2^31."""
     middle = 2**31 // BLOCK
     return [0, 1, middle - 1, middle, middle + 1, num_blocks - 2, num_blocks - 1]
 
@@ -155,7 +155,7 @@ def blocks_to_compare(num_blocks: int) -> list[int]:
 def assert_block_has_the_bytes_of_the_reference(
     block: Tensor, values: Tensor, wire: Tensor, encode: Callable[..., None]
 ) -> None:
-    """`wire` has what the reference makes of the float32 `values` of one block, a row of the table."""
+    """Check that `wire` has the reference encoding of the float32 `values` of `block`, a row of the table."""
     _, length, header, payload = block.tolist()
     own = torch.cat((wire[header : header + 8], wire[payload : payload + length])).cpu()
     expected = torch.zeros_like(own)
@@ -164,7 +164,7 @@ def assert_block_has_the_bytes_of_the_reference(
 
 
 def test_more_elements_than_32_bits_count(codec: Codec) -> None:
-    """bfloat16, 4.4 GB; the mean is of two rows, so that offsets in bytes pass 2^32, too."""
+    """In bfloat16, 4.4 GB; the mean is over two rows, so that byte offsets exceed 2^32 too."""
     total_bytes = torch.cuda.get_device_properties(codec.device).total_memory
     if total_bytes < 40 * 2**30:
         pytest.skip(f"takes 30 GB of the GPU's memory, and it has {total_bytes / 2**30:.0f} GiB")

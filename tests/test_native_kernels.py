@@ -1,6 +1,6 @@
-"""The kernels of the codecs: the native ones give the bytes of the reference, on the CPU and, marked `gpu`, on a GPU.
+"""The codecs' native kernels give the bytes of the reference, on the CPU and, in tests marked `gpu`, on a GPU.
 
-The tests here and in test_native_kernels_*.py whose name has `bytes` run once more under every other instruction set
+The tests here and in test_native_kernels_*.py with `bytes` in their names run again with every other instruction set
 that this CPU has.
 """
 
@@ -148,7 +148,7 @@ def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> N
 
 
 def test_same_bytes_at_any_address(codec: Codec) -> None:
-    """Blocks, dense as a compressor lays them out, of tensors that begin anywhere between two aligned addresses."""
+    """Blocks in a codec's dense layout, of tensors that begin anywhere between two aligned addresses."""
     lengths = torch.tensor([2 * L, L + 5, 1, 3 * L])
     payload_bytes = torch.tensor([codec.payload_bytes(length) for length in lengths.tolist()])
     header = codec.header_bytes * torch.arange(len(lengths))
@@ -157,9 +157,9 @@ def test_same_bytes_at_any_address(codec: Codec) -> None:
     table = torch.tensor([codec.row(*fields) for fields in dense.tolist()])
     wire_bytes = int(payload[-1] + payload_bytes[-1])
     shifts = list(product((0, 1, 3, 7), (0, 1, 4, 15)))
-    # All pairs with float32; with the others every shift of both.
-    of_halves = [(dtype, *pair) for dtype in DTYPES[1:] for pair in shifts[::5]]
-    for dtype, x_shift, wire_shift in [*((torch.float32, *pair) for pair in shifts), *of_halves]:
+    # All pairs with float32; with the other dtypes every shift of both.
+    of_16_bits = [(dtype, *pair) for dtype in DTYPES[1:] for pair in shifts[::5]]
+    for dtype, x_shift, wire_shift in [*((torch.float32, *pair) for pair in shifts), *of_16_bits]:
         x = hostile_values("scaled", x_shift + int(lengths.sum()), 38).to(dtype)[x_shift:]
         wires = [torch.full((wire_shift + wire_bytes,), 7, dtype=torch.uint8)[wire_shift:] for _ in range(2)]
         decoded = [torch.full((x_shift + len(x),), 7.0, dtype=dtype)[x_shift:] for _ in range(2)]
@@ -185,7 +185,7 @@ def test_instruction_set(name: str) -> None:
         pytest.skip(f"this CPU has no {name}: its best is {best}")
     native.load()
     if name == OPS.cpu_instruction_set():
-        return  # the tests of this very process use it
+        return  # the tests of this process use it
     files = sorted(map(str, Path(__file__).parent.glob("test_native_kernels*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "bytes or chosen", *files]
 

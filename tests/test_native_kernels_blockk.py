@@ -1,4 +1,4 @@
-"""The kernels of BlockK keep what its formula promises."""
+"""The kernels of BlockK follow its formula."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def codec(device: torch.device) -> Codec:
     ("values", "run", "kept"),
     [
         ([1, 0, 0, 5, -4, 3, 0, 6], 1, [0, 0, 0, 5, -4, 3, 0, 0]),
-        ([3, 0, 4, 0, 0, -5, 0, 0], 0, [3, 0, 4, 0, 0, 0, 0, 0]),  # equal sums: the first
+        ([3, 0, 4, 0, 0, -5, 0, 0], 0, [3, 0, 4, 0, 0, 0, 0, 0]),  # equal sums: the first run
         ([0, 0, 0, 0, 0, 0, 0, 2], 2, [0, 0, 0, 0, 0, 0, 0, 2]),  # the last run begins at 5
         ([0, 0, 0, 0, 0, 0, 0, 0], 0, [0, 0, 0, 0, 0, 0, 0, 0]),
     ],
@@ -62,7 +62,7 @@ def test_a_header_that_no_encoder_writes_decodes_to_nan(codec: Codec, largest: f
     assert_header_decodes_to_nan(codec, [largest], torch.float32)
 
 
-def test_a_run_that_there_is_not_decodes_to_nan(codec: Codec) -> None:
+def test_a_run_outside_of_the_block_decodes_to_nan(codec: Codec) -> None:
     table = torch.tensor([[0, 8, 0, 4, 3]])
     for run in (0, 2, 3, 255, 256, 65535):
         wire = torch.tensor([0, 0, 128, 63, run % 256, run // 256, 200, 100, 255]).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The kernels of the min-max codecs keep what their formula promises."""
+"""The kernels of the min-max codecs keep the bounds of their formula."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def four_bits(device: torch.device) -> Codec:
 
 
 def bounds_of(wire: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Minimum and maximum of MinMaxUInt4's headers, [B, 2] float64."""
+    """Return minimum and maximum of MinMaxUInt4's headers, [B, 2] float64."""
     headers = wire[table[:, 2:3] + torch.arange(4)]
     return headers.view(torch.bfloat16).double()
 
@@ -63,8 +63,8 @@ def test_error_bound_of_four_bits(four_bits: Codec, lengths: list[int], kind: st
         assert (got[exact == 0] == 0).all(), "a zero is exact"
 
 
-def test_what_a_header_of_four_bits_holds(four_bits: Codec) -> None:
-    """Blocks of one bfloat16 value are exact; a magnitude of which no bfloat16 below 2^126 is as large is not coded."""
+def test_headers_of_four_bits(four_bits: Codec) -> None:
+    """Blocks of a single bfloat16 value are exact; a magnitude above every bfloat16 below 2^126 is not encoded."""
     most = 2.0**126 - 2.0**118
     values = torch.tensor(
         [0.0, -0.0, 1.0, -3.0, 2.0**-133, most, -most, torch.nextafter(torch.tensor(most), torch.tensor(torch.inf))]
@@ -98,7 +98,7 @@ def test_same_bytes_of_every_16_bit_value(codec: Codec, dtype: torch.dtype) -> N
 @several
 @given(st.sampled_from((torch.bfloat16, torch.float16)), seeds)
 def test_same_bytes_of_rounding(codec: Codec, dtype: torch.dtype, seed: int) -> None:
-    """A block of a constant decodes to that constant, rounded to the type of x."""
+    """A block of a constant decodes to that constant, rounded to the dtype of x."""
     near_16_bits = random_bits(1000, seed).to(dtype).to(torch.float32).view(torch.int32)
     offset = torch.randint(-2, 3, (1000,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     half = 2 ** (15 if dtype == torch.bfloat16 else 12)

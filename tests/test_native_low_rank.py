@@ -1,6 +1,6 @@
-"""The kernels of low rank: the native ones give the bits of the reference, and orthonormal vectors; both refuse alike.
+"""The low-rank kernels: native and reference are bitwise equal, vectors are orthonormal, bad arguments are refused.
 
-The tests whose name has `bits` run once more under every other instruction set that this CPU has.
+The tests whose names contain `bits` run again under every other instruction set of this CPU.
 """
 
 import os
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True, scope="module")
 def _native_kernels() -> Iterator[None]:
-    """On three threads, which share the pieces."""
+    """Run on three threads, which share the pieces."""
     native.load()
     assert {row.path for row in native.status() if row.device == "cpu"} <= {"aot", "jit"}, native.status()
     before = torch.get_num_threads()
@@ -50,20 +50,20 @@ def places_of(factors: list[tuple[int, int]]) -> list[FactorPlace]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_native_gives_the_bits_of_the_reference(device: torch.device, operation: str) -> None:
-    mine = arguments_of(operation)
-    theirs = copies(mine)
-    on_device(getattr(OPS, f"low_rank_{operation}").default, device)(*mine)
-    NATIVE_OPS[f"low_rank_{operation}"](*theirs)
-    for own, other in zip(mine, theirs, strict=True):
-        assert torch.equal(own, other)
-    assert not torch.equal(mine[-1], arguments_of(operation)[-1])
+    actual = arguments_of(operation)
+    expected = copies(actual)
+    on_device(getattr(OPS, f"low_rank_{operation}").default, device)(*actual)
+    NATIVE_OPS[f"low_rank_{operation}"](*expected)
+    for result, reference in zip(actual, expected, strict=True):
+        assert torch.equal(result, reference)
+    assert not torch.equal(actual[-1], arguments_of(operation)[-1])
 
 
-def test_the_process_gives_the_bits_of_the_oracle_and_orthonormal_vectors() -> None:
-    """Vectors that are zero or depend on others become zero; tiny and huge ones have the length one."""
+def test_gram_schmidt_gives_the_bits_of_the_oracle_and_orthonormal_vectors() -> None:
+    """Vectors that are zero or depend on others become zero; tiny and huge vectors get a length of 1."""
     factors = random_factors()
     places = places_of(FACTORS)
-    expected = [oracle.orthonormal(factors[one.elements].view(one.rank, one.length).numpy()) for one in places]
+    expected = [oracle.orthonormal(factors[place.elements].view(place.rank, place.length).numpy()) for place in places]
     Orthogonaliser(places, CPU)(factors)
     for place, of_oracle in zip(places, expected, strict=True):
         vectors = factors[place.elements].view(place.rank, place.length)
@@ -72,12 +72,12 @@ def test_the_process_gives_the_bits_of_the_oracle_and_orthonormal_vectors() -> N
         is_there = torch.tensor([i < place.length for i in range(place.rank)])
         if place == places[0]:
             is_there[1:3] = False
-        # Each element is rounded to 2^-24 of itself.
+        # Each element is rounded to 2^-24 of its value.
         assert (products - torch.diag(is_there.double())).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_vector_that_is_not_finite_gives_the_bits_of_nan_and_takes_the_later_ones_with_it(bad: float) -> None:
+def test_a_vector_that_is_not_finite_gives_the_bits_of_nan_and_so_do_later_vectors(bad: float) -> None:
     factors = torch.randn(4 * 2000, generator=torch.Generator().manual_seed(0))
     clean = factors.clone()
     factors[2 * 2000 + 1500] = bad
@@ -88,17 +88,17 @@ def test_a_vector_that_is_not_finite_gives_the_bits_of_nan_and_takes_the_later_o
     assert factors[4000:].isnan().all()
     reference = clean.clone()
     reference[7000] = bad
-    mine = copies([reference])[0]
-    for operations, x in ((NATIVE_OPS, reference), ({name: getattr(OPS, name) for name in NATIVE_OPS}, mine)):
+    actual = copies([reference])[0]
+    for operations, x in ((NATIVE_OPS, reference), ({name: getattr(OPS, name) for name in NATIVE_OPS}, actual)):
         products, coefficients = (torch.zeros(n, w, dtype=torch.float64) for n, w in ((4, 3), (2, 6)))
         operations["low_rank_gram"](x, orthogonalise._pieces, products)
         operations["low_rank_solve"](products, orthogonalise._matrices, coefficients)
         operations["low_rank_combine"](coefficients, orthogonalise._pieces, x)
-    assert_same_values(mine, reference)
+    assert_same_values(actual, reference)
 
 
 def test_nearly_dependent_vectors_stay_orthonormal() -> None:
-    """Each adds a hundred-thousandth of its length to those before: in float32, the process would lose them."""
+    """Each adds a hundred-thousandth of its length to the vectors before: in float32, the process would lose it."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(3000, generator=generator)
     vectors = torch.stack([common + 1e-5 * torch.randn(3000, generator=generator) for _ in range(6)])
@@ -116,7 +116,7 @@ def test_under_other_instruction_sets(instruction_set: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_refusals(operation: str) -> None:
-    """What is not as it must be, and tables that lead out of the other tensors: nothing is written."""
+    """If an argument is invalid, or a table points outside of the other tensors, nothing is written."""
     names, good = argument_names(operation), arguments_of(operation)
     cases = [("table", table, "rows that lie within the other tensors") for table in bad_tables(operation)]
     for index, name in enumerate(names):

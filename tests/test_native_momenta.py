@@ -1,4 +1,4 @@
-"""Momenta through a codec in one pass: native kernels give the bits of a change of form and a codec in turn."""
+"""Momenta encoded in one pass: the fused kernels are bitwise equal to the transformation followed by the codec."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES, NATIVE_OPS
 
 OPS = torch.ops.torchbagua
-# Of parameters: shorter and longer than a part, a block and a tile, odd ones, and none.
+# Of parameters: shorter and longer than a part, a block and a tile, odd lengths, and 0.
 LENGTHS = [1, 127, 128, 300, 0, 2048, 2 * 4096 + 5, 33]
 BETA1S = [0.9, 0.9, 0.5, 0.9, 0.9, 0.75, 0.9, 0.0]
 SCALE = 1024.0
@@ -32,7 +32,7 @@ def _native_kernels() -> None:
 
 
 class Case:
-    """Gradients, momenta of several types, a residual, and the blocks of a codec over them."""
+    """Gradients, momenta of several dtypes, a residual, and the blocks of a codec over them."""
 
     def __init__(self, codec: str, block: int, *, hostile: str = "no") -> None:
         generator = torch.Generator().manual_seed(block)
@@ -57,8 +57,8 @@ class Case:
     def numbers(self) -> tuple[list[Tensor], list[float], list[float]]:
         return self.momenta, BETA1S, SHARES
 
-    def formed(self, name: str, values: Tensor) -> Tensor:
-        """What QAdam's own operation makes of the values."""
+    def transform(self, name: str, values: Tensor) -> Tensor:
+        """Return the result of QAdam's separate operation on the values."""
         values = values.clone()
         for part, momentum, beta1, share in zip(values.split(LENGTHS), *self.numbers, strict=True):
             getattr(OPS, name)([part], [momentum], beta1=beta1, share=share)
@@ -68,10 +68,10 @@ class Case:
         return getattr(OPS, f"{self.codec}_{name}").default
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    """Equal bits, or NaN in both."""
-    unlike = first.view(torch.int32) != second.view(torch.int32)
-    return bool((~unlike | (first.isnan() & second.isnan())).all())
+def is_same(first: Tensor, second: Tensor) -> bool:
+    """Whether each element is bitwise equal, or NaN in both."""
+    differs = first.view(torch.int32) != second.view(torch.int32)
+    return bool((~differs | (first.isnan() & second.isnan())).all())
 
 
 @pytest.mark.parametrize("hostile", ["no", "nan", "bits"])
@@ -79,20 +79,20 @@ def same(first: Tensor, second: Tensor) -> bool:
 @pytest.mark.parametrize("codec", sorted(MOMENTA_CODECS))
 def test_bits_are_those_of_two_operations(codec: str, block: int, hostile: str) -> None:
     case = Case(codec, block, hostile=hostile)
-    sent = case.formed("qadam_form_momenta", case.gradients)
-    in_turn, reference = case.wire.clone(), case.wire.clone()
-    case.op("encode")(sent, case.table, in_turn)
+    sent = case.transform("qadam_form_momenta", case.gradients)
+    two_steps, reference = case.wire.clone(), case.wire.clone()
+    case.op("encode")(sent, case.table, two_steps)
     case.op("encode_momenta")(case.gradients, case.table, case.wire, *case.numbers)
     NATIVE_OPS[f"{codec}_encode_momenta"](case.gradients, case.table, reference, *case.numbers)
-    assert torch.equal(case.wire, in_turn)
+    assert torch.equal(case.wire, two_steps)
     assert torch.equal(case.wire, reference)
 
     averages, gradients = torch.empty_like(sent), torch.empty_like(sent)
     case.op("decode")(case.wire, case.table, averages)
     case.op("decode_gradients")(case.wire, case.table, gradients, *case.numbers)
-    assert same(gradients, case.formed("qadam_form_gradients", averages))
+    assert is_same(gradients, case.transform("qadam_form_gradients", averages))
     NATIVE_OPS[f"{codec}_decode_gradients"](case.wire, case.table, averages, *case.numbers)
-    assert same(gradients, averages)
+    assert is_same(gradients, averages)
 
 
 @pytest.mark.parametrize("hostile", ["no", "nan", "bits"])
@@ -100,7 +100,7 @@ def test_bits_are_those_of_two_operations(codec: str, block: int, hostile: str) 
 @pytest.mark.parametrize("codec", sorted(MOMENTA_CODECS))
 def test_bits_with_feedback_are_those_of_two_operations(codec: str, block: int, hostile: str) -> None:
     case = Case(codec, block, hostile=hostile)
-    sent = case.formed("qadam_form_momenta", case.gradients)
+    sent = case.transform("qadam_form_momenta", case.gradients)
     wires, left_out = case.wire.repeat(3, 1), torch.empty(3, len(sent))
     case.op("encode_feedback")(sent, case.residual, case.table, wires[0], left_out[0])
     tensors = (case.gradients, case.residual, case.table)
@@ -108,7 +108,7 @@ def test_bits_with_feedback_are_those_of_two_operations(codec: str, block: int, 
     NATIVE_OPS[f"{codec}_encode_momenta_feedback"](*tensors, wires[2], left_out[2], *case.numbers)
     for index in (1, 2):
         assert torch.equal(wires[0], wires[index])
-        assert same(left_out[0], left_out[index])
+        assert is_same(left_out[0], left_out[index])
 
 
 def test_a_table_may_have_blocks_in_any_order_and_leave_elements_out() -> None:
@@ -135,7 +135,7 @@ def test_refusals() -> None:
     momenta, beta1s, shares = case.numbers
     total = len(case.gradients)
     for numbers, message in (
-        ((momenta[:-1], beta1s[:-1], shares[:-1]), f"momenta must be as long as gradients together, {total}, got"),
+        ((momenta[:-1], beta1s[:-1], shares[:-1]), f"momenta must be of the same total length as gradients, {total}"),
         (([*momenta[:-1], momenta[-1].double()], beta1s, shares), "momenta must be contiguous float32, bfloat16 or"),
         ((momenta, beta1s[:-1], shares), "beta1s must be a list of 8 numbers, got a list of 7"),
         ((momenta, beta1s, [*shares, 1.0]), "shares must be a list of 8 numbers, got a list of 9"),
@@ -166,6 +166,6 @@ def test_opcheck() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
-def test_under_other_instruction_sets(instruction_set: str) -> None:
+def test_other_instruction_sets(instruction_set: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__]
     programs.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": instruction_set})

@@ -1,8 +1,8 @@
-"""The kernel of QAdam's update: the native one gives the bits of the reference, in parallel too, and both refuse alike.
+"""The kernel of QAdam's update: native and reference are bitwise equal, in parallel too, and refuse the same arguments.
 
-Marked `gpu`, what runs on a GPU gives them too.
+With the marker `gpu`, the kernel on a GPU is tested too.
 
-The test whose name has `bits` runs once more under every other instruction set that this CPU has.
+The tests whose names contain `bits` run again under every other instruction set of this CPU.
 """
 
 import os
@@ -29,17 +29,17 @@ NUMBERS = {
     "beta1": 0.9,
     "root_correction2": 0.3,
     "eps": 1e-8,
-    "largest_ratio": 0.7,  # of the random values, many are larger
+    "largest_ratio": 0.7,  # many ratios of the random values are larger
     "step_size": 1e-3,
 }
 INTEGERS = {2: torch.int16, 4: torch.int32}
-FORMS = {"qadam_form_momenta": "gradients", "qadam_form_gradients": "averages"}  # what the first argument is called
+FORMS = {"qadam_form_momenta": "gradients", "qadam_form_gradients": "averages"}  # and the name of the first argument
 LENGTHS = [0, 1, 15, 16, 17, 1000, 3 * 2**15 + 5]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _native_kernels() -> Iterator[None]:
-    """On three threads, which share the longest tensor."""
+    """Run on three threads, which share the longest tensor."""
     native.load()
     assert {row.path for row in native.status() if row.device == "cpu"} <= {"aot", "jit"}, native.status()
     before = torch.get_num_threads()
@@ -49,7 +49,7 @@ def _native_kernels() -> Iterator[None]:
 
 
 def arguments(dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tensor]]:
-    """Weights, gradients, momenta and second moments of LENGTHS elements; a third of the last are zero."""
+    """Return weights, gradients, momenta and second moments of LENGTHS elements; a third of the last are zero."""
 
     def values(seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -64,9 +64,9 @@ def arguments(dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tens
 
 
 def same(first: Tensor, second: Tensor) -> bool:
-    """Equal bits, or NaN in both: which of two NaN an operation passes on is not defined."""
-    unlike = first.view(INTEGERS[first.itemsize]) != second.view(INTEGERS[first.itemsize])
-    return bool((~unlike | (first.isnan() & second.isnan())).all())
+    """Return whether bits are equal, or both values NaN: it is undefined which of two NaN an operation propagates."""
+    differs = first.view(INTEGERS[first.itemsize]) != second.view(INTEGERS[first.itemsize])
+    return bool((~differs | (first.isnan() & second.isnan())).all())
 
 
 def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -76,17 +76,17 @@ def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_hostile", [False, True])
 def test_native_gives_the_bits_of_the_reference(device: torch.device, dtype: torch.dtype, is_hostile: bool) -> None:
-    mine = arguments(dtype, is_hostile=is_hostile)
-    theirs = copies(mine)
-    before = copies(mine)
-    on_device(OPS.qadam_update.default, device)(*mine, **NUMBERS)
-    NATIVE_OPS["qadam_update"](*theirs, **NUMBERS)
-    for own, others in zip(mine, theirs, strict=True):
-        assert all(map(same, own, others))
+    actual = arguments(dtype, is_hostile=is_hostile)
+    expected = copies(actual)
+    before = copies(actual)
+    on_device(OPS.qadam_update.default, device)(*actual, **NUMBERS)
+    NATIVE_OPS["qadam_update"](*expected, **NUMBERS)
+    for tensors, references in zip(actual, expected, strict=True):
+        assert all(map(same, tensors, references))
     for index in (1, 3):
-        assert all(map(same, mine[index], before[index]))
+        assert all(map(same, actual[index], before[index]))
     if not is_hostile:
-        assert not torch.equal(mine[0][-1], before[0][-1])
+        assert not torch.equal(actual[0][-1], before[0][-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -97,16 +97,16 @@ def test_forms_have_the_bits_of_the_reference(
 ) -> None:
     _, values, *_ = arguments(torch.float32, is_hostile=is_hostile)
     _, _, momenta, _ = arguments(dtype, is_hostile=is_hostile)
-    (mine, theirs), before = copies([values, values]), copies([momenta])[0]
-    on_device(getattr(OPS, name).default, device)(mine, momenta, beta1=0.9, share=0.1 / 1024)
-    NATIVE_OPS[name](theirs, momenta, beta1=0.9, share=0.1 / 1024)
-    assert all(map(same, mine, theirs))
+    (actual, expected), before = copies([values, values]), copies([momenta])[0]
+    on_device(getattr(OPS, name).default, device)(actual, momenta, beta1=0.9, share=0.1 / 1024)
+    NATIVE_OPS[name](expected, momenta, beta1=0.9, share=0.1 / 1024)
+    assert all(map(same, actual, expected))
     assert all(map(same, momenta, before))
-    assert is_hostile or not torch.equal(mine[-1], values[-1])
+    assert is_hostile or not torch.equal(actual[-1], values[-1])
 
 
-def test_roots_have_the_bits_of_a_correctly_rounded_one() -> None:
-    """IEEE 754 asks that of numpy's; torch.sqrt of float32 is off in the last place of some."""
+def test_roots_have_the_bits_of_correctly_rounded_roots() -> None:
+    """IEEE 754 requires this of numpy's roots; torch.sqrt of float32 is off in the last place for some values."""
     second_moment = random_bits(2**20, seed=0).abs().nan_to_num(1.0, 1.0)
     expected = -1.0 / np.sqrt(second_moment.numpy()[second_moment > 0])
     numbers = {**dict.fromkeys(NUMBERS, 0.0), "gradient_sign": 1.0, "shrink": 1.0, "root_correction2": 1.0}
@@ -130,12 +130,12 @@ def test_the_host_does_not_wait_for_the_gpu(gpu: torch.device) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_one_form_takes_the_other_back() -> None:
+def test_one_form_inverts_the_other() -> None:
     _, values, momenta, _ = arguments(torch.float32)
     gradients = copies([values])[0]
     OPS.qadam_form_momenta(gradients, momenta, beta1=0.9, share=0.1)
     OPS.qadam_form_gradients(gradients, momenta, beta1=0.9, share=0.1)
-    # The momentum, of magnitude 4, is rounded to 2^-22, and a tenth of it is the gradient's.
+    # The momentum, of magnitude 4, is rounded to 2^-22, and a tenth of it is from the gradient.
     assert all(torch.allclose(after, value, rtol=0, atol=1e-5) for after, value in zip(gradients, values, strict=True))
 
 

@@ -1,6 +1,6 @@
-"""The kernels of the ring of compressed differences: native ones give the bits of plain torch, and both refuse alike.
+"""The kernels of the ring of compressed differences: native results are bitwise equal to plain torch's; refusals.
 
-The test whose name has `bits` runs once more under every other instruction set that this CPU has.
+Tests with `bits` in their names run again with the other instruction sets that this CPU has.
 """
 
 import os
@@ -33,10 +33,10 @@ def values(number: int, length: int, *, is_hostile: bool = False) -> Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(10 * length + number))
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are bitwise equal, all NaNs taken for the same."""
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num().view(torch.int32), other.nan_to_num().view(torch.int32)
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are bitwise equal; all NaNs count as equal."""
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num().view(torch.int32), second.nan_to_num().view(torch.int32)
     )
 
 
@@ -57,8 +57,8 @@ def test_bits(length: int, is_hostile: bool) -> None:
         for tensor, unchanged in ((left, inputs[2]), (right, inputs[3]), (difference, before)):
             assert same_bits(tensor, unchanged)
         results.append((difference, own, weights))
-    for native_one, plain in zip(*results, strict=True):
-        assert same_bits(native_one, plain)
+    for of_native, of_torch in zip(*results, strict=True):
+        assert same_bits(of_native, of_torch)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -1,4 +1,4 @@
-"""The lane over NCCL, with the one rank that one GPU can hold: same bits, and the host never waits for the GPU."""
+"""The lane over NCCL, with one rank on one GPU: bitwise equal results, and the host never waits for the GPU."""
 
 import gc
 import sys
@@ -45,13 +45,13 @@ def group(gpu: torch.device) -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
-def test_gradients_of_one_rank_stay_as_they_are(
+def test_gradients_of_one_rank_do_not_change(
     group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm
 ) -> None:
     check_runs([train(group, build(Tower).to(gpu), algorithm, bucket_cap_mb=0.01)], algorithm)
 
 
-def test_qadam_has_the_bits_that_it_has_over_gloo(group: dist.ProcessGroup, gpu: torch.device) -> None:
+def test_qadam_is_bitwise_equal_to_qadam_over_gloo(group: dist.ProcessGroup, gpu: torch.device) -> None:
     model = build(Tower).to(gpu)
 
     def body(group: dist.ProcessGroup) -> q_adam_life.Life:
@@ -64,20 +64,18 @@ def test_qadam_has_the_bits_that_it_has_over_gloo(group: dist.ProcessGroup, gpu:
 
     over_nccl, (over_gloo,) = body(group), run_ranks(1, body, device=gpu)
     assert not torch.equal(over_nccl.weights[0]["layers.0.weight"], over_nccl.weights[-1]["layers.0.weight"])
-    for own, other in zip(over_nccl.weights, over_gloo.weights, strict=True):
-        assert all(torch.equal(weight, other[name]) for name, weight in own.items())
+    for own, expected in zip(over_nccl.weights, over_gloo.weights, strict=True):
+        assert all(torch.equal(weight, expected[name]) for name, weight in own.items())
 
 
 @pytest.mark.parametrize("name", averaging.ALGORITHMS)
-def test_weights_of_one_rank_stay_as_they_are(group: dist.ProcessGroup, gpu: torch.device, name: str) -> None:
+def test_weights_of_one_rank_do_not_change(group: dist.ProcessGroup, gpu: torch.device, name: str) -> None:
     model = build(averaging.Normed).to(gpu)
     averaging.check_unchanged(averaging.train(group, model, averaging.ALGORITHMS[name]))
 
 
-def test_one_rank_that_is_its_own_peer_has_its_gradients_coded_twice(
-    group: dist.ProcessGroup, gpu: torch.device
-) -> None:
-    """What runs in the tests below: it does encode and decode, and has the bits of gloo and the CPU."""
+def test_a_rank_that_is_its_own_peer_encodes_its_gradients_twice(group: dist.ProcessGroup, gpu: torch.device) -> None:
+    """The algorithm of the tests below does encode and decode, and is bitwise equal to gloo and the CPU."""
     over_nccl = train(group, build(Tower).to(gpu), WholeByteGradAlgorithm(), bucket_cap_mb=0.01, num_steps=1)
     local, averaged = over_nccl.local[0], over_nccl.averaged[0]
     codec = tb.codecs.MinMaxUInt8()
@@ -97,7 +95,7 @@ def test_one_rank_that_is_its_own_peer_has_its_gradients_coded_twice(
 def make_step(
     group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm | None
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One training step of several buckets, without a wait of its own, warmed up; and what ends it all."""
+    """Return a warmed-up training step of several buckets that itself does not wait, and a function that ends it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).to(gpu)
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=4)
@@ -113,13 +111,13 @@ def make_step(
         ddp(x).square().mean().backward()
         optimizer.step()
 
-    for _ in range(12):  # in its first ten DDP waits for events of its own, to log times
+    for _ in range(12):  # in its first ten steps, DDP waits for its own events, to log times
         step()
     torch.cuda.synchronize()
     return step, impl.close if impl is not None else lambda: None
 
 
-# The first is plain DDP: the step itself does not wait either.
+# The first is plain DDP, whose step does not wait either.
 EVERY = pytest.mark.parametrize(
     "algorithm",
     [None, *ALGORITHMS, WholeByteGradAlgorithm()],
@@ -128,7 +126,7 @@ EVERY = pytest.mark.parametrize(
 
 
 @EVERY
-def test_no_step_waits_by_torchs_own_account(
+def test_no_step_waits_according_to_torch(
     group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm | None
 ) -> None:
     step, end = make_step(group, gpu, algorithm)
@@ -144,10 +142,10 @@ def test_no_step_waits_by_torchs_own_account(
 
 
 @EVERY
-def test_no_step_waits_by_the_profilers_account(
+def test_no_step_waits_according_to_the_profiler(
     group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm | None, tmp_path: Path
 ) -> None:
-    """The mode of the test above does not cover torch.distributed, nor threads and libraries beside torch."""
+    """The debug mode of the test above does not cover torch.distributed, other threads and other libraries."""
     step, end = make_step(group, gpu, algorithm)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -164,13 +162,13 @@ def test_no_step_waits_by_the_profilers_account(
     assert waiting(calls_within(profile, "control", tmp_path)), "a wait is not seen"
 
 
-def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, gpu: torch.device) -> None:
-    """One rank has no peers: here it is told to send to itself, and to average with itself."""
+def test_nccl_runs_an_exchange_and_a_mean(group: dist.ProcessGroup, gpu: torch.device) -> None:
+    """A single rank has no peers, so it sends to itself, and averages with itself."""
     own = tb.BaguaProcessGroup(group)
     x = torch.arange(1000, dtype=torch.float32, device=gpu)
     for is_private in (False, True):
         if is_private:
-            own.move_beside_training()
+            own.move_to_lane()
             own.use_device(gpu)
         received = torch.zeros_like(x)
         Exchange(Pipeline(own.world, x.device), "all_to_all", [received], "bucket 0", [(0, 0)]).run([x])

@@ -1,4 +1,4 @@
-"""The network benchmark: what it measures is plausible, and its namespaces go when it ends, however it ends."""
+"""The network benchmark: its measurements are plausible, and its namespaces are removed however it ends."""
 
 import json
 import os
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_python(code: str) -> str:
-    """What `code` prints in an interpreter that can import the benchmark's modules."""
+    """Return the output of `code` in an interpreter that can import the benchmark's modules."""
     return warm_python.run(["-c", code], cwd=BENCHMARKS).stdout.strip()
 
 
@@ -50,10 +50,10 @@ def pids_inside(namespace: str) -> list[int]:
     return [int(pid) for pid in listed.stdout.split()]
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
+def wait_until(condition: Callable[[], Any], awaited: str) -> Any:
     deadline = time.monotonic() + LIMIT_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for: {what}"
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for: {awaited}"
         time.sleep(0.05)
     return value
 
@@ -67,7 +67,7 @@ def _emulation() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts network.py with the given arguments; what is still running after the test is ended, first by SIGTERM."""
+    """Start network.py with the given arguments; after the test, end processes that still run, first by SIGTERM."""
     with ExitStack() as stack:
 
         def start_benchmark(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -84,7 +84,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; a dead process that its parent has not fetched does not."""
+    """Return whether the process runs; a dead process whose parent has not waited for it does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -93,7 +93,7 @@ def is_alive(pid: int) -> bool:
 
 
 def rank_pids(benchmark: subprocess.Popen[str]) -> list[int]:
-    """The processes of both ranks, once they run inside their namespaces."""
+    """Return the processes of both ranks, once they run in their namespaces."""
 
     def both() -> list[int]:
         pids = [pids_inside(f"tbnet-{benchmark.pid}-rank{rank}") for rank in range(2)]
@@ -118,7 +118,7 @@ def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subproce
     assert "| ByteGrad |" in output
     [network] = json.loads((tmp_path / "r.json").read_text())["networks"]
     rows = {row["contestant"]: row for row in network["rows"]}
-    # Two ranks send every element once: 4 bytes each, and 1 byte and the headers.
+    # Two ranks send every element once: in 4 bytes, or in 1 byte plus headers.
     assert rows["ddp"]["counted_bytes"] == pytest.approx(4 * network["num_parameters"], rel=0.03)
     assert rows["bytegrad"]["recorded_bytes"] == pytest.approx(network["num_parameters"], rel=0.03)
     # 256 KiB of the 2 MB pass unshaped (tbf's burst), hence not the whole floor. No upper bound: machines are busy.
@@ -130,14 +130,12 @@ def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subproce
 @pytest.mark.alone
 @pytest.mark.network
 @pytest.mark.usefixtures("_emulation")
-def test_idle_processors_wait_as_long_as_they_are_told(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_idle_processors_wait_for_the_given_time(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     only = ("--only", "bytegrad", "four_bits_feedback", "qadam", "decentralized", "async")
     benchmark = start("--compute", "idle", "--compute-ms", "100", "--rates", "50mbit", *only)
     output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
     assert benchmark.returncode == 0, errors
-    assert "processors idle while gradients are computed" in output
+    assert "CPUs idle while gradients are computed" in output
     [network] = json.loads((tmp_path / "r.json").read_text())["networks"]
     assert max(network["schedule"]["ready_s"]) == pytest.approx(0.1)
     rows = {row["contestant"]: row for row in network["rows"]}
@@ -193,7 +191,7 @@ def test_killed_benchmark_is_cleaned_up_by_the_next(start: Callable[..., subproc
 
 
 @pytest.mark.alone
-def test_without_the_tools_it_says_so_and_runs_over_loopback(
+def test_without_the_tools_it_reports_that_and_runs_over_loopback(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     benchmark = start("--rates", "50mbit", "--only", "ddp", "bf16", PATH=str(tmp_path))
@@ -204,7 +202,7 @@ def test_without_the_tools_it_says_so_and_runs_over_loopback(
     assert "| DDP bf16 hook |" in output
 
 
-def test_sharded_contestants_do_not_wait(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_sharded_contestants_refuse_to_idle(start: Callable[..., subprocess.Popen[str]]) -> None:
     benchmark = start("--compute", "idle", "--only", "fsdp")
     _, errors = benchmark.communicate(timeout=LIMIT_S)
     assert benchmark.returncode == 2

@@ -1,4 +1,4 @@
-"""NVRTC compiles every kernel, and what it made is kept: nothing here needs a GPU."""
+"""NVRTC compiles every kernel, and the machine code is cached; no test here needs a GPU."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """Sources with one kernel that does nothing, which compiles in no time: for how it comes to be kept."""
+    """Return sources with one empty kernel, which compiles fast, for tests of the cache."""
     folder = tmp_path / "csrc_cuda"
     (folder / "kernels").mkdir(parents=True)
     (folder / recipe.NVRTC.source).write_text('extern "C" __global__ void torchbagua_nothing() {}\n')
@@ -37,7 +37,7 @@ def compiler_of(csrc: Path = CSRC) -> nvrtc.Compiler:
 
 
 class Counting(nvrtc.Compiler):
-    """Counts what it compiles."""
+    """Counts compilations."""
 
     num_compiled = 0
 
@@ -66,7 +66,7 @@ def test_gpus_newer_than_nvrtc_get_code_of_their_major_version_or_ptx(small: Pat
 
 
 def test_a_gpu_that_is_too_old_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"has compute capability 7\.0, the kernels need 7\.5 or newer"):
+    with pytest.raises(RuntimeError, match=r"has compute capability 7\.0, but the kernels need 7\.5 or newer"):
         compiler_of().image_for(70)
 
 
@@ -97,7 +97,7 @@ def test_cache_is_keyed_by_all_that_the_code_depends_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [b"", b"short", None])
-def test_broken_file_is_compiled_anew(small: Path, broken: bytes | None) -> None:
+def test_broken_file_is_recompiled(small: Path, broken: bytes | None) -> None:
     compiler = Counting(bindings, small)
     image = compiler.image_for(90)
     file = compiler.cache_file("sm_90")
@@ -108,9 +108,9 @@ def test_broken_file_is_compiled_anew(small: Path, broken: bytes | None) -> None
     assert file.read_bytes() == whole
 
 
-def test_folder_that_cannot_be_written_is_told_and_does_not_matter(small: Path, cache: Path) -> None:
-    cache.touch()  # a file, which root too cannot make a folder of
-    with pytest.warns(RuntimeWarning, match="anew at every start.*TORCHBAGUA_CACHE names another cache folder"):
+def test_folder_that_cannot_be_written_only_warns(small: Path, cache: Path) -> None:
+    cache.touch()  # a file: even root cannot create a folder there
+    with pytest.warns(RuntimeWarning, match="recompiles .* at every start.*set TORCHBAGUA_CACHE to"):
         image = compiler_of(small).image_for(90)
     assert image[:4] == b"\x7fELF"
 
@@ -124,7 +124,7 @@ def test_errors_of_the_compiler_are_shown(small: Path) -> None:
 
 
 class TestFinding:
-    """`find_compiler`, which says why there is none."""
+    """`find_compiler`, which reports why no compiler is available."""
 
     def test_it_is_found_for_a_torch_with_cuda(self) -> None:
         compiler = nvrtc.find_compiler("13.0", CSRC)
@@ -141,7 +141,7 @@ class TestFinding:
             nvrtc.find_compiler("13.0", CSRC)
 
     def test_missing_library_is_named(self) -> None:
-        """In a process of its own, which looks for it in no folder of packages."""
+        """In a separate process, which searches no package folders."""
         code = f"""
 import sys
 from pathlib import Path
@@ -157,4 +157,4 @@ except Unavailable as why:
 """
         printed = warm_python.run(["-c", code]).stdout
         assert "cuda-python finds no NVRTC" in printed
-        assert "and a cuda-python of torch's CUDA, 13" in printed
+        assert "install a cuda-python for torch's CUDA, 13" in printed

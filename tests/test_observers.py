@@ -1,4 +1,4 @@
-"""Observers: how they are called, what becomes of those that raise, and that training does not notice."""
+"""Observers: how they are called, how their errors are reported, and that they do not change training."""
 
 import re
 import sys
@@ -32,7 +32,7 @@ class Failing:
             raise KeyError("of the user's")
 
 
-def test_an_observer_that_raises_is_dropped_and_training_goes_on() -> None:
+def test_an_observer_that_raises_is_dropped_and_training_continues() -> None:
     failing, recorders = [Failing(), Failing()], [tb.observe.Recorder(), tb.observe.Recorder()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -40,10 +40,10 @@ def test_an_observer_that_raises_is_dropped_and_training_goes_on() -> None:
             2, "bytegrad", lambda group: [failing[group.rank()], recorders[group.rank()]], num_steps=3
         )
     assert [observer.num_heard for observer in failing] == [3, 3]
-    messages = [str(one.message) for one in caught if "observer Failing" in str(one.message)]
+    messages = [str(warning.message) for warning in caught if "observer Failing" in str(warning.message)]
     assert len(messages) == 2, "one warning on each rank"
     for message in messages:
-        assert "hears nothing more; training goes on" in message
+        assert "gets no more events; training continues" in message
         assert "Traceback" in message
         assert "of the user's" in message
     for attachment, recorder in zip(attachments, recorders, strict=True):
@@ -64,8 +64,8 @@ def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
         assert attachment.summary().figures.num_steps == 2
 
 
-def test_observers_change_no_bit() -> None:
-    """Neither do those that have values measured."""
+def test_observers_do_not_change_weights() -> None:
+    """Including observers that sample values."""
 
     class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
@@ -74,22 +74,22 @@ def test_observers_change_no_bit() -> None:
     def weights(name: str, observed: bool) -> list[torch.Tensor]:
         model = build(Tower)
         attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
-        return [parameter for one in attachments for parameter in one._setup.inner.parameters()]
+        return [parameter for attachment in attachments for parameter in attachment._setup.inner.parameters()]
 
     for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "diloco", "gradient_allreduce"):
         assert all(map(torch.equal, weights(name, True), weights(name, False))), name
 
 
-def test_without_observers_nothing_is_noted() -> None:
+def test_without_observers_nothing_is_recorded() -> None:
     (attachment, _) = train_traced(2, "bytegrad", lambda group: [])
     tracer = attachment.runner.tracer
     assert not tracer.is_on
     assert tracer.span("encode") is tracer.span("wait"), "one object that does nothing"
-    with pytest.raises(RuntimeError, match=r"without observers nothing is noted; attach.*observers="):
+    with pytest.raises(RuntimeError, match=r"without observers nothing is recorded; attach.*observers="):
         attachment.summary()
 
 
-def test_observers_are_told_one_at_a_time() -> None:
+def test_observers_are_called_one_at_a_time() -> None:
     class Exclusive:
         def __init__(self) -> None:
             self.lock = threading.Lock()
@@ -108,7 +108,7 @@ def test_observers_are_told_one_at_a_time() -> None:
         assert len(observer.threads) == 1, "the training thread's, between two steps"
 
 
-def test_an_observer_given_twice_hears_once() -> None:
+def test_an_observer_given_twice_is_called_once() -> None:
     recorder = tb.observe.Recorder()
 
     def body(group: dist.ProcessGroup) -> None:
@@ -122,20 +122,20 @@ def test_an_observer_given_twice_hears_once() -> None:
     assert [event.phase for event in recorder.events] == ["step"]
 
 
-def test_where_warnings_are_errors_training_goes_on_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_continues_if_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attachments = train_traced(2, "bytegrad", lambda group: [Failing()], num_steps=3)
-    assert [one.summary().figures.num_steps for one in attachments] == [3, 3]
+    assert [attachment.summary().figures.num_steps for attachment in attachments] == [3, 3]
     assert capsys.readouterr().err.count("the observer Failing failed") == 2
 
 
-def test_a_trace_of_ones_own_need_not_override_anything() -> None:
+def test_a_trace_of_a_user_need_not_override_anything() -> None:
     class Silent(Trace):
         pass
 
     class Odd:
-        """What an observer's attributes are called is its own affair."""
+        """An observer whose attributes have the names of Trace's methods."""
 
         samples: tuple[int, ...] = ()
         compares_clocks = on_start = on_end = "mine"
@@ -148,11 +148,11 @@ def test_a_trace_of_ones_own_need_not_override_anything() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_traced(2, "bytegrad", lambda group: [Silent(), odd[group.rank()]], num_steps=2)
-    assert min(one.num_heard for one in odd) > 10
+    assert min(observer.num_heard for observer in odd) > 10
 
 
 def test_a_misspelt_detail_is_refused_where_it_is_written() -> None:
-    """Also without observers, so that no path waits for one to fail in `optimizer.step`."""
+    """Also without observers, so that no path fails in `optimizer.step` only once there is an observer."""
 
     def body(group: dist.ProcessGroup) -> None:
         world = tb.BaguaProcessGroup(group).world
@@ -180,8 +180,8 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
     )
     ours = Path(tb.__file__).parent
     files = [str(path) for path in (snippet, ours / "transport" / "named_ranks.py", ours / "observe" / "events.py")]
-    # As a program: of what it holds here, the garbage collector and attach would look at all, in every later test.
+    # In a subprocess: here, the garbage collector and attach would visit mypy's objects in every later test.
     command = [sys.executable, "-m", "mypy", "--follow-imports=skip", f"--cache-dir={tmp_path}", *files]
-    told = programs.run(command, check=False).stdout
-    lines = re.findall(r"snippet\.py:(\d+): error: Unexpected keyword argument \"opration\"", told)
-    assert lines == ["4", "6"], told
+    output = programs.run(command, check=False).stdout
+    lines = re.findall(r"snippet\.py:(\d+): error: Unexpected keyword argument \"opration\"", output)
+    assert lines == ["4", "6"], output

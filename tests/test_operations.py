@@ -1,4 +1,4 @@
-"""The operations of a bucket: each has a name, and is done in two parts where the second need not be waited for."""
+"""The operations of a bucket: each has a name, and runs in two parts if the caller need not wait for the second."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def bucket_of(group: dist.ProcessGroup, num_elements: int = 6) -> tb.BaguaBucket
     return tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone())
 
 
-def test_operations_are_named_where_one_looks_for_them() -> None:
-    """In a debugger, and in a profile."""
+def test_operations_are_named_in_reprs_and_profiles() -> None:
+    """A debugger shows the repr."""
 
     def body(group: dist.ProcessGroup) -> None:
         bucket = bucket_of(group)
@@ -45,8 +45,8 @@ def test_operations_are_named_where_one_looks_for_them() -> None:
     run_ranks(1, body)
 
 
-def test_the_ring_is_done_in_two_parts() -> None:
-    """The weights are final before the neighbours have heard of them; `run` does both."""
+def test_the_ring_runs_in_two_parts() -> None:
+    """The weights are final before the neighbors receive them; `run` does both parts."""
 
     def body(group: dist.ProcessGroup) -> None:
         bucket = bucket_of(group)
@@ -60,18 +60,18 @@ def test_the_ring_is_done_in_two_parts() -> None:
         bucket.finish()
         assert torch.equal(left, torch.full((6,), float((group.rank() - 1) % 3 + 1)))
         assert torch.equal(right, torch.full((6,), float((group.rank() + 1) % 3 + 1)))
-        other = bucket_of(group)
+        in_one_part = bucket_of(group)
         replicas = torch.zeros(3, 6)
-        other.append_low_precision_decentralized_synchronous_op(*replicas, compression=None).run()
+        in_one_part.append_low_precision_decentralized_synchronous_op(*replicas, compression=None).run()
         assert torch.equal(replicas, torch.stack([own, left, right]))
-        assert (bucket.round_index, other.round_index) == (1, 1)
+        assert (bucket.round_index, in_one_part.round_index) == (1, 1)
 
     run_ranks(3, body)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("topology", ["all", "shift_one", tb.topology.Ring()])
-def test_a_mean_may_be_written_where_the_values_are(topology: str | tb.Topology, in_place: bool) -> None:
+def test_a_mean_may_be_written_in_place(topology: str | tb.Topology, in_place: bool) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         bucket = bucket_of(group, num_elements=5000)
         mean = bucket.flat if in_place else torch.zeros(5000)

@@ -1,4 +1,4 @@
-"""What the algorithms' pages advise against is said at attach: one warning a rank, or none."""
+"""attach warns of combinations that the algorithms' pages advise against: one warning per rank, or none."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 class FusedAdam(torch.optim.SGD):
-    """In the manner of another package, which does not derive from torch's Adam."""
+    """An Adam as in another package, which does not derive from torch's Adam."""
 
 
 def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -33,7 +33,7 @@ def fused_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def messages_of(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer, *, is_attached: bool = True) -> list[str]:
-    """Attach, or reify, and train two steps."""
+    """Attach or reify, train two steps, and return the warnings."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
@@ -65,7 +65,7 @@ SPARSE: list[Any] = [
 
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attach", "reify"])
 @pytest.mark.parametrize("algorithm", SPARSE, ids=repr)
-def test_a_sparse_mean_beside_a_momentum(algorithm: tb.Algorithm, is_attached: bool) -> None:
+def test_a_sparse_mean_with_a_momentum(algorithm: tb.Algorithm, is_attached: bool) -> None:
     messages = messages_of(algorithm, sgd_with_momentum, is_attached=is_attached)
     assert len(messages) == 2
     assert f"{type(algorithm).__name__} with the momentum 0.9 of SGD may diverge" in messages[0]
@@ -75,7 +75,7 @@ def test_a_sparse_mean_beside_a_momentum(algorithm: tb.Algorithm, is_attached: b
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, fused_adam])
 @pytest.mark.parametrize("algorithm", [*SPARSE, tb.PowerSGDAlgorithm()], ids=repr)
-def test_a_sparse_mean_and_factors_under_adam(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer) -> None:
+def test_a_sparse_mean_and_factors_with_adam(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer) -> None:
     messages = messages_of(algorithm, make_optimizer)
     assert len(messages) == 2
     adam = "FusedAdam" if make_optimizer is fused_adam else make_optimizer.__name__

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around an attached module: found when it calls, or by a search if there is a reducer."""
+"""DistributedDataParallel around an attached module: found when it calls, or by a search if a reducer may exist."""
 
 import copy
 import gc
@@ -21,8 +21,8 @@ from training import build
 
 @pytest.mark.parametrize("is_ddp", [True, False])
 @pytest.mark.parametrize("name", RARELY)
-def test_attach_and_the_first_step_search_nothing(name: str, is_ddp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search takes tenths of a second beside a million objects."""
+def test_attach_and_the_first_step_do_not_search(name: str, is_ddp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes tenths of a second if a million objects exist."""
     model = build(Normed)
     num_searches = 0
 
@@ -54,7 +54,7 @@ def test_attach_and_the_first_step_search_nothing(name: str, is_ddp: bool, monke
 )
 @pytest.mark.parametrize("is_later", [False, True])
 def test_another_ddp_around_the_same_module_is_silent(options: dict[str, Any], is_later: bool) -> None:
-    """From its first forward on, whenever it was made."""
+    """From its first forward on, no matter when it was created."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -115,7 +115,7 @@ def test_a_module_that_is_wrapped_after_its_first_step() -> None:
     run_ranks(2, body)
 
 
-def test_a_forward_that_calls_no_hooks_leaves_it_to_a_search() -> None:
+def test_a_ddp_around_a_forward_without_hooks_is_found_by_a_search() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(3, 3)
         optimizer = torch.optim.SGD(module.parameters())
@@ -142,8 +142,8 @@ def test_a_module_in_an_attached_ddp_can_be_pickled_and_copied() -> None:
     run_ranks(1, body)
 
 
-def test_what_has_no_reducer_and_what_has() -> None:
-    """Reducers hold the nodes that accumulate gradients: it is not documented, and seen in 2.13."""
+def test_modules_with_and_without_a_reducer() -> None:
+    """Reducers own the nodes that accumulate gradients. This is not documented; torch 2.13 does it."""
 
     def body(group: dist.ProcessGroup) -> None:
         module = build(Normed)

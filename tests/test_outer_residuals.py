@@ -1,4 +1,4 @@
-"""OuterResiduals: kept by parameter, committed by rounds, and dropped where other ranks send them."""
+"""OuterResiduals: stored by parameter, committed by rounds, and dropped if other ranks send them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from torchbagua.runtime.weight_bucket import WeightBucket
 
 NO_PROGRESS: dict[str, int] = {}
 LENGTHS = {"first": 20, "second": 12, "wide": 6}
-SMALL = 0.0001  # MiB of a bucket: one for each parameter
+SMALL = 0.0001  # MiB per bucket, so that each parameter has a separate bucket
 
 
 class InFloat32(Cast):
@@ -31,7 +31,7 @@ BFLOAT16 = InFloat32()
 
 
 class Component:
-    """Residuals of the weights, whose outer gradient is in the flat tensor, in bfloat16 where that is float32."""
+    """Residuals of weights; a flat tensor contains the outer gradients, sent in bfloat16 if they are float32."""
 
     def __init__(self, runner: tb.Runner, nodes: Sequence[int] | None, *, has_feedback: bool) -> None:
         self.runner = runner
@@ -45,7 +45,7 @@ class Component:
         bucket.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
 
     def reset(self) -> None:
-        """Make buckets again."""
+        """Rebuild the buckets."""
         self.residuals.forget_buckets()
         self.runner.rebuild_buckets()
 
@@ -54,7 +54,7 @@ class Component:
         return {name: dyadic(length, seed=seeds[name]) for name, length in LENGTHS.items()}
 
     def round(self, rank: int, number: int) -> dict[str, torch.Tensor]:
-        """Return the means of outer gradients, without committing what they leave out."""
+        """Return the means of outer gradients, without committing the residuals."""
         gradients = self.gradients(rank, number)
         for bucket in self.weights:
             for name, part in bucket.named(bucket.flat).items():
@@ -93,15 +93,15 @@ def on_ranks(
     return run_ranks(size, run)
 
 
-def kept(component: Component) -> dict[str, torch.Tensor]:
-    """Return what this rank keeps of the sums over ranks, by parameter; nothing without error feedback."""
+def residuals_of_sums(component: Component) -> dict[str, torch.Tensor]:
+    """Return this rank's residuals of the sums over ranks, by parameter; empty without error feedback."""
     state, size = component.residuals.state_dict(), component.runner.process_group.size
     return {name: sent + size * state["mean"][name] for name, sent in state.get("sent", {}).items()}
 
 
 @pytest.mark.parametrize("resets", [False, True])
-def test_means_and_residuals_sum_to_what_was_sent(resets: bool) -> None:
-    """Bit for bit, of dyadic gradients; also where buckets are made again between rounds."""
+def test_means_and_residuals_sum_to_the_gradients(resets: bool) -> None:
+    """Bitwise, for dyadic gradients; also if buckets are rebuilt between rounds."""
 
     def body(rank: int, component: Component) -> tuple[Any, ...]:
         sent = {name: torch.zeros(length) for name, length in LENGTHS.items()}
@@ -113,41 +113,41 @@ def test_means_and_residuals_sum_to_what_was_sent(resets: bool) -> None:
             component.residuals.commit(component.weights)
             if resets:
                 component.reset()
-        return sent, received, kept(component)
+        return sent, received, residuals_of_sums(component)
 
     ranks = on_ranks(2, body)
     for name in ("first", "second"):
-        sent, left_out = (sum(rank[which][name] for rank in ranks) for which in (0, 2))
-        assert left_out.any()
-        assert torch.equal(2 * ranks[0][1][name] + left_out, sent)
+        sent, residual = (sum(rank[index][name] for rank in ranks) for index in (0, 2))
+        assert residual.any()
+        assert torch.equal(2 * ranks[0][1][name] + residual, sent)
     assert "wide" not in ranks[0][2]
     assert torch.equal(2 * ranks[0][1]["wide"], sum(rank[0]["wide"] for rank in ranks))
 
 
 def test_a_round_that_is_dropped_leaves_no_trace() -> None:
-    """And one that is applied commits its own buckets alone."""
+    """An applied round commits only its own buckets."""
 
     def body(rank: int, component: Component) -> None:
         component.round(rank, 0)
-        assert not any(one.any() for one in kept(component).values())
+        assert not any(residual.any() for residual in residuals_of_sums(component).values())
         component.residuals.commit([component.bucket_of("first")])
-        after = kept(component)
+        after = residuals_of_sums(component)
         assert after["first"].any()
         assert not after["second"].any()
 
     on_ranks(2, body)
 
 
-def test_loaded_weights_have_none() -> None:
-    """Of several in one bucket, those that are named."""
+def test_loaded_weights_have_no_residuals() -> None:
+    """If a bucket has several weights, only the residuals of the named weights are cleared."""
 
     def body(rank: int, component: Component) -> None:
         component.round(rank, 0)
         component.residuals.commit(component.weights)
-        before = kept(component)
+        before = residuals_of_sums(component)
         assert component.bucket_of("first") is component.bucket_of("second")
         component.residuals.clear(["second"])
-        after = kept(component)
+        after = residuals_of_sums(component)
         assert torch.equal(after["first"], before["first"])
         assert before["second"].any()
         assert not after["second"].any()
@@ -155,8 +155,8 @@ def test_loaded_weights_have_none() -> None:
     on_ranks(2, body, bucket_cap_mb=1.0)
 
 
-def test_a_state_goes_on() -> None:
-    """In buckets of other sizes too."""
+def test_a_state_continues() -> None:
+    """Also with buckets of other sizes."""
 
     def save(rank: int, component: Component) -> tuple[Any, Any]:
         component.round(rank, 0)
@@ -174,7 +174,7 @@ def test_a_state_goes_on() -> None:
     on_ranks(2, load, nodes=[0, 1], bucket_cap_mb=1.0)
 
 
-def test_residuals_of_other_ranks_or_nodes_are_dropped_and_it_says_so() -> None:
+def test_residuals_of_other_ranks_or_nodes_are_dropped_with_a_warning() -> None:
     def save(rank: int, component: Component) -> Any:
         component.round(rank, 0)
         component.residuals.commit(component.weights)
@@ -187,20 +187,20 @@ def test_residuals_of_other_ranks_or_nodes_are_dropped_and_it_says_so() -> None:
         component.residuals.commit(component.weights)
         component.residuals.load_state_dict(saved[rank % 2])
         component.reset()
-        assert not any(one.any() for one in kept(component).values())
+        assert not any(residual.any() for residual in residuals_of_sums(component).values())
 
     for size, options, attached in (
-        (3, {}, r"attached are 3 on None, with compression='bfloat16'"),
-        (2, {"nodes": [0, 1]}, r"attached are 2 on \[0, 1\], with compression='bfloat16'"),
-        (2, {"has_feedback": False, "codec": None}, "attached are 2 on None, with compression=None"),
+        (3, {}, r"3 ranks on the nodes None are attached, with compression='bfloat16'"),
+        (2, {"nodes": [0, 1]}, r"2 ranks on the nodes \[0, 1\] are attached, with compression='bfloat16'"),
+        (2, {"has_feedback": False, "codec": None}, "2 ranks on the nodes None are attached, with compression=None"),
     ):
-        message = f"residuals of error feedback are dropped: the state is of 2 ranks on the nodes None, and {attached}"
+        message = f"residuals of error feedback are dropped: .*saved by 2 ranks on the nodes None, but {attached}"
         with pytest.warns(RuntimeWarning, match=message):
             on_ranks(size, load, **options)
 
 
-def test_without_error_feedback_there_are_none() -> None:
-    """And to load such a state drops nothing."""
+def test_without_error_feedback_there_are_no_residuals() -> None:
+    """Loading such a state drops nothing."""
 
     def body(rank: int, component: Component) -> Any:
         component.round(rank, 0)
@@ -219,13 +219,13 @@ def test_without_error_feedback_there_are_none() -> None:
     on_ranks(2, load)
 
 
-def test_a_state_of_another_rank_of_as_many_is_refused() -> None:
+def test_a_state_of_another_rank_of_the_same_world_size_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own, rank = tb.BaguaProcessGroup(group), group.rank()
         check_residuals("Owner", {"rank": rank, "num_ranks": 2, "nodes": "None"}, own)
         check_residuals("Owner", {"rank": 1 - rank, "num_ranks": 3, "nodes": "None"}, own)
         with pytest.raises(
-            ValueError, match=rf"^Owner\..* be that of rank {rank} of 2, got that of rank {1 - rank} of 2"
+            ValueError, match=rf"^Owner\..* be from rank {rank} of 2, got a state from rank {1 - rank} of 2"
         ):
             check_residuals("Owner", {"rank": 1 - rank, "num_ranks": 2, "nodes": "None"}, own)
         with pytest.raises(ValueError, match=r"^Owner\..* must have the keys \['nodes', 'num_ranks', 'rank'\], got"):

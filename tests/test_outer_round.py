@@ -1,6 +1,7 @@
-"""OuterRound: the outer optimizer steps by the mean of outer gradients, and weights follow, at once or later.
+"""OuterRound: the outer optimizer steps with the mean of outer gradients, and weights follow, at once or later.
 
-Outer gradients are dyadic, in full precision, and the outer optimizer is SGD with a learning rate of 1/2: all is exact.
+Outer gradients are dyadic and in full precision, and the outer optimizer is SGD with a learning rate of 1/2, so all
+results are exact.
 """
 
 import copy
@@ -29,7 +30,7 @@ LR = 0.5
 
 
 class Shared(nn.Module):
-    """What all ranks start from: parameters, one of which has a format of its own, and a buffer."""
+    """The weights from which all ranks start: parameters, one of them in another dtype, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Shared(nn.Module):
 
 
 class Component:
-    """A round, and what it works with."""
+    """A round, and the objects it works with."""
 
     def __init__(self, runner: tb.Runner, *, overlaps: bool, num_fragments: int, has_feedback: bool) -> None:
         self.tracer = runner.tracer
@@ -56,7 +57,7 @@ class Component:
 
     def append(self, bucket: tb.BaguaBucket) -> None:
         assert isinstance(bucket, WeightBucket)
-        if not self.shadow.tensors:  # of the first bucket
+        if not self.shadow.tensors:  # this is the first bucket
             self.fragments.assign([tensor for each in self.weights if not each.are_buffers for tensor in each.tensors])
             self.shadow.rebuild(self.weights)
         if bucket.are_buffers:
@@ -87,10 +88,10 @@ def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback:
 
 
 def train(module: nn.Module, rank: int, seed: int = 0) -> Weights:
-    """Take this rank's steps; return by how much they change each weight."""
+    """Apply this rank's steps; return by how much they change each weight."""
     changes = {
-        name: dyadic(*one.shape, seed=1000 * rank + 10 * seed + number, num_bits=4, dtype=one.dtype)
-        for number, (name, one) in enumerate(weights_of(module).items())
+        name: dyadic(*weight.shape, seed=1000 * rank + 10 * seed + number, num_bits=4, dtype=weight.dtype)
+        for number, (name, weight) in enumerate(weights_of(module).items())
     }
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -100,15 +101,15 @@ def train(module: nn.Module, rank: int, seed: int = 0) -> Weights:
 
 def mean_changes(seed: int = 0) -> Weights:
     first, second = (train(Shared(), rank, seed) for rank in range(2))
-    return {name: (one.float() + second[name].float()) / 2 for name, one in first.items()}
+    return {name: (change.float() + second[name].float()) / 2 for name, change in first.items()}
 
 
 def after_round(start: Weights) -> Weights:
-    """The shadow weights, and the mean of buffers, after a round whose ranks began with `start`."""
+    """Return the shadow weights and the mean of buffers after a round that ranks began with `start`."""
     changes = mean_changes()
     return {
-        name: (one.float() + (1.0 if name == "running" else LR) * changes[name]).to(one.dtype)
-        for name, one in start.items()
+        name: (weight.float() + (1.0 if name == "running" else LR) * changes[name]).to(weight.dtype)
+        for name, weight in start.items()
     }
 
 
@@ -126,7 +127,7 @@ def test_weights_become_the_shadow_weights() -> None:
     assert_same_weights([*ranks, after_round(weights_of(Shared()))])
 
 
-def test_what_is_learnt_meanwhile_is_kept() -> None:
+def test_steps_during_a_round_are_kept() -> None:
     """The change since the snapshot is added; a buffer, which decays, stays between its own value and the mean."""
 
     def body(rank: int, module: Shared, component: Component) -> tuple[Weights, ...]:
@@ -156,8 +157,8 @@ def test_what_is_learnt_meanwhile_is_kept() -> None:
         )
 
 
-def test_nothing_changes_weights_that_were_loaded() -> None:
-    """Some of them; nor any after `abandon`. The shadow weights have stepped all the same."""
+def test_loaded_weights_stay_unchanged() -> None:
+    """Loaded weights, or all weights after `abandon`, do not change. The shadow weights step regardless."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
         for drops in (True, False):
@@ -191,7 +192,7 @@ def test_nothing_changes_weights_that_were_loaded() -> None:
 def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
     name: str, value: float, is_dropped: bool, overlaps: bool
 ) -> None:
-    """As if it had not been; it says so once on each rank. A buffer may well hold -inf."""
+    """The round has no effect, and each rank warns once. A buffer may contain -inf."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
         before = copy.deepcopy(component.shadow.state_dict())
@@ -210,10 +211,10 @@ def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
                     assert torch.equal(weight.nan_to_num(), own[key].nan_to_num())
                 assert_same_weights([component.shadow.state_dict()["theta"], before["theta"]])
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         on_ranks(body, overlaps=overlaps)
-    messages = [str(one.message) for one in told if "is dropped on all ranks" in str(one.message)]
+    messages = [str(warning.message) for warning in caught if "is dropped on all ranks" in str(warning.message)]
     assert len(messages) == (2 if is_dropped else 0)
 
 
@@ -239,7 +240,7 @@ def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
         assert not torch.equal(first, third)
 
 
-def test_a_state_has_what_is_still_to_be_added() -> None:
+def test_a_state_contains_the_differences_still_to_be_added() -> None:
     def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
         train(module, rank)
         component.rounds.step = 7
@@ -266,7 +267,7 @@ def test_a_state_has_what_is_still_to_be_added() -> None:
     on_ranks(load, overlaps=True)
 
 
-def test_a_state_of_one_fragment_changes_no_other() -> None:
+def test_the_state_of_a_fragment_changes_no_other_fragment() -> None:
     def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
         train(module, rank)
         component.start(1)
@@ -282,8 +283,8 @@ def test_a_state_of_one_fragment_changes_no_other() -> None:
         with torch.no_grad():
             for name, tensor in module.state_dict().items():
                 tensor.copy_(before[name])
-        differences = {name: torch.ones_like(one) for name, one in state["differences"].items()}
-        differences |= {name: one for name, one in state["differences"].items() if by_name.get(name, 1) == 1}
+        differences = {name: torch.ones_like(value) for name, value in state["differences"].items()}
+        differences |= {name: value for name, value in state["differences"].items() if by_name.get(name, 1) == 1}
         component.round.load_state_dict({**state, "differences": differences})
         component.round.apply()
         assert_same_weights([weights_of(module), after])
@@ -292,8 +293,8 @@ def test_a_state_of_one_fragment_changes_no_other() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_fragment_goes_on_its_own(overlaps: bool) -> None:
-    """And observers are told of it when it is applied."""
+def test_a_fragment_is_averaged_separately(overlaps: bool) -> None:
+    """Observers are notified of the fragment when it is applied."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
         fragment = component.fragments.by_name["first"]

@@ -1,4 +1,4 @@
-"""Buckets that begin while the one before is still under way: bits, and what may not begin."""
+"""Buckets that begin while the previous bucket is in flight: bitwise equal results, and buckets that may not begin."""
 
 import random
 import re
@@ -21,11 +21,11 @@ from torchbagua.runtime.lane import Lane
 
 LENGTHS = (70 * 2048, 2048 + 5, 30 * 2048, 90 * 2048)
 NUM_ROUNDS = 8
-NUM_FIRST_RUNS = 4  # in which a mean runs alone
+NUM_FIRST_RUNS = 4  # of a mean, which then runs alone
 
 
 class Counted:
-    """A bucket that counts how often it begins beside another one."""
+    """A bucket that counts how often it begins while another bucket is in flight."""
 
     def __init__(self, bucket: BaguaBucket) -> None:
         self.bucket = bucket
@@ -58,17 +58,17 @@ def bucket_of(group: tb.BaguaProcessGroup, length: int, name: str) -> BaguaBucke
     ],
     ids=str,
 )
-def test_buckets_that_begin_beside_each_other_have_the_bits_of_buckets_in_turn(
+def test_overlapping_buckets_are_bitwise_equal_to_buckets_in_turn(
     size: int, compressor: Compressor, has_feedback: bool, is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank begins another bucket early, or none, and finishes whatever it began."""
+    """Each rank begins a different bucket early, or none, and finishes every bucket that it began."""
     monkeypatch.setattr(two_phase_mean, "SMALL_MESSAGE_BYTES", two_phase_mean.SMALL_MESSAGE_BYTES // 9)
     values = torch.randn(NUM_ROUNDS, size, sum(LENGTHS), generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-        rank, hesitates = group.rank(), random.Random(group.rank())
+        rank, draw = group.rank(), random.Random(group.rank())
 
-        def means(*, beside: bool) -> tuple[list[torch.Tensor], int]:
+        def means(*, overlaps: bool) -> tuple[list[torch.Tensor], int]:
             own = tb.BaguaProcessGroup(group)
             own.world.link_bytes_per_s = [-1e12 if is_slow else 1e12] * size
             lane = Lane("means", on_failure=own.close)
@@ -88,8 +88,8 @@ def test_buckets_that_begin_beside_each_other_have_the_bits_of_buckets_in_turn(
                 jobs: list[Job[torch.Tensor]] = []
                 for counted, part_N in zip(buckets, values[round, rank].split(LENGTHS), strict=True):
                     counted.bucket.flat.copy_(part_N)
-                    if beside:
-                        time.sleep(hesitates.choice([0, 0, 0.002]))
+                    if overlaps:
+                        time.sleep(draw.choice([0, 0, 0.002]))
                         jobs.append(lane.submit_steps(counted))
                     else:
                         jobs.append(lane.submit(counted.bucket.run))
@@ -101,17 +101,17 @@ def test_buckets_that_begin_beside_each_other_have_the_bits_of_buckets_in_turn(
             own.close()
             return results, sum(counted.num_begun for counted in buckets)
 
-        in_turn, _ = means(beside=False)
-        beside, num_begun = means(beside=True)
-        return in_turn, beside, num_begun
+        in_turn, _ = means(overlaps=False)
+        overlapping, num_begun = means(overlaps=True)
+        return in_turn, overlapping, num_begun
 
-    for in_turn, beside, num_begun in (ranks := run_ranks(size, body)):
-        assert all(map(torch.equal, in_turn, beside))
-        assert all(map(torch.equal, beside, ranks[0][1])), "ranks disagree"
+    for in_turn, overlapping, num_begun in (ranks := run_ranks(size, body)):
+        assert all(map(torch.equal, in_turn, overlapping))
+        assert all(map(torch.equal, overlapping, ranks[0][1])), "ranks disagree"
         assert 0 < num_begun <= (NUM_ROUNDS - NUM_FIRST_RUNS) * (len(LENGTHS) - 1)
 
 
-def test_what_may_wait_for_others_before_its_first_message_begins_alone() -> None:
+def test_buckets_that_may_wait_for_other_ranks_before_their_first_message_begin_alone() -> None:
     def body(group: dist.ProcessGroup) -> dict[str, bool]:
         own = tb.BaguaProcessGroup(group)
 
@@ -141,7 +141,7 @@ def test_what_may_wait_for_others_before_its_first_message_begins_alone() -> Non
         assert [name for name, may in may_begin.items() if may] == ["mean", "local op, mean"]
 
 
-def test_a_failure_names_the_bucket_that_began_beside_another() -> None:
+def test_a_failure_names_the_bucket_that_began_early() -> None:
     class Spoilt(MinMaxUInt8):
         """A codec that refuses a number."""
 
@@ -166,7 +166,7 @@ def test_a_failure_names_the_bucket_that_began_beside_another() -> None:
         gate.set()
         with pytest.raises((RuntimeError, tb.CommunicationError)) as raised:
             jobs[1].result()
-        if own.rank == 0:  # of another rank the first may be complete
+        if own.rank == 0:  # on another rank the first bucket may be complete
             with pytest.raises(RuntimeError, match=re.escape(str(raised.value))):
                 jobs[0].result()
         lane.close()

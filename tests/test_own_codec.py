@@ -1,4 +1,4 @@
-"""A codec as somebody else writes it, shown in docs/extend/codec.md: one class, and one line that registers it."""
+"""A user's codec, shown in docs/extend/codec.md: one class, and one line that registers it."""
 
 import itertools
 
@@ -17,11 +17,11 @@ from torchbagua.codecs.lookup import by_name
 
 NAMES = names_in("extend/codec.md", "class FewLargest", module=__name__)
 FewLargest = NAMES["FewLargest"]
-REGISTERED = REGISTRY.pop("few_largest")  # other tests list the names that there are
+REGISTERED = REGISTRY.pop("few_largest")  # other tests list the registered names
 
 
 def sparse(x: np.ndarray, segments: tuple[int, ...], block: int, num_kept: int) -> np.ndarray:
-    """What is left of `x`, written down once more."""
+    """Return the elements of `x` that the codec keeps, and zeros; written independently of the codec."""
     left, start = np.zeros_like(x), 0
     for length in segments:
         for first in range(start, start + length, block):
@@ -36,7 +36,7 @@ SEGMENTS = (1000, 1, 333)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_mean_is_that_of_what_is_left_and_is_thinned_out_again(size: int) -> None:
+def test_the_mean_of_kept_elements_is_encoded_again(size: int) -> None:
     codec = FewLargest(64, num_kept=5)
     values = torch.randn(size, sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
 
@@ -50,12 +50,12 @@ def test_the_mean_is_that_of_what_is_left_and_is_thinned_out_again(size: int) ->
 
     means = run_ranks(size, body)
     assert all(torch.equal(mean, means[0]) for mean in means)
-    left = [sparse(one, SEGMENTS, 64, 5) for one in values.numpy()]
+    left = [sparse(row, SEGMENTS, 64, 5) for row in values.numpy()]
     expected = sparse(ordered_sum(left) / np.float32(size), SEGMENTS, 64, 5) if size > 1 else values[0].numpy()
     assert torch.equal(means[0], torch.from_numpy(expected))
 
 
-def test_forms_that_it_does_not_implement_follow_from_those_that_it_does() -> None:
+def test_methods_that_it_does_not_implement_follow_from_those_that_it_does() -> None:
     codec = FewLargest(64, num_kept=5)
     spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
     layout = codec.layout(spec, spec.even_cuts(1, codec.block_elements))
@@ -64,10 +64,10 @@ def test_forms_that_it_does_not_implement_follow_from_those_that_it_does() -> No
     codec.encode_feedback(x.clone(), residual, layout, wire, left_out)
     codec.decode(wire, layout, decoded)
     assert torch.equal(left_out + decoded, x + residual)
-    assert int(decoded.count_nonzero()) == 5 * 16 + 1 + 5 * 5 + 5  # sixteen blocks, one, six of which the last has 13
+    assert int(decoded.count_nonzero()) == 5 * 16 + 1 + 5 * 5 + 5  # 16 blocks; 1 block; 6 blocks, the last with 13
 
 
-def test_its_rows_are_as_long_as_it_says() -> None:
+def test_its_rows_have_the_length_of_wire_bytes() -> None:
     codec = FewLargest(64, num_kept=5)
     spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
     layout = codec.layout(spec, spec.even_cuts(3, codec.block_elements))
@@ -79,18 +79,18 @@ def test_its_rows_are_as_long_as_it_says() -> None:
     assert layout.num_bytes < spec.num_elements
 
 
-def test_it_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert REGISTERED is FewLargest
     monkeypatch.setitem(REGISTRY, "few_largest", FewLargest)
     assert by_name("few_largest") == FewLargest()
     assert by_name("few_largest", block=64, num_kept=5) == FewLargest(64, num_kept=5)
-    with pytest.raises(ValueError, match="a compressor named 'few_largest' is registered already"):
+    with pytest.raises(ValueError, match="a codec named 'few_largest' is already registered"):
         register_compressor("few_largest", FewLargest)
     with pytest.raises(ValueError, match="'few_largest' needs error_feedback=True"):
         tb.CompressedAllReduceAlgorithm("few_largest")
 
 
-def test_half_a_codec_is_none() -> None:
+def test_an_incomplete_codec_is_refused() -> None:
     class Half(Compressor):
         def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
             return 0

@@ -1,4 +1,4 @@
-"""A codec with native operations, as others would write it: a file and a line each for plain torch, CPU and CUDA."""
+"""A user's codec with native operations: it needs a file and a line each for plain torch, CPU and CUDA."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from torchbagua.native import nvrtc, recipe
 
 OWN = Path(__file__).with_name("own_codec")
 
-# `native_of`, the native operation of a name: the CPU's.
+# `native_of` returns the CPU's native operation of a name.
 OF_CPU = """
 def native_of(name):
     return getattr(torch.ops.torchbagua, name)
 """
 
-# The kernels for CUDA, compiled for the host and launched as those of NVRTC are.
+# The kernels for CUDA, compiled for the host and launched as NVRTC's kernels are.
 OF_CUDA = """
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,12 @@ kernels = kernels_on(PretendedDriver(HostKernels(Path.cwd() / "kernels.so")))
 torch.Tensor.get_device = lambda tensor: 0
 
 def native_of(name):
-    if NATIVE_OPS[name].is_of_cpus:
+    if NATIVE_OPS[name].is_cpu_only:
         return getattr(torch.ops.torchbagua, name)
     return partial(kernels.call, name)
 """
 
-# Every operation over blocks of several lengths: native and in plain torch, in a process of their own.
+# Runs every operation over blocks of several lengths, native and in plain torch, in a separate process.
 COMPARE = """
 import torch
 from torchbagua import native
@@ -95,7 +95,7 @@ print(layout.table.tolist())
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Path]:
-    """A copy of the sources with the codec in plain torch: a file, and a line in a list."""
+    """Copy the sources and add the codec in plain torch: a file, and a line in a list."""
     checkout = copy_sources(tmp_path / "checkout")
     shutil.copy(OWN / "largest.py", checkout / "torchbagua" / "native")
     add(checkout / "torchbagua" / "native" / "__init__.py", "import blockk, ", "import blockk, largest, ")
@@ -103,7 +103,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
 
 
 def add(file: Path, before: str, after: str) -> None:
-    """Changes the one place of a file that says `before`."""
+    """Replace the only `before` in a file by `after`."""
     text = file.read_text()
     assert text.count(before) == 1
     file.write_text(text.replace(before, after))
@@ -123,7 +123,7 @@ def test_in_plain_torch_it_is_a_file_and_a_line(checkout: Path) -> None:
 
 
 def add_cuda(checkout: Path) -> None:
-    """Its kernels for CUDA: a file, and a line among the others."""
+    """Add its kernels for CUDA: a file, and a line among the others."""
     shutil.copy(OWN / "largest.cuh", checkout / "csrc_cuda" / "kernels")
     line = '#include "minmax_uint8.cuh"\n'
     add(checkout / "csrc_cuda" / "kernels" / "all.cuh", line, f'#include "largest.cuh"\n{line}')

@@ -1,4 +1,4 @@
-"""Weight algorithms as somebody else would write them: local SGD and an overlapped mean of docs/extend."""
+"""Weight algorithms as users would write them: local SGD and the overlapped mean of docs/extend."""
 
 import copy
 import io
@@ -44,7 +44,7 @@ def check_local_sgd(traces: list[Trace], algorithm: tb.Algorithm) -> None:
                 round = num_rounds % algorithm.topology.period(size)
                 rows = [sorted(algorithm.topology.neighbours(rank, size, round)) for rank in range(size)]
                 number = updated[0].dtype.type
-                expected = [oracle.ordered_sum([updated[one] for one in row]) / number(len(row)) for row in rows]
+                expected = [oracle.ordered_sum([updated[peer] for peer in row]) / number(len(row)) for row in rows]
             np.testing.assert_array_equal(after, expected, f"step {step}, {name}")
         num_rounds += is_due
     assert_same_weights([trace.final for trace in traces])
@@ -53,7 +53,7 @@ def check_local_sgd(traces: list[Trace], algorithm: tb.Algorithm) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
 @pytest.mark.parametrize("make_model", [Normed, Wide])
 def test_equals_the_oracle(make_model: type[torch.nn.Module], topology: tb.Topology) -> None:
-    """Every step, buffers and all dtypes, to the bit; after detach the weights are the same everywhere."""
+    """Bitwise in every step, for buffers and all dtypes; after detach, all ranks have equal weights."""
     model, algorithm = build(make_model), LocalSGD(2, topology)
     check_local_sgd(run_ranks(4, lambda group: train(group, model, algorithm, num_steps=6)), algorithm)
 
@@ -93,8 +93,8 @@ def test_resumes_in_the_middle_of_a_round(algorithm: tb.Algorithm) -> None:
     run_ranks(4, body)
 
 
-def test_an_overlapped_mean_is_that_of_the_built_in_algorithm() -> None:
-    """Every step, buffers too, to the bit; also where weights are loaded while a round is in flight."""
+def test_the_overlapped_mean_equals_the_built_in_algorithm() -> None:
+    """Bitwise in every step, buffers too; also if weights are loaded while a round is in flight."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> tuple[Trace, Weights, Weights]:
@@ -110,15 +110,15 @@ def test_an_overlapped_mean_is_that_of_the_built_in_algorithm() -> None:
 
     own = run_ranks(2, lambda group: body(group, OverlappedAveraging()))
     built_in = run_ranks(2, lambda group: body(group, tb.DecentralizedAlgorithm()))
-    for (trace, last, final), (other, other_last, other_final) in zip(own, built_in, strict=True):
-        for weights, others in zip(trace.start, other.start, strict=True):
-            assert_same_weights([weights, others])
-        assert_same_weights([last, other_last])
-        assert_same_weights([final, other_final])
+    for (trace, last, final), (reference, reference_last, reference_final) in zip(own, built_in, strict=True):
+        for weights, reference_weights in zip(trace.start, reference.start, strict=True):
+            assert_same_weights([weights, reference_weights])
+        assert_same_weights([last, reference_last])
+        assert_same_weights([final, reference_final])
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGD(), OverlappedAveraging()], ids=["local SGD", "overlapped"])
-def test_the_mean_for_a_while(algorithm: tb.Algorithm) -> None:
+def test_averaged_weights_are_temporary(algorithm: tb.Algorithm) -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Weights, Weights, Weights]:
@@ -137,7 +137,7 @@ def test_the_mean_for_a_while(algorithm: tb.Algorithm) -> None:
         assert any(not torch.equal(before[name], mean) for name, mean in withins[0].items())
 
 
-def test_ranks_out_of_step_are_told_so() -> None:
+def test_ranks_out_of_step_raise() -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:

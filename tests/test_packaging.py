@@ -1,4 +1,4 @@
-"""What pip makes of the sources: a pure wheel or one with the library, and never a download of torch.
+"""The wheels that pip builds from the sources: a pure wheel or a wheel with the library, without downloading torch.
 
 pip fetches setuptools for the isolated build.
 """
@@ -15,7 +15,7 @@ import programs
 from source_tree import compiler_that, copy_sources, fork_python
 from torchbagua.native import recipe
 
-# What pip calls to build, without its three processes around it.
+# The call with which pip builds, without pip's three processes around it.
 BUILD_WHEEL = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
 
 
@@ -60,7 +60,7 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
     assert {path.name.split("-")[0] for path in packages.iterdir()} == {"torchbagua"}
     assert not list(packages.rglob("*.so"))
     assert "Tag: py3-none-any" in next(packages.glob("*.dist-info/WHEEL")).read_text()
-    # The first use finds there all that the checkout has.
+    # The first use finds all sources of the checkout there.
     installed = packages / "torchbagua" / "_csrc"
     for binary in (recipe.CPU, recipe.CUDA, recipe.NVRTC):
         assert recipe.stem(binary, installed) == recipe.stem(binary, checkout / "csrc_cuda")
@@ -71,7 +71,7 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
 
 
 @pytest.mark.slow
-def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Path) -> None:
+def test_wheel_built_alongside_torch_contains_the_library(checkout: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     programs.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "wheels", "."])
 
@@ -84,7 +84,7 @@ def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Pa
     assert fork_python(code, tmp_path / "installed", TORCHBAGUA_NATIVE="aot") == expected
 
 
-def test_without_compiler_the_wheel_is_pure_and_says_so(checkout: Path) -> None:
+def test_without_compiler_the_wheel_is_pure_and_the_log_reports_it(checkout: Path) -> None:
     status, out, err = fork_python(BUILD_WHEEL, checkout, CXX="absent-c++")
     assert status == 0, err
     assert "torchbagua: pure wheel" in out
@@ -101,7 +101,7 @@ def test_compiler_that_fails_fails_the_build(checkout: Path, tmp_path: Path) -> 
     assert not list(Path("wheels").iterdir())
 
 
-def test_source_distribution_holds_the_cpp_sources(checkout: Path, tmp_path: Path) -> None:
+def test_source_distribution_contains_the_cpp_sources(checkout: Path, tmp_path: Path) -> None:
     build = "import setuptools.build_meta as backend; print(backend.build_sdist('wheels'))"
     status, out, err = fork_python(build, checkout, CXX="absent-c++")
     assert status == 0, err

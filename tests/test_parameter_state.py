@@ -1,6 +1,6 @@
-"""State by parameter for an algorithm of one's own: PowerSGD's, a whole residual and a factor of each matrix.
+"""State by parameter for a user's algorithm: PowerSGD's, a full residual and a factor of each matrix.
 
-As somebody else would write it, against the documented interface: about 80 lines (Vogels et al., arXiv 1905.13727).
+Written as a user would, against the documented interface: about 80 lines (Vogels et al., arXiv 1905.13727).
 """
 
 import copy
@@ -26,7 +26,7 @@ from training import Branches, Tower, build
 
 @dataclass(frozen=True)
 class LowRankAlgorithm(tb.Algorithm):
-    """Average gradients as products of two factors, of which one is kept, and what they leave out."""
+    """Average gradients as products of two factors; one factor and the residual are stored."""
 
     rank: int = 2
 
@@ -43,7 +43,7 @@ class LowRankImpl(tb.AlgorithmImpl):
         self.parameter_state = runner.keep(ParameterState("LowRankAlgorithm", self.make_state, shapes))
 
     def factor_shape(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """Vectors, and matrices that are smaller, are sent as they are."""
+        """Return columns and rank; no columns for vectors and smaller matrices, which are sent uncompressed."""
         columns = parameter.numel() // max(1, parameter.shape[0]) if parameter.dim() > 1 else 0
         return (columns if min(columns, *parameter.shape[:1]) >= self.algorithm.rank else 0), self.algorithm.rank
 
@@ -93,7 +93,7 @@ class LowRankState:
         ends = list(itertools.accumulate(len(residual) for residual, _ in held))
         self.starts = [0, *ends[:-1]]
         self.values = list(held)
-        self.last = list(held)  # what the next ones go on from
+        self.last = list(held)  # the values from which the next step continues
         self.staged = list(held)
 
     def numbers(self, parts: Sequence[slice]) -> list[int]:
@@ -115,7 +115,9 @@ class LowRankState:
 class Loop:
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, **ddp_options: Any) -> None:
         self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
-        self.named = {name: one for name, one in self.ddp.module.named_parameters() if one.requires_grad}
+        self.named = {
+            name: parameter for name, parameter in self.ddp.module.named_parameters() if parameter.requires_grad
+        }
         self.optimizer = torch.optim.SGD(self.named.values(), lr=1e-6)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         self.data = torch.Generator().manual_seed(1000 + group.rank())
@@ -137,38 +139,38 @@ class Loop:
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(one, second[name]) for name, one in first.items())
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize("make_model", [Tower, ChannelsLast])
-def test_what_is_left_out_is_kept(make_model: type[nn.Module]) -> None:
-    """Over rebuilt buckets, in the parameter's shape; and replicas are equal."""
+def test_residuals_are_stored(make_model: type[nn.Module]) -> None:
+    """Over rebuilt buckets, in the parameter's shape; replicas are equal."""
     model = build(make_model)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, ...]:
         loop = Loop(group, model, bucket_cap_mb=0.01)
-        total_in = {name: torch.zeros_like(one) for name, one in loop.named.items()}
+        total_in = {name: torch.zeros_like(parameter) for name, parameter in loop.named.items()}
         total_out = copy.deepcopy(total_in)
 
         def add(gradient: torch.Tensor, name: str) -> None:
             total_in[name] += gradient
 
-        for name, one in loop.named.items():
-            one.register_hook(partial(add, name=name))
+        for name, parameter in loop.named.items():
+            parameter.register_hook(partial(add, name=name))
         with loop.attachment:
             for _ in range(6):
                 loop.step()
-                for name, one in loop.named.items():
-                    total_out[name] += one.grad
+                for name, parameter in loop.named.items():
+                    total_out[name] += parameter.grad
             return total_in, total_out, loop.state(), loop.weights()
 
     first, second = run_ranks(2, body)
     assert all(map(torch.equal, first[3], second[3]))
     for name, total_out in first[1].items():
         total_in = (first[0][name] + second[0][name]) / 2
-        left_out = (first[2]["residual"][name] + second[2]["residual"][name]) / 2
-        # Of sums of six steps in float32.
-        assert (total_out + left_out - total_in).norm() <= 1e-5 * total_in.norm()
+        residual = (first[2]["residual"][name] + second[2]["residual"][name]) / 2
+        # The tolerance of sums over six steps in float32.
+        assert (total_out + residual - total_in).norm() <= 1e-5 * total_in.norm()
         assert torch.equal(first[2]["factor"][name], second[2]["factor"][name])
         is_compressed = first[2]["factor"][name].numel() > 0
         assert first[2]["residual"][name].any() == second[2]["residual"][name].any() == is_compressed
@@ -229,7 +231,7 @@ def test_a_state_of_other_shapes_is_refused() -> None:
             state = loop.attachment.runner.state_dict()
             state["factor"]["weight"] = torch.zeros(10, 3)
             with pytest.raises(
-                ValueError, match=r"residual and factor must hold .* in their shapes, got .*\['weight'\]"
+                ValueError, match=r"residual and factor must contain .* in their shapes, got .*\['weight'\]"
             ):
                 loop.attachment.runner.load_state_dict(state)
 

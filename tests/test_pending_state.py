@@ -1,4 +1,4 @@
-"""The state of weights to which something is still to be added: loaded by the same rank with the same weights only."""
+"""The state of weights with pending differences, which only the same rank loads, with the same weights."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ def on_ranks(size: int, body: Any, num_features: int = 3) -> list[Any]:
 
 
 def save(rank: int, runner: tb.Runner, weights: tb.WeightBuckets) -> dict[str, Any]:
-    for number, one in enumerate(weights):
-        one.difference.fill_(10 * rank + number)
-        one.snapshot.fill_(100 + 10 * rank + number)
+    for number, bucket in enumerate(weights):
+        bucket.difference.fill_(10 * rank + number)
+        bucket.snapshot.fill_(100 + 10 * rank + number)
     differences = weights.by_name(DIFFERENCE)
     return pending_state(runner, 7, True, differences, weights.by_name(SNAPSHOT, weights.of_buffers))
 
 
-def test_it_is_what_was_saved() -> None:
+def test_a_loaded_state_equals_the_saved_state() -> None:
     states = on_ranks(2, save)
     for rank, state in enumerate(states):
         assert {key: state[key] for key in ("rank", "num_ranks", "step", "has_differences")} == {
@@ -46,10 +46,10 @@ def test_it_is_what_was_saved() -> None:
 
     def load(rank: int, runner: tb.Runner, weights: tb.WeightBuckets) -> None:
         load_pending_state(runner, weights, states[rank], DIFFERENCE, SNAPSHOT)
-        for number, one in enumerate(weights):
-            assert bool((one.difference == 10 * rank + number).all())
-            kept = 100 + 10 * rank + number if one.are_buffers else 0
-            assert bool((one.snapshot == kept).all())
+        for number, bucket in enumerate(weights):
+            assert bool((bucket.difference == 10 * rank + number).all())
+            expected = 100 + 10 * rank + number if bucket.are_buffers else 0
+            assert bool((bucket.snapshot == expected).all())
 
     on_ranks(2, load)
 
@@ -62,8 +62,8 @@ def test_a_state_of_another_rank_or_of_other_weights_is_refused() -> None:
         without = {key: value for key, value in own.items() if key != "buffer_snapshots"}
         fewer = {**own, "differences": {"weight": own["differences"]["weight"]}}
         for state, other_keys, message in (
-            (states[1 - rank], (), rf"be that of rank {rank} of 2, got that of rank {1 - rank} of 2"),
-            ({**own, "num_ranks": 3}, (), rf"be that of rank {rank} of 2, got that of rank {rank} of 3"),
+            (states[1 - rank], (), rf"be from rank {rank} of 2, got a state from rank {1 - rank} of 2"),
+            ({**own, "num_ranks": 3}, (), rf"be from rank {rank} of 2, got a state from rank {rank} of 3"),
             (without, (), r"must have the keys \[.*'buffer_snapshots'.*\], got \['differences'"),
             (own, ("is_enabled",), r"must have the keys \[.*'is_enabled'.*\], got \['buffer_snapshots'"),
             (fewer, (), r"weights of this module, 4 tensors, got 1; they differ in \['bias'"),

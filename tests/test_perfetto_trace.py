@@ -1,4 +1,4 @@
-"""PerfettoTrace: a file a rank, brought together in the trace event format on one clock; and `torchbagua trace`."""
+"""PerfettoTrace: one file per rank, merged into the trace event format on one clock; and `torchbagua trace`."""
 
 import dataclasses
 import gzip
@@ -38,7 +38,7 @@ def read(path: Path) -> list[Row]:
 
 
 def check_format(rows: list[Row]) -> None:
-    """Check what the "Trace Event Format" document asks of complete, flow and metadata events."""
+    """Check the requirements of the "Trace Event Format" document on complete, flow and metadata events."""
     for row in rows:
         assert isinstance(row["name"], str)
         assert isinstance(row["pid"], int)
@@ -83,7 +83,7 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
         steps = [row["name"] for row in rows if row.get("cat") == "step"]
         assert steps == [f"step {step}" for step in range(NUM_STEPS)]
         for slices in tracks.values():
-            # us, of which the sum of two floats is not exact.
+            # In us: the sum of two floats is not exact.
             check_nested([(row["ts"], row["ts"] + row["dur"]) for row in slices], tolerance=1e-4)
         inner = [row for row in tracks[rank, 2] if row["cat"] in ("encode", "reduce", "decode")]
         buckets = [row for row in rows if row.get("cat") == "bucket"]
@@ -94,7 +94,7 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
             ), "each phase lies within the run of a bucket"
 
 
-def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
+def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None:
     recorders = [tb.observe.Recorder() for _ in range(2)]
     traces = [tb.observe.PerfettoTrace(tmp_path) for _ in range(2)]
     attachments = train_traced(
@@ -108,12 +108,12 @@ def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
         assert run.settings["optimizer"].startswith("QAdamOptimizer(lr=0.001")
         assert {"torch", "python", "torchbagua", "model"} <= set(run.settings)
         assert list(file.events()) == recorder.events
-        table, own = str(file.summary()), str(attachment.summary())
-        assert table == own
+        table, expected = str(file.summary()), str(attachment.summary())
+        assert table == expected
 
 
 def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
-    """Lines of JSON: the run, which says what an event's fields are called, the events of each step, and the run."""
+    """The file is lines of JSON: the run, which names an event's fields; the events of each step; the run again."""
     recorder = tb.observe.Recorder()
     train_traced(1, "bytegrad", lambda group: [recorder, tb.observe.PerfettoTrace(tmp_path)])
     with gzip.open(tmp_path / "rank0.jsonl.gz", "rt") as file:
@@ -151,11 +151,11 @@ def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: lis
 
     def slice_at(row: Row, category: str) -> Row:
         (found,) = (
-            one
-            for one in tracks[row["pid"], row["tid"]]
-            if one["cat"] == category
-            and one["ts"] <= row["ts"] + 1e-9 <= one["ts"] + one["dur"] + 2e-3
-            and (category == "receive" or one["ts"] == row["ts"])
+            candidate
+            for candidate in tracks[row["pid"], row["tid"]]
+            if candidate["cat"] == category
+            and candidate["ts"] <= row["ts"] + 1e-9 <= candidate["ts"] + candidate["dur"] + 2e-3
+            and (category == "receive" or candidate["ts"] == row["ts"])
         )
         return found
 
@@ -169,7 +169,7 @@ def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: lis
 
 
 def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank's clock is off by another number of seconds, and is fast or slow by another part in a thousand."""
+    """The clocks of ranks 1 and 2 are off by seconds, and are fast or slow by a thousandth."""
 
     class SkewedTime:
         def __init__(self, rates: dict[int, float], offsets_s: dict[int, float]) -> None:
@@ -197,7 +197,7 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for rank, offsets in run_ranks(3, body):
         for own_ns, offset_ns, error_ns in offsets:
             true_ns = (own_ns - skewed.offsets_s[rank] * 1e9) / skewed.rates[rank]
-            # And a microsecond for what a float of so many nanoseconds leaves out.
+            # Plus a microsecond for the rounding of a float of this many nanoseconds.
             assert abs(own_ns + offset_ns - true_ns) <= 1.002 * error_ns + 1000
             assert (error_ns == 0) == (rank == 0)
         if rank:
@@ -206,8 +206,8 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 assert (drift_ns < 0) == (skewed.rates[rank] > 1)
 
 
-def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
-    """Rank 1's file rewritten as a clock would have it that is 7 s ahead and a thousandth fast."""
+def test_merging_undoes_clock_differences(tmp_path: Path) -> None:
+    """Rank 1's file is rewritten as if its clock were 7 s ahead and a thousandth fast."""
     plain, skewed = tmp_path / "plain", tmp_path / "skewed"
     write_trace(plain)
     skewed.mkdir()
@@ -233,9 +233,9 @@ def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
     def key(row: Row) -> tuple[Any, ...]:
         return row["pid"], row["tid"], row["ts"]
 
-    for one, other in zip(sorted(expected, key=key), sorted(found, key=key), strict=True):
-        assert (one["name"], one["args"]) == (other["name"], other["args"])
-        assert abs(one["ts"] - other["ts"]) < 5, "within 5 us: two comparisons, and a line between them"
+    for plain_row, skewed_row in zip(sorted(expected, key=key), sorted(found, key=key), strict=True):
+        assert (plain_row["name"], plain_row["args"]) == (skewed_row["name"], skewed_row["args"])
+        assert abs(plain_row["ts"] - skewed_row["ts"]) < 5, "within 5 us: two comparisons, and a line between them"
 
 
 def test_only_some_steps(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rank1.jsonl.gz"]
     files, problems = find_files(tmp_path)
     assert [file.run.rank for file in files] == [1]
-    assert problems == ["of 2 ranks, there is nothing of [0]"]
+    assert problems == ["files of ranks [0] are missing, of 2 ranks"]
     merged = merge_files(tmp_path, tmp_path / "all.json.gz")
     assert (merged.num_ranks, merged.num_messages) == (1, 0)
     rows = read(merged.path)
@@ -275,10 +275,10 @@ def test_refusals(tmp_path: Path) -> None:
         tb.observe.PerfettoTrace(tmp_path, steps=10)
     used = tb.observe.PerfettoTrace(tmp_path)
     train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
-    with pytest.raises(ValueError, match="PerfettoTrace: a trace serves one attachment; make another one"):
+    with pytest.raises(ValueError, match="PerfettoTrace: a trace serves one attachment; create another trace"):
         train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
     for steps in range(0), range(-3, 0):
-        with pytest.raises(ValueError, match="PerfettoTrace: steps must be some steps, which count from 0, got range"):
+        with pytest.raises(ValueError, match="PerfettoTrace: steps must contain a step number of 0 or more, got range"):
             tb.observe.PerfettoTrace(tmp_path, steps=steps)
     for path in "", "a\0b":
         with pytest.raises(ValueError, match="PerfettoTrace: path must be a folder to write to, got"):
@@ -288,7 +288,9 @@ def test_refusals(tmp_path: Path) -> None:
 def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     write_trace(tmp_path, size=3)
     write_trace(tmp_path, size=2)
-    with pytest.raises(ValueError, match=r"rank2.jsonl.gz is of another run than rank0.jsonl.gz; remove the older one"):
+    with pytest.raises(
+        ValueError, match=r"rank2.jsonl.gz and rank0.jsonl.gz are of different runs; remove the older file"
+    ):
         find_files(tmp_path)
 
 
@@ -334,24 +336,24 @@ def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
 
     assert trace.main(["draw", str(tmp_path), "--step", "99"]) == 1
-    assert "step 99 is not in this trace, whose steps are 0 to 5" in capsys.readouterr().err
+    assert "step 99 is not in this trace, which ranges from step 0 to 5" in capsys.readouterr().err
     assert trace.main(["show", str(tmp_path / "nothing")]) == 1
-    assert "there is no rank*.jsonl.gz" in capsys.readouterr().err
+    assert "found no rank*.jsonl.gz file" in capsys.readouterr().err
     assert trace.main(["show", str(tmp_path.parent)]) == 1
-    assert "there are some in its folders ['run']" in capsys.readouterr().err
+    assert "its subfolders ['run'] contain such files" in capsys.readouterr().err
     (tmp_path / "rank0.jsonl.gz").write_bytes(gzip.compress(b"[1]"))
     assert trace.main(["show", str(tmp_path)]) == 0
     output = capsys.readouterr()
-    assert "rank0.jsonl.gz does not begin as PerfettoTrace's files do" in output.err
-    assert "of 2 ranks, there is nothing of [0]" in output.err
+    assert "rank0.jsonl.gz does not begin like a PerfettoTrace file" in output.err
+    assert "files of ranks [0] are missing, of 2 ranks" in output.err
     assert [line.split()[:2] for line in output.out.splitlines() if line[:5].strip() == "1"] == [["1", "6"]]
     assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.jsonl.gz" / "x")]) == 1
     assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.jsonl.gz")]) == 1
-    assert "the output must be a file of its own" in capsys.readouterr().err
+    assert "the output must be a separate file" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_merging_needs_nothing_that_is_not_installed_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_needs_no_optional_dependency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_trace(tmp_path, num_steps=1)
     for missing in "tqdm", "matplotlib", "tensorboard":
         monkeypatch.setitem(sys.modules, missing, None)

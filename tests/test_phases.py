@@ -1,4 +1,4 @@
-"""Phases: a warm-up goes on to its next phase in the same backward of all ranks, whatever number each has counted."""
+"""Phases: all ranks begin the next phase of a warm-up in the same backward, whatever each has counted."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def on_ranks(size: int, body: Any) -> list[Any]:
 
 
 def begin(phases: Phases) -> tuple[bool, int | None]:
-    """Whether the backward is the first of a phase, and which phase that is."""
+    """Begin a backward; return whether it is the first of a phase, and the phase."""
     return phases.begin_backward(), phases.current
 
 
@@ -49,7 +49,7 @@ def test_each_phase_begins_once() -> None:
 
 
 def test_a_step_counts_once_for_each_optimizer_that_takes_it_together() -> None:
-    """And not at all without a synchronised backward, or if GradScaler skips it, which nobody is told of."""
+    """It does not count without a synchronized backward, or if GradScaler skips it without a notification."""
 
     def body(rank: int, runner: tb.Runner, phases: Phases) -> list[int]:
         counts = []
@@ -61,7 +61,7 @@ def test_a_step_counts_once_for_each_optimizer_that_takes_it_together() -> None:
             counts.append(phases.num_steps)
         return counts
 
-    # The fifth is the step of the fourth's backward.
+    # The fifth iteration takes the step of the fourth's backward.
     assert on_ranks(1, body) == [[1, 2, 3, 3, 4, 5]]
 
 
@@ -85,8 +85,8 @@ def test_it_is_notified_of_the_steps_of_an_optimizer() -> None:
     assert run_ranks(1, body) == [[1, 2]]
 
 
-def test_ranks_go_by_the_one_that_has_counted_most() -> None:
-    """Rank 0 has lost two steps, rank 2 one; as long as no rank has taken enough of them, no phase begins."""
+def test_phases_follow_the_rank_with_the_highest_count() -> None:
+    """Rank 0 misses two steps, and rank 2 one; no phase begins before a rank has counted enough steps."""
 
     def body(rank: int, runner: tb.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
         seen = []
@@ -97,12 +97,12 @@ def test_ranks_go_by_the_one_that_has_counted_most() -> None:
                 runner.step_taken()
         return seen
 
-    # All have lost the first step: the phase begins a backward later than by the number of passes.
+    # All ranks miss the first step: phases begin one backward later than the number of passes suggests.
     expected = [(True, 0), *[(False, 0)] * 3, (True, 1), *[(False, 1)] * 2, (True, 2)]
     assert on_ranks(3, body) == [expected] * 3
 
 
-def test_ranks_agree_where_a_phase_may_begin_and_nowhere_else() -> None:
+def test_ranks_communicate_only_when_a_phase_may_begin() -> None:
     def body(group: dist.ProcessGroup) -> list[int]:
         recorder = tb.observe.Recorder()
         sent = []
@@ -119,8 +119,8 @@ def test_ranks_agree_where_a_phase_may_begin_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("stop", [0, 2, 3, 4, 7])
-def test_a_loaded_state_goes_on(stop: int) -> None:
-    """By the number of the rank that has counted most: one that had joined knows of fewer steps."""
+def test_a_loaded_state_continues(stop: int) -> None:
+    """With the highest count of all ranks: a rank that had joined has counted fewer steps."""
 
     def steps(rank: int, runner: tb.Runner, phases: Phases, numbers: range) -> list[tuple[bool, int | None]]:
         seen = []

@@ -1,4 +1,4 @@
-"""Over slow links long chunks and shards are sent in pieces: the results are those of short buckets, to the bit."""
+"""Over slow links, long chunks and shards are sent in pieces: results are bitwise equal to those of short buckets."""
 
 import math
 
@@ -19,7 +19,7 @@ SEGMENTS = (30 * 2048, 7, 50 * 2048, 20 * 2048 + 5)
 
 @pytest.fixture(autouse=True)
 def _short_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """About a tenth of what else is sent in pieces, so that these segments are long enough."""
+    """Send messages in pieces from about a tenth of the usual length, so that these segments are long enough."""
     monkeypatch.setattr(two_phase_mean, "SMALL_MESSAGE_BYTES", two_phase_mean.SMALL_MESSAGE_BYTES // 9)
 
 
@@ -35,7 +35,7 @@ def _short_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_means_in_pieces_are_those_of_short_buckets(
+def test_means_in_pieces_equal_those_of_short_buckets(
     size: int, is_fast: bool, compressor: Compressor, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_runs, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
@@ -48,7 +48,7 @@ def test_means_in_pieces_are_those_of_short_buckets(
         own.world.link_bytes_per_s = [1e12 if is_fast else -1e12] * size
 
         def fifth_mean(x_N: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-            """Return what four means before it have left out of it, too."""
+            """Return the fifth mean, which includes the residuals of the four means before it."""
             spec = TensorSpec(lengths, torch.float32, x_N.device, "numbers")
             residuals = TwoPhaseResiduals(x_N.device) if has_feedback else None
             mean = TwoPhaseMean(own.world, compressor, spec, float(size), residuals=residuals)
@@ -64,7 +64,9 @@ def test_means_in_pieces_are_those_of_short_buckets(
         sends = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
         for peer in range(size):
             to_peer = sorted((event.start_ns, event.end_ns) for event in sends if event.peers == (peer,))
-            assert all(one[1] <= third[0] for one, third in zip(to_peer, to_peer[2:], strict=False)), "two at a time"
+            assert all(first[1] <= third[0] for first, third in zip(to_peer, to_peer[2:], strict=False)), (
+                "two at a time"
+            )
         of_short = torch.cat([fifth_mean(part_N, (len(part_N),)) for part_N in x_N.split(lengths)])
         own.close()
         return of_long, of_short, len(sends)
@@ -86,7 +88,7 @@ def test_means_in_pieces_are_those_of_short_buckets(
     ],
     ids=str,
 )
-def test_means_over_nodes_in_pieces_are_those_of_short_buckets(
+def test_means_over_nodes_in_pieces_equal_those_of_short_buckets(
     nodes: list[int],
     compressor: Compressor,
     intra_compressor: Compressor | None,

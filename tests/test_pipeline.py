@@ -1,4 +1,4 @@
-"""The order in which exchanges that are under way together send, receive and compute."""
+"""The order in which exchanges that are in flight together send, receive and compute."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,25 +20,25 @@ PIECES = ("first", "second")
 
 
 def log_messages(communicator: Communicator) -> list[str]:
-    """Return a list to which the communicator adds what is posted, and what has been received: tag and peer."""
+    """Return a list to which the communicator appends posted and received messages, with their piece and peer."""
     log: list[str] = []
     post, wait = communicator.post, communicator.wait
 
-    def logged_post(direction: Any, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
+    def log_and_post(direction: Any, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         log.append(f"{'expects' if direction == 'receiving from' else 'sends'} {PIECES[tag // 4]} {peer}")
         post(direction, peer, tensor, tag=tag, purpose=purpose)
 
-    def logged_wait(direction: Any, peer: int, *, tag: int, purpose: str) -> None:
+    def log_and_wait(direction: Any, peer: int, *, tag: int, purpose: str) -> None:
         wait(direction, peer, tag=tag, purpose=purpose)
         if direction == "receiving from":
             log.append(f"received {PIECES[tag // 4]} {peer}")
 
-    communicator.post, communicator.wait = logged_post, logged_wait  # type: ignore[method-assign,assignment]
+    communicator.post, communicator.wait = log_and_post, log_and_wait  # type: ignore[method-assign,assignment]
     return log
 
 
 def run_two_exchanges(num_elements: int, rate: float) -> list[list[str]]:
-    """Run two exchanges in one pipeline, and return what each rank has done, in this order."""
+    """Run two exchanges in one pipeline, and return each rank's operations in their order."""
 
     def body(group: dist.ProcessGroup) -> list[str]:
         world = tb.BaguaProcessGroup(group).world
@@ -67,7 +67,7 @@ def run_two_exchanges(num_elements: int, rate: float) -> list[list[str]]:
     return run_ranks(SIZE, body)
 
 
-def test_over_slow_links_a_turn_begins_before_what_has_come_is_decoded() -> None:
+def test_over_slow_links_a_turn_begins_before_received_values_are_decoded() -> None:
     for rank, log in enumerate(run_two_exchanges(LONG, -1e12)):
         after, before = (rank + 1) % SIZE, (rank - 1) % SIZE
         turns = [(piece, *peers) for piece in PIECES for peers in ((after, before), (before, after))]
@@ -86,7 +86,7 @@ def test_over_slow_links_a_turn_begins_before_what_has_come_is_decoded() -> None
 
 
 @pytest.mark.parametrize(("num_elements", "rate"), [(SHORT, -1e12), (LONG, 1e12)])
-def test_what_is_short_or_fast_is_sent_at_once_in_two_exchanges(num_elements: int, rate: float) -> None:
+def test_short_or_fast_messages_are_sent_at_once_in_two_exchanges(num_elements: int, rate: float) -> None:
     for rank, log in enumerate(run_two_exchanges(num_elements, rate)):
         peers = [(rank + 1) % SIZE, (rank - 1) % SIZE]
         expected = [f"expects {piece} {peer}" for piece in PIECES for peer in reversed(peers)]
@@ -104,12 +104,12 @@ def test_a_third_exchange_is_sent_when_the_first_has_arrived() -> None:
         sent: list[str] = []
         post = world.post
 
-        def logged(direction: Any, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
+        def log_and_post(direction: Any, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
             if direction == "sending to":
                 sent.append(purpose)
             post(direction, peer, tensor, tag=tag, purpose=purpose)
 
-        world.post = logged  # type: ignore[method-assign,assignment]
+        world.post = log_and_post  # type: ignore[method-assign,assignment]
         pipeline = Pipeline(world, CPU)
         names = ["a", "b", "c"]
         receives = [torch.zeros(SHORT) for _ in names]

@@ -1,6 +1,6 @@
-"""PowerSGD: the oracle's to the bit, in whatever buckets, over resume and skipped steps; what it sends and refuses.
+"""PowerSGD: bitwise equal to the oracle in any buckets, over resume and skipped steps; its wire bytes and errors.
 
-The oracle uses torch's matrix products, as the algorithm does: with one thread (conftest.py), of tensors of their own.
+The oracle uses torch's matrix products, as the algorithm does: with one thread (conftest.py), on separate tensors.
 """
 
 import copy
@@ -27,7 +27,7 @@ from torchbagua.collectives.low_rank_state import matrix_shape
 from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 START_STEP = 1
-train_told = partial(train, tells_optimizer=True)
+run_training = partial(train, tells_optimizer=True)
 
 
 def product(vectors: oracle.Array, matrix: oracle.Array, *, is_transposed: bool) -> oracle.Array:
@@ -52,9 +52,11 @@ def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
 def check_runs(
     runs: Sequence[Run], model: nn.Module, algorithm: tb.PowerSGDAlgorithm, nodes: Sequence[int] | None = None
 ) -> int:
-    """Compare what came out of averaging with the oracle; return how many means were of low rank."""
+    """Compare the averaged gradients with the oracle; return how many means were low-rank."""
     named = dict(model.named_parameters())
-    places = {name: index for index, name in enumerate(name for name, one in named.items() if one.requires_grad)}
+    places = {
+        name: index for index, name in enumerate(name for name, parameter in named.items() if parameter.requires_grad)
+    }
     means: dict[str, oracle.PowerSGD] = {}
     sent = in_bfloat16 if algorithm.compression else lambda x: x
     num_low_rank = 0
@@ -62,9 +64,9 @@ def check_runs(
         for name, gradient in averaged.items():
             assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"replicas differ in {name}"
             parameter, dtype = named[name], gradient.dtype
-            ordered = [in_memory_order(one, parameter) for one in (run.local[step][name] for run in runs)]
+            ordered = [in_memory_order(local, parameter) for local in (run.local[step][name] for run in runs)]
             is_short = dtype in (torch.bfloat16, torch.float16)
-            rows = [flat(one.float() if is_short else one) for one in ordered]
+            rows = [flat(gradient.float() if is_short else gradient) for gradient in ordered]
             found = flat(in_memory_order(gradient.float() if is_short else gradient, parameter))
             shape = matrix_shape(ordered[0].shape, rows[0].size, algorithm.rank, algorithm.min_rate)
             if rows[0].dtype == np.float64 or step < algorithm.start_step:
@@ -101,7 +103,7 @@ def test_the_oracle(
     model, (size, nodes) = build(Tower), ranks
     algorithm = tb.PowerSGDAlgorithm(**{"rank": 3, "start_step": START_STEP, **arguments})
     runs = run_ranks(
-        size, lambda group: train_told(group, model, algorithm, nodes=nodes, bucket_cap_mb=bucket_cap_mb, **options)
+        size, lambda group: run_training(group, model, algorithm, nodes=nodes, bucket_cap_mb=bucket_cap_mb, **options)
     )
     assert check_runs(runs, model, algorithm, nodes) > 0
 
@@ -113,24 +115,24 @@ def mixed() -> nn.Module:
 @pytest.mark.parametrize("make_model", [Branches, OneElement, mixed, Wide, ChannelsLast])
 @pytest.mark.filterwarnings("ignore:torchbagua. PowerSGDAlgorithmImpl sends")
 def test_the_oracle_for_other_models(make_model: Callable[[], nn.Module]) -> None:
-    """Of which parts are used on some ranks only or nowhere, of one element, of other dtypes and memory orders."""
+    """Models with parts that some ranks or no rank uses, with one element, and with other dtypes and memory orders."""
     model = build(make_model)
     unused = {"find_unused_parameters": True} if make_model is Branches else {}
     algorithm = tb.PowerSGDAlgorithm(rank=2, start_step=START_STEP, min_rate=1.5)
-    # The rate of `train` is too high for ChannelsLast, which overflows in its fourth step.
-    runs = run_ranks(2, lambda group: train_told(group, model, algorithm, num_steps=3, **unused))
+    # The learning rate of `train` is too high for ChannelsLast, which overflows in its fourth step.
+    runs = run_ranks(2, lambda group: run_training(group, model, algorithm, num_steps=3, **unused))
     assert check_runs(runs, model, algorithm) > 0 or make_model is OneElement
 
 
 def test_one_rank_changes_nothing() -> None:
     model = build(Tower)
-    (run,) = run_ranks(1, lambda group: train_told(group, model, tb.PowerSGDAlgorithm(start_step=0)))
+    (run,) = run_ranks(1, lambda group: run_training(group, model, tb.PowerSGDAlgorithm(start_step=0)))
     for local, averaged in zip(run.local, run.averaged, strict=True):
         assert all(torch.equal(local[name], gradient) for name, gradient in averaged.items())
 
 
 class Loop:
-    """One rank's training with the algorithm attached, with SGD."""
+    """One rank's training loop with SGD and the attached algorithm."""
 
     def __init__(
         self,
@@ -145,7 +147,9 @@ class Loop:
         **ddp_options: Any,
     ) -> None:
         self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
-        self.named = {name: one for name, one in self.ddp.module.named_parameters() if one.requires_grad}
+        self.named = {
+            name: parameter for name, parameter in self.ddp.module.named_parameters() if parameter.requires_grad
+        }
         self.optimizer = torch.optim.SGD(self.named.values(), lr=lr)
         self.scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=scale or 1, growth_interval=2)
         self.data = torch.Generator().manual_seed(1000 + group.rank())
@@ -182,31 +186,31 @@ def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
 
 
 def same(first: dict[str, dict[str, torch.Tensor]], second: dict[str, dict[str, torch.Tensor]]) -> bool:
-    return all(torch.equal(one, second[kind][name]) for kind in first for name, one in first[kind].items())
+    return all(torch.equal(tensor, second[kind][name]) for kind in first for name, tensor in first[kind].items())
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize(("scale", "make_model"), [(None, Tower), (1024.0, ChannelsLast)])
 def test_nothing_is_lost(scale: float | None, make_model: type[nn.Module]) -> None:
-    """What was sent and the errors are all gradients together, over rebuilt buckets, with and without a loss scale."""
+    """Averaged gradients plus residuals sum to the gradients, over rebuilt buckets, with and without a loss scale."""
     model = build(make_model)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, ...]:
         loop = Loop(group, model, scale=scale, lr=1e-6, bucket_cap_mb=0.01)
-        total_in = {name: torch.zeros_like(one) for name, one in loop.named.items()}
+        total_in = {name: torch.zeros_like(parameter) for name, parameter in loop.named.items()}
         total_out = copy.deepcopy(total_in)
 
         def add(gradient: torch.Tensor, name: str) -> None:
             total_in[name] += gradient / loop.scaler.get_scale()
 
-        for name, one in loop.named.items():
-            one.register_hook(partial(add, name=name))
+        for name, parameter in loop.named.items():
+            parameter.register_hook(partial(add, name=name))
         with loop.attachment:
             for _ in range(6):
                 loop.optimizer.zero_grad()
                 loop.backward()
-                for name, one in loop.named.items():
-                    total_out[name] += one.grad / loop.scaler.get_scale()
+                for name, parameter in loop.named.items():
+                    total_out[name] += parameter.grad / loop.scaler.get_scale()
                 loop.scaler.step(loop.optimizer)
                 loop.scaler.update()
             return total_in, total_out, loop.state()
@@ -214,12 +218,12 @@ def test_nothing_is_lost(scale: float | None, make_model: type[nn.Module]) -> No
     first, second = run_ranks(2, body)
     for name, total_out in first[1].items():
         total_in = (first[0][name] + second[0][name]) / 2
-        left_out = (first[2]["error"][name] + second[2]["error"][name]) / 2
-        # Of sums of six steps in float32.
-        assert (total_out + left_out - total_in).norm() <= 1e-5 * total_in.norm()
+        residual = (first[2]["error"][name] + second[2]["error"][name]) / 2
+        # The tolerance of sums over six steps in float32.
+        assert (total_out + residual - total_in).norm() <= 1e-5 * total_in.norm()
         assert torch.equal(first[2]["factor"][name], second[2]["factor"][name])
         has_factors = bool(first[2]["factor"][name].numel())
-        assert bool(left_out.any()) == has_factors
+        assert bool(residual.any()) == has_factors
 
 
 @pairwise(
@@ -228,7 +232,7 @@ def test_nothing_is_lost(scale: float | None, make_model: type[nn.Module]) -> No
 def test_resume_bit_for_bit(
     ranks: tuple[int, list[int] | None], stop: int, later_cap_mb: float, warm_start: bool
 ) -> None:
-    """Saved in the first steps, which have no factors, or after; with the same buckets later, or with others."""
+    """Save during the first steps, which have no factors, or later; resume with the same buckets or with others."""
     model, (size, nodes) = build(Tower), ranks
     algorithm = tb.PowerSGDAlgorithm(rank=2, start_step=2, warm_start=warm_start)
 
@@ -269,7 +273,7 @@ def test_a_skipped_step_and_an_unused_parameter_leave_no_trace(set_to_none: bool
             loop.step(factor=float("inf") if loop.rank == 1 else 1.0)
             assert same(loop.state(), before)
             assert equal(loop.weights(), weights)
-            assert all(one.grad.isnan().all() for name, one in loop.named.items() if name == "stem.weight")
+            assert all(parameter.grad.isnan().all() for name, parameter in loop.named.items() if name == "stem.weight")
             loop.step(choice=1, set_to_none=set_to_none)
             after = loop.state()
         for kind in before:
@@ -284,8 +288,8 @@ def test_a_skipped_step_and_an_unused_parameter_leave_no_trace(set_to_none: bool
 @pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("good", [0.0, 0.5])
-def test_what_is_not_finite_does_not_enter_the_state_even_where_the_step_is_taken(bad: float, good: float) -> None:
-    """The gradients are cleared of it, as some loops do; what one rank alone has, all ranks see."""
+def test_non_finite_gradients_do_not_enter_the_state_even_if_the_optimizer_steps(bad: float, good: float) -> None:
+    """The loop replaces NaN and Inf before the step, as some loops do; all ranks see those of a single rank."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -314,14 +318,14 @@ def test_what_is_not_finite_does_not_enter_the_state_even_where_the_step_is_take
                 assert torch.equal(after[kind]["layers.1.weight"], before[kind]["layers.1.weight"])
                 assert not torch.equal(after[kind]["layers.0.weight"], before[kind]["layers.0.weight"])
             loop.step()
-            assert all(one.isfinite().all() for one in loop.weights())
+            assert all(weight.isfinite().all() for weight in loop.weights())
 
     run_ranks(2, body)
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
-def test_a_matrix_without_gradient_starts_anew_when_it_has_one() -> None:
-    """Its factor has become zero, which would stay so; and a gradient of lower rank leaves vectors out."""
+def test_a_matrix_starts_again_after_zero_gradients() -> None:
+    """Its factor became zero, and would stay zero; a gradient of lower rank leaves vectors out."""
 
     def body(group: dist.ProcessGroup) -> None:
         loop = Loop(group, nn.Linear(40, 50, bias=False), tb.PowerSGDAlgorithm(rank=4, start_step=0))
@@ -341,7 +345,7 @@ def test_a_matrix_without_gradient_starts_anew_when_it_has_one() -> None:
             dist.all_reduce(group_mean, group=group)
             for _ in range(3):
                 averaged = step(of_rank_2)
-            # The mean has rank 4, as the factors have: after some steps they give it, to float32's rounding.
+            # The mean has rank 4, as the factors have: after a few steps they reproduce it, up to float32 rounding.
             state = loop.state()
             assert state["factor"]["weight"].any(1).all()
             assert (averaged - group_mean / 2).norm() <= 1e-4 * group_mean.norm()
@@ -351,7 +355,10 @@ def test_a_matrix_without_gradient_starts_anew_when_it_has_one() -> None:
 
 @pytest.mark.parametrize(("size", "compression"), [(2, None), (4, "bfloat16")])
 def test_wire_bytes(size: int, compression: str | None) -> None:
-    """2 (n-1)/n of r (rows + columns) a matrix, and of what is no matrix; at most four messages a peer and bucket."""
+    """A rank sends 2 (n-1)/n of r (rows + columns) elements per matrix, and of all elements of other parameters.
+
+    A rank sends at most four messages per peer and bucket.
+    """
     model = build(lambda: Tower((10, 300, 40, 1)))
     recorders: dict[int, Recorder] = {}
 
@@ -364,15 +371,22 @@ def test_wire_bytes(size: int, compression: str | None) -> None:
                 loop.step()
 
     run_ranks(size, body)
-    num_elements = sum(2 * (one.shape[0] + one.shape[1]) for one in (torch.empty(300, 10), torch.empty(40, 300)))
+    num_elements = sum(
+        2 * (matrix.shape[0] + matrix.shape[1]) for matrix in (torch.empty(300, 10), torch.empty(40, 300))
+    )
     num_elements += 300 + 40 + 40 + 1  # biases, and the last weight
-    sent = [event for one in recorders.values() for event in one.events if event.phase == "send" and event.step == 2]
+    sent = [
+        event
+        for recorder in recorders.values()
+        for event in recorder.events
+        if event.phase == "send" and event.step == 2
+    ]
     in_buckets = [event for event in sent if event.bucket.startswith("gradient bucket")]
     assert 0 < len(in_buckets) <= size * (size - 1) * 2 * 2
     element_bytes = 4 if compression is None else 2
     expected = 2 * (size - 1) * num_elements * element_bytes
     total = sum(event.wire_bytes for event in in_buckets)
-    # A chunk of a cast is padded to 32 bytes.
+    # A chunk that Cast encodes is padded to 32 bytes.
     assert expected <= total <= expected + (0 if compression is None else 32 * len(in_buckets))
 
 
@@ -385,7 +399,7 @@ class Recorder:
 
 
 @pytest.mark.usefixtures("where_commits_are_decided")
-def test_several_backward_passes_count_the_error_once() -> None:
+def test_several_backward_passes_add_the_residual_once() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, ...]:
@@ -408,13 +422,15 @@ def test_several_backward_passes_count_the_error_once() -> None:
             return total_in, total_out, loop.state()["error"]["layers.0.weight"]
 
     first, second = run_ranks(2, body)
-    total_in, left_out = first[0] + second[0], first[2] + second[2]
-    assert (2 * first[1] + left_out - total_in).norm() <= 1e-5 * total_in.norm()
+    total_in, residual = first[0] + second[0], first[2] + second[2]
+    assert (2 * first[1] + residual - total_in).norm() <= 1e-5 * total_in.norm()
 
 
-def test_a_rank_that_has_run_out_of_data_goes_on_from_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it had gradients of zero, and took the steps."""
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry does not know groups made by hand
+def test_a_rank_without_data_continues_from_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its gradients were zero, and its optimizer stepped."""
+    monkeypatch.setattr(
+        dist, "get_rank", lambda group: group.rank()
+    )  # torch's registry does not know manually created groups
     model = build(Tower)
 
     def body(group: dist.ProcessGroup, joins: bool) -> Any:
@@ -432,9 +448,9 @@ def test_a_rank_that_has_run_out_of_data_goes_on_from_its_errors(monkeypatch: py
 
     joined = run_ranks(2, lambda group: body(group, True))
     expected = run_ranks(2, lambda group: body(group, False))
-    for one, other in zip(joined, expected, strict=True):
-        assert equal(one[0], other[0])
-        assert same(one[1], other[1])
+    for found, reference in zip(joined, expected, strict=True):
+        assert equal(found[0], reference[0])
+        assert same(found[1], reference[1])
 
 
 @pytest.mark.parametrize(
@@ -456,7 +472,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
         tb.PowerSGDAlgorithm(**arguments)
 
 
-def test_ranks_that_disagree_and_states_that_do_not_fit_are_told() -> None:
+def test_ranks_that_disagree_and_states_that_do_not_fit_raise() -> None:
     model = build(Tower)
 
     def disagree(group: dist.ProcessGroup) -> None:
@@ -467,9 +483,9 @@ def test_ranks_that_disagree_and_states_that_do_not_fit_are_told() -> None:
         loop = Loop(group, model)
         with loop.attachment:
             state = loop.attachment.state_dict()
-        other = Loop(group, model, tb.PowerSGDAlgorithm(rank=3))
-        with other.attachment, pytest.raises(ValueError, match=r"the state was saved with rank=2.*attached is rank=3"):
-            other.attachment.load_state_dict(state)
+        larger = Loop(group, model, tb.PowerSGDAlgorithm(rank=3))
+        with larger.attachment, pytest.raises(ValueError, match=r"saved with rank=2.*algorithm has rank=3"):
+            larger.attachment.load_state_dict(state)
         again = Loop(group, model)
         state["impl"]["num_backward_passes"] = group.rank()
         with again.attachment, pytest.raises(tb.CommunicationError, match="backward passes so far"):
@@ -479,7 +495,7 @@ def test_ranks_that_disagree_and_states_that_do_not_fit_are_told() -> None:
     run_ranks(2, load)
 
 
-def test_float64_is_told() -> None:
+def test_float64_warns() -> None:
     def body(group: dist.ProcessGroup) -> None:
         model = nn.Sequential(nn.Linear(10, 30, dtype=torch.float64))
         with pytest.warns(
@@ -495,8 +511,8 @@ def test_by_its_name() -> None:
     assert algorithm == tb.PowerSGDAlgorithm(rank=2, compression="bfloat16")
 
 
-def test_a_parameter_that_was_frozen_joins_the_others() -> None:
-    """In a resumed run, where it is trained from then on: the others go on from what they had, it from nothing."""
+def test_a_parameter_unfrozen_at_resume_starts_without_state() -> None:
+    """In a resumed run, the other parameters continue from their saved state."""
     model = build(Tower)
     frozen = copy.deepcopy(model)
     frozen.layers[1].weight.requires_grad_(False)

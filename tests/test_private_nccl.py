@@ -1,4 +1,4 @@
-"""The life of private NCCL groups, told without a GPU: connected at attach, watched, and closed in bounded time."""
+"""The life cycle of private NCCL groups, without a GPU: connect at attach, watch, and close in bounded time."""
 
 import functools
 import threading
@@ -29,7 +29,7 @@ SHORT = timedelta(seconds=1)
 
 
 class Event:
-    """A place in a stream to which the GPU comes when the test says so."""
+    """An event in a stream, which completes when the test sets `is_done`."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -39,17 +39,17 @@ class Event:
 
 
 class Nccl:
-    """What torch gives for NCCL groups, and for the GPU that they work on.
+    """A fake of torch's NCCL groups, and of their GPU.
 
     Attributes:
-        told: what each rank has told its groups, by the name of its thread.
-        timeouts: what groups were made with.
-        hangs: what does not return.
-        events: what has been recorded.
+        calls: the calls that each rank made on its groups, by the name of its thread.
+        timeouts: the timeouts of the created groups.
+        hangs: the calls that do not return.
+        events: the recorded events.
     """
 
     def __init__(self) -> None:
-        self.told: dict[str, list[str]] = {}
+        self.calls: dict[str, list[str]] = {}
         self.timeouts: list[timedelta] = []
         self.hangs: set[str] = set()
         self.events: list[Event] = []
@@ -66,14 +66,14 @@ class Nccl:
     def end(self) -> None:
         self._end.set()
 
-    def _do(self, rank: str, what: str) -> None:
-        self.told.setdefault(rank, []).append(what)
-        if what in self.hangs:
+    def _do(self, rank: str, call: str) -> None:
+        self.calls.setdefault(rank, []).append(call)
+        if call in self.hangs:
             self._end.wait(60)
 
 
 class Group:
-    """One of them."""
+    """A fake NCCL group."""
 
     _device_types = (GPU,)
 
@@ -89,11 +89,11 @@ class Group:
         self._do(f"connect on {device}")
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> None:
-        """Launch it: the events that are recorded afterwards say when it is done."""
+        """Launch the all-reduce; it is done when the events that are recorded afterwards are."""
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor that says that it lies on the GPU."""
+    """A tensor that reports the GPU as its device."""
 
     device = GPU
 
@@ -104,24 +104,24 @@ def launch(communicator: Communicator, purpose: str) -> None:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """NCCL is there, and every tensor is taken to lie on the first GPU where its place is made known."""
-    played = Nccl()
+    """Fake NCCL, and pass the first GPU to runners as the device of every tensor."""
+    fake = Nccl()
     use_device = tb.Runner.use_device
     monkeypatch.setattr(tb.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
     monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device: None)
     monkeypatch.setattr(choice, "has_nccl", lambda group: True)
-    monkeypatch.setattr(private_nccl, "nccl_group", played.make_group)
+    monkeypatch.setattr(private_nccl, "nccl_group", fake.make_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: played)
-    yield played
-    played.end()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake)
+    yield fake
+    fake.end()
 
 
-def attached(
+def attach_small_model(
     group: dist.ProcessGroup, algorithm: tb.Algorithm | str, timeout: timedelta = TIMEOUT
 ) -> tuple[Callable[[], None], tb.Attachment]:
-    """A step of a small training, and the attachment."""
+    """Attach to a small model; return a function that takes a step, and the attachment."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -143,13 +143,13 @@ WEIGHTS = ["decentralized", "low_precision_decentralized", "diloco", "async"]
 @pytest.mark.parametrize("algorithm", WEIGHTS)
 def test_groups_are_connected_at_attach_and_shut_down_in_order(nccl: Nccl, algorithm: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attached(group, algorithm)
-        told = nccl.told[threading.current_thread().name]
-        assert told == ["connect on cuda:0"], "before the first step"
+        step, attachment = attach_small_model(group, algorithm)
+        calls = nccl.calls[threading.current_thread().name]
+        assert calls == ["connect on cuda:0"], "before the first step"
         for _ in range(2):
             step()
         attachment.detach()
-        assert told == ["connect on cuda:0", "shutdown"]
+        assert calls == ["connect on cuda:0", "shutdown"]
 
     run_ranks(2, body)
     assert min(nccl.timeouts) > TIMEOUT, "NCCL's watchdog, which ends the process, comes after ours"
@@ -160,26 +160,26 @@ def test_groups_are_connected_at_attach_and_shut_down_in_order(nccl: Nccl, algor
 )
 def test_groups_in_nodes_are_connected_at_attach_too(nccl: Nccl, algorithm: tb.Algorithm) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attached(group, algorithm)
+        step, attachment = attach_small_model(group, algorithm)
         num_groups = 1 if group.rank() == 1 else 2  # rank 1 owns no shard
-        told = nccl.told[threading.current_thread().name]
-        assert told == ["connect on cuda:0"] * num_groups
+        calls = nccl.calls[threading.current_thread().name]
+        assert calls == ["connect on cuda:0"] * num_groups
         step()
         attachment.detach()
-        assert told[num_groups:] == ["shutdown"] * num_groups
+        assert calls[num_groups:] == ["shutdown"] * num_groups
 
     run_ranks(3, body)
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "async", "bytegrad"])
-def test_where_a_rank_leaves_all_break_off_and_wait_for_nobody(nccl: Nccl, algorithm: str) -> None:
-    """The others end in order, as far as they know, or by the error that they get."""
+def test_if_one_rank_raises_all_ranks_abort_without_waiting(nccl: Nccl, algorithm: str) -> None:
+    """The other ranks end in order, if the error has not reached them, or with the error that they get."""
     nccl.hangs = {"shutdown"}
     stepped = threading.Barrier(3)
     seconds: list[float] = []
 
     def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attached(group, algorithm)
+        step, attachment = attach_small_model(group, algorithm)
         with suppress(ZeroDivisionError, tb.CommunicationError), attachment:
             step()
             stepped.wait()
@@ -190,12 +190,12 @@ def test_where_a_rank_leaves_all_break_off_and_wait_for_nobody(nccl: Nccl, algor
 
     run_ranks(3, body)
     assert max(seconds) < TIMEOUT.total_seconds() / 2
-    for told in nccl.told.values():
-        assert told.count("abort") == sum("connect" in what for what in told)
-        assert "shutdown" not in told
+    for calls in nccl.calls.values():
+        assert calls.count("abort") == sum("connect" in call for call in calls)
+        assert "shutdown" not in calls
 
 
-def test_the_plain_hook_shuts_down_what_it_has_used(nccl: Nccl) -> None:
+def test_the_standalone_hook_shuts_down_the_groups_that_it_has_used(nccl: Nccl) -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
         impl = tb.ByteGradAlgorithm().reify(tb.BaguaProcessGroup(group, nodes=[0, 0, 1]))
@@ -205,69 +205,69 @@ def test_the_plain_hook_shuts_down_what_it_has_used(nccl: Nccl) -> None:
         tb.ByteGradAlgorithm().reify(tb.BaguaProcessGroup(group, nodes=[0, 0, 1])).close()
 
     run_ranks(3, body)
-    for rank, told in nccl.told.items():
+    for rank, calls in nccl.calls.items():
         num_groups = 1 if rank == "rank 1" else 2
-        assert [what for what in told if "connect" not in what] == ["shutdown"] * num_groups + ["abort"] * num_groups
+        assert [call for call in calls if "connect" not in call] == ["shutdown"] * num_groups + ["abort"] * num_groups
 
 
 @pytest.mark.parametrize("hangs", [("shutdown",), ("shutdown", "abort")], ids=str)
-def test_the_end_is_bounded_whatever_nccl_does(
+def test_detach_takes_bounded_time_whatever_nccl_does(
     nccl: Nccl, hangs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nccl.hangs = set(hangs)
     monkeypatch.setattr(private_nccl, "LONGEST_ABORT_S", 1.0)
 
     def body(group: dist.ProcessGroup) -> float:
-        step, attachment = attached(group, "decentralized", SHORT)
+        step, attachment = attach_small_model(group, "decentralized", SHORT)
         step()
         start_s = time.monotonic()
         attachment.detach()
         return time.monotonic() - start_s
 
-    with pytest.warns(RuntimeWarning, match="NCCL did not shut down within 1 s; NCCL's groups are broken off"):
+    with pytest.warns(RuntimeWarning, match="NCCL did not shut down within 1 s; aborting the NCCL groups"):
         seconds = run_ranks(2, body)
     assert max(seconds) < 5
-    for told in nccl.told.values():
-        assert told == ["connect on cuda:0", "shutdown", "abort"]
+    for calls in nccl.calls.values():
+        assert calls == ["connect on cuda:0", "shutdown", "abort"]
 
 
-def test_a_rank_that_does_not_come_to_connect_is_an_error_within_the_timeout(nccl: Nccl) -> None:
+def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl) -> None:
     nccl.hangs = {"connect on cuda:0"}
     with pytest.raises(
         tb.CommunicationError,
         match=r"^torchbagua: connecting NCCL over the world group failed on rank 0: NCCL did not connect within 1 s$",
     ):
-        run_ranks(2, lambda group: attached(group, "decentralized", SHORT))
-    assert all(told == ["connect on cuda:0", "abort"] for told in nccl.told.values())
+        run_ranks(2, lambda group: attach_small_model(group, "decentralized", SHORT))
+    assert all(calls == ["connect on cuda:0", "abort"] for calls in nccl.calls.values())
 
 
-def watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
-    """The group and the lane of a weight algorithm."""
+def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
+    """Return the group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
-    own.move_beside_training()
+    own.move_to_lane()
     return own, Lane("watched", on_failure=own.close, poll=own.poll)
 
 
 OVERDUE = (
     r"^torchbagua: all_to_all of weight bucket 0 over the world group failed on rank 0: NCCL did not finish within "
-    r"1 s: a rank is gone or blocked$"
+    r"1 s: a rank died or is blocked$"
 )
 
 
-def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
-    """A job has launched it and returned; whoever asks for what that gave, or for another job, gets the error."""
+def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl) -> None:
+    """A job launched it and returned; the error is raised by the result of that job, and of later jobs."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = watched_lane(group)
+        own, lane = make_watched_lane(group)
 
         good = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
         good.result()
         nccl.events[0].is_done = True
         bad = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
-        bad.result()  # the host waits for no GPU
+        bad.result()  # the host does not wait for the GPU
         lane.submit(lambda: None).result()
         time.sleep(SHORT.total_seconds() + 0.5)
-        assert nccl.told["rank 0"] == ["abort"]
+        assert nccl.calls["rank 0"] == ["abort"]
         for job in (bad, lane.submit(lambda: None)):
             with pytest.raises(tb.CommunicationError, match=OVERDUE):
                 job.result()
@@ -278,11 +278,11 @@ def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
     run_ranks(1, body)
 
 
-def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
-    """Ranks hear over gloo that one is gone, while NCCL waits for it."""
+def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
+    """Gloo reports that a rank died, while NCCL still waits for it."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = watched_lane(group)
+        own, lane = make_watched_lane(group)
 
         def fail() -> None:
             raise tb.CommunicationError("rank 1 is gone")
@@ -299,10 +299,8 @@ def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
 
 def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = watched_lane(group)
-        with pytest.raises(
-            tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU has not come to it within 1 s"
-        ):
+        own, lane = make_watched_lane(group)
+        with pytest.raises(tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU did not finish within 1 s"):
             own.wait_for_gpu(GPU, "averaging round 3")
         launch(own.world, "all_to_all of weight bucket 0")
         with pytest.raises(tb.CommunicationError, match=OVERDUE):
@@ -316,7 +314,7 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
     run_ranks(1, body)
 
 
-def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_the_gpu_never_reaches_raise(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gloo the host waits for the GPU before it sends."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     empty = torch.empty
@@ -334,14 +332,14 @@ def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeyp
 
 
 @pytest.mark.parametrize("variable", ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"])
-def test_settings_with_which_two_groups_wait_for_each_other_are_told_of(
+def test_settings_with_which_two_groups_deadlock_warn(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     def body(group: dist.ProcessGroup, algorithm: str) -> None:
-        attached(group, algorithm)[1].detach()
+        attach_small_model(group, algorithm)[1].detach()
 
     monkeypatch.setenv(variable, "1")
-    with pytest.warns(RuntimeWarning, match=f"{variable}=1 is set.* wait for each other for ever"):
+    with pytest.warns(RuntimeWarning, match=f"{variable}=1 is set.* different orders deadlock"):
         run_ranks(2, functools.partial(body, algorithm="decentralized"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

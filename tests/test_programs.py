@@ -1,4 +1,4 @@
-"""What tests start ends with its block, and with pytest, however they end."""
+"""The processes that a test starts end with its block, and with pytest, however they end."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from programs import run, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
-# As torchrun does it: a child in a session of its own, which outlives its parent.
+# Like torchrun: a child in a separate session, which outlives its parent.
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"], start_new_session=True)
@@ -23,7 +23,7 @@ print(child.pid, flush=True)
 """
 
 
-def is_gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     deadline_s = time.monotonic() + 20
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
         if time.monotonic() > deadline_s:
@@ -32,9 +32,9 @@ def is_gone(pid: int) -> bool:
     return True
 
 
-def test_children_in_sessions_of_their_own_end_with_the_block() -> None:
+def test_children_in_separate_sessions_end_with_the_block() -> None:
     with (
-        started([sys.executable, "-c", "import time; time.sleep(100)"]) as other,
+        started([sys.executable, "-c", "import time; time.sleep(100)"]) as sleeper,
         started([sys.executable, "-S", "-c", PARENT], stdout=subprocess.PIPE) as parent,
     ):
         assert parent.stdout is not None
@@ -44,12 +44,12 @@ def test_children_in_sessions_of_their_own_end_with_the_block() -> None:
         parent.stdout.close()
         with pytest.raises(ZeroDivisionError), started([sys.executable, "-S", "-c", PARENT]):
             raise ZeroDivisionError
-        assert other.poll() is None
-    assert is_gone(child)
-    assert is_gone(other.pid)
+        assert sleeper.poll() is None
+    assert has_ended(child)
+    assert has_ended(sleeper.pid)
 
 
-# Stands for a pytest that is killed while a test waits.
+# Simulates a pytest that is killed while a test waits.
 KILLED = f"""
 import os, signal, subprocess, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -61,28 +61,28 @@ with started([sys.executable, "-S", "-c", {PARENT!r}], stdout=subprocess.PIPE) a
 
 
 def test_nothing_outlives_a_pytest_that_is_killed() -> None:
-    # Not by `started`, which would end them itself.
+    # Not with `started`, which would end them itself.
     killed = subprocess.run([sys.executable, "-S", "-c", KILLED], stdout=subprocess.PIPE, text=True, timeout=20)
     assert killed.returncode == -signal.SIGKILL
-    assert is_gone(int(killed.stdout))
+    assert has_ended(int(killed.stdout))
 
 
 @pytest.fixture
 def _interrupts_ignored() -> Iterator[None]:
-    """As under nohup, or where a script starts pytest in the background."""
+    """SIGINT is ignored under nohup, or if a script starts pytest in the background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("_interrupts_ignored")
-def test_interrupts_reach_processes_where_pytest_ignores_them() -> None:
+def test_interrupts_reach_processes_if_pytest_ignores_them() -> None:
     with started(["sleep", "100"]) as process:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=20) == -signal.SIGINT
 
 
-def test_what_takes_too_long_shows_what_it_printed() -> None:
+def test_a_program_that_takes_too_long_shows_its_output() -> None:
     code = "import time; print('here', flush=True); time.sleep(100)"
     with pytest.raises(AssertionError, match=r"(?s)not done after 0.5 s.*here"):
         run([sys.executable, "-S", "-c", code], timeout_s=0.5)
@@ -90,19 +90,19 @@ def test_what_takes_too_long_shows_what_it_printed() -> None:
         run([sys.executable, "-S", "-c", "import sys; print('there', file=sys.stderr); sys.exit(3)"])
 
 
-TELL = """
+REPORT = """
 import os, sys
 import own_module
 print(__name__, sys.argv, sys.path[:2], os.getcwd(), os.environ["WORD"], own_module.__file__)
 """
 
 
-def test_a_fork_has_what_an_interpreter_of_its_own_would_have(tmp_path: Path) -> None:
+def test_a_fork_has_the_state_of_a_separate_interpreter(tmp_path: Path) -> None:
     (tmp_path / "own_module.py").touch()
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "own_script.py").write_text(TELL)
+    (tmp_path / "scripts" / "own_script.py").write_text(REPORT)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WORD": "here"}
-    ways = (["-c", TELL, "x"], ["scripts/own_script.py", "y"], ["-m", "scripts.own_script", "z"])
+    ways = (["-c", REPORT, "x"], ["scripts/own_script.py", "y"], ["-m", "scripts.own_script", "z"])
     for arguments in ways:
         of_fork, of_own = (
             start(arguments, cwd=tmp_path, env=environment).stdout
@@ -120,7 +120,7 @@ def test_a_fork_has_what_an_interpreter_of_its_own_would_have(tmp_path: Path) ->
         ("raise SystemExit('words')", 1),
         ("no_such_name", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        # Neither modules that only the process has imported which forks, nor its names.
+        # A fork has neither the modules that only the forking process has imported, nor its names.
         ("import programs", 1),
         ("Fork", 1),
     ],
@@ -132,7 +132,7 @@ def test_a_fork_ends_as_an_interpreter_does(code: str, status: int) -> None:
         assert ("words" in done.stderr) == ("words" in code)
 
 
-def test_what_a_fork_leaves_for_the_end_is_done() -> None:
+def test_a_fork_waits_for_threads_and_runs_exit_handlers() -> None:
     code = """
 import atexit, threading, time
 atexit.register(print, "third")
@@ -149,10 +149,10 @@ def test_nothing_of_a_fork_outlives_its_block(tmp_path: Path) -> None:
         while len(fork.printed().split()) < 5:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-    assert all(is_gone(int(pid)) for pid in fork.printed().split())
+    assert all(has_ended(int(pid)) for pid in fork.printed().split())
 
 
-def test_a_fork_that_takes_too_long_shows_what_it_printed() -> None:
+def test_a_fork_that_takes_too_long_shows_its_output() -> None:
     code = "import time; print('here', flush=True); time.sleep(100)"
     with pytest.raises(AssertionError, match=r"(?s)not done after 0.5 s.*here"):
         warm_python.run(["-c", code], timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""QAdam under DDP: every step of every rank equals the oracle's, in the warm-up, at the switch and after it."""
+"""QAdam with DDP: every step of every rank equals the oracle's, in the warm-up, at the switch and after it."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ from training import Branches, Tower, build
     [(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
 )
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
-def test_the_whole_life_equals_the_oracle(
+def test_a_whole_run_equals_the_oracle(
     device: torch.device, size: int, nodes: list[int] | None, bucket_cap_mb: float
 ) -> None:
     model = build(Tower).to(device)
@@ -66,7 +66,7 @@ def test_accumulation_moves_the_momentum_once() -> None:
 
 
 def test_two_synchronised_backward_passes_before_a_step_move_the_momentum_once() -> None:
-    """Each rank sends the mean of the first with its own gradient of the second: what arrives is rounded twice."""
+    """Each rank sends the mean of the first pass plus its gradient of the second: values are rounded twice."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -81,8 +81,8 @@ def test_two_synchronised_backward_passes_before_a_step_move_the_momentum_once()
         local.zero_grad()
         for _ in range(2):
             x = torch.randn(6, 10, generator=trainer.data)
-            for one in (trainer.ddp, local):
-                one(x, 0).square().sum().backward()
+            for module in (trainer.ddp, local):
+                module(x, 0).square().sum().backward()
         trainer.optimizer.step()
         return {
             name: (
@@ -100,7 +100,7 @@ def test_two_synchronised_backward_passes_before_a_step_move_the_momentum_once()
     for name, (own, gradient, before, after, weight) in first.items():
         mean = (own + second[name][0]) / 2
         assert torch.equal(gradient, second[name][1])
-        # Two roundings to 8 bits of a momentum, of which a gradient is 1 / (1 - beta1).
+        # A momentum is rounded to 8 bits twice, and a gradient has 1 / (1 - beta1) of its error.
         momentum = beta1 * before + (1 - beta1) * mean
         step = float(momentum.max() - momentum.min()) / 255 / (1 - beta1)
         assert torch.allclose(gradient, mean, rtol=1e-4, atol=4 * step), name
@@ -108,8 +108,8 @@ def test_two_synchronised_backward_passes_before_a_step_move_the_momentum_once()
 
 
 @pytest.mark.parametrize("as_views", [False, True])
-def test_parameters_in_another_order_of_memory(as_views: bool) -> None:
-    """DDP flattens them as they lie in memory; each is one block here, whose codes do not depend on the order."""
+def test_parameters_in_another_memory_order(as_views: bool) -> None:
+    """DDP flattens them in memory order; each is a single block here, whose codes do not depend on the order."""
     model = build(ChannelsLast)
     assert not model.convolution.weight.is_contiguous()
     assert not model.transposed.is_contiguous()
@@ -125,7 +125,7 @@ def test_parameters_in_another_order_of_memory(as_views: bool) -> None:
     check_lives(run_ranks(2, body), initial_of(model))
 
 
-def test_attach_does_what_the_hook_does() -> None:
+def test_attach_equals_the_standalone_hook() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[Life, Life]:
@@ -143,8 +143,8 @@ def test_attach_does_what_the_hook_does() -> None:
             assert all(torch.equal(attached.weights[step][n], w) for n, w in hooked.weights[step].items())
 
 
-def test_what_differs_from_adam_under_ddp_is_the_rounding_of_the_mean() -> None:
-    """With four ranks both means are exact in binary where the sums are: with gradients of few bits they are equal."""
+def test_only_the_rounding_of_the_mean_differs_from_adam_with_ddp() -> None:
+    """With four ranks both means are exact if the sums are: with gradients of few bits the means are equal."""
     model = build(lambda: nn.Linear(10, 3))
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,21 +171,21 @@ def test_what_differs_from_adam_under_ddp_is_the_rounding_of_the_mean() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_parameters_that_some_ranks_or_nobody_use() -> None:
-    """Each has a warm-up of its own, so that one bucket may hold both kinds."""
+def test_parameters_that_some_or_no_ranks_use() -> None:
+    """Each parameter has a separate warm-up, so a bucket may contain parameters in and past their warm-up."""
     model = build(Branches)
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, dict[str, bool]]:
         trainer = Trainer(group, model, find_unused_parameters=True)
-        # Both branches in turn, by rank and step; "never" nobody.
+        # Ranks use both branches in turn, by rank and step; no rank uses "never".
         with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
             for _ in range(NUM_STEPS):
                 trainer.step()
             past = {name: trainer.optimizer.is_past_warmup(p) for name, p in trainer.named.items()}
         return trainer.life.weights[-1], past
 
-    (first, past), *others = run_ranks(2, body)
-    for weights, _ in others:
+    (first, past), *of_other_ranks = run_ranks(2, body)
+    for weights, _ in of_other_ranks:
         assert all(torch.equal(weights[name], value) for name, value in first.items())
     assert past["left.weight"]
     assert not past["never.weight"]
@@ -198,7 +198,7 @@ def test_a_bucket_of_parameters_in_and_past_their_warm_up() -> None:
     def body(group: dist.ProcessGroup) -> Tensors:
         trainer = Trainer(group, model)
         late = model_part = list(trainer.ddp.module.layers[1].parameters())
-        names = [name for name, p in trainer.named.items() if any(p is one for one in model_part)]
+        names = [name for name, p in trainer.named.items() if any(p is parameter for parameter in model_part)]
         early = [p for name, p in trainer.named.items() if name not in names]
         trainer.optimizer = tb.QAdamOptimizer(
             [{"params": early}, {"params": late, "warmup_steps": 5}], warmup_steps=2, **SETTINGS
@@ -207,7 +207,7 @@ def test_a_bucket_of_parameters_in_and_past_their_warm_up() -> None:
         for _ in range(4):
             trainer.step()
         impl.close()
-        # In the fourth step the early ones were past their warm-up and the late ones in it.
+        # In the fourth step, early parameters were past their warm-up and late parameters in it.
         local, averaged = trainer.life.local[3], trainer.life.gradients[3]
         return {name: torch.stack((local[name], averaged[name])) for name in local}
 
@@ -220,7 +220,7 @@ def test_a_bucket_of_parameters_in_and_past_their_warm_up() -> None:
 
 
 def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
-    """What travels as a momentum follows the state that is loaded, and not the number of such parameters."""
+    """The loaded state decides which parameters are sent as momenta, not the number of those past their warm-up."""
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
@@ -244,10 +244,10 @@ def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
                 step(optimizer, index)
 
         # The bias is past its warm-up.
-        other = optimizer_with(100, 1)
-        with tb.attach(ddp, other, tb.QAdamAlgorithm(other)):
-            run(other, range(3))
-        model, state = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(other.state_dict())
+        earlier = optimizer_with(100, 1)
+        with tb.attach(ddp, earlier, tb.QAdamAlgorithm(earlier)):
+            run(earlier, range(3))
+        model, state = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(earlier.state_dict())
 
         results = []
         for steps_before in (0, 3):  # of an optimizer whose weight is past its warm-up
@@ -302,7 +302,7 @@ def test_resume_bit_for_bit(stop: int) -> None:
 
 @pytest.mark.parametrize("gives_scaler", [True, False])
 def test_a_step_that_amp_skips_leaves_no_trace(gives_scaler: bool) -> None:
-    """Inf on one rank alone: all skip, weights, moments and counters stay; and gradients are in the scaler's unit."""
+    """Only one rank has an Inf: all skip; weights, moments and counters stay. Gradients are in the scaler's unit."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[float, bool]:
@@ -334,7 +334,7 @@ def test_a_step_that_amp_skips_leaves_no_trace(gives_scaler: bool) -> None:
 
 
 def test_the_loss_scale_changes_nothing() -> None:
-    """It is a power of two, and the momentum that travels carries it."""
+    """It is a power of two, and the sent momentum is multiplied by it."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
@@ -345,7 +345,7 @@ def test_the_loss_scale_changes_nothing() -> None:
         assert all(torch.equal(scaled[name], weight) for name, weight in plain.items())
 
 
-def test_a_group_of_one_sends_nothing_and_goes_on_past_the_warm_up() -> None:
+def test_a_group_of_one_sends_nothing_and_trains_past_the_warm_up() -> None:
     model = build(Tower)
     recorder = tb.observe.Recorder()
 
@@ -373,10 +373,10 @@ def test_another_optimizer_of_the_same_model_is_averaged_in_full_precision() -> 
 
     def body(group: dist.ProcessGroup) -> Tensors:
         trainer = Trainer(group, model, warmup_steps=1)
-        others = [p for name, p in trainer.named.items() if name.startswith("layers.1")]
+        of_sgd = [p for name, p in trainer.named.items() if name.startswith("layers.1")]
         own = [p for name, p in trainer.named.items() if not name.startswith("layers.1")]
         trainer.optimizer = tb.QAdamOptimizer(own, warmup_steps=1, **SETTINGS)
-        sgd = torch.optim.SGD(others, lr=0.1)
+        sgd = torch.optim.SGD(of_sgd, lr=0.1)
         impl = trainer.hook()
         for _ in range(3):
             trainer.step()
@@ -406,7 +406,7 @@ def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
                 if step in (num_steps // 4, num_steps - 1):
                     dist.barrier(group)
                     gc.collect()
-                    num_tensors.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+                    num_tensors.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
                     dist.barrier(group)
             states = [*trainer.optimizer.state.values(), *attachment.runner.state_dict().values()]
         kept = [value for state in states if isinstance(state, dict) for value in state.values()]
@@ -421,7 +421,7 @@ def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
     ("compression", "least", "most"), [("minmax_uint8", 0.97, 1.03), ("sign1bit", 1.3, float("inf"))]
 )
 def test_the_norm_that_clipping_sees(compression: str, least: float, most: float) -> None:
-    """In 8 bits that of the mean gradient; in one bit a larger one, and QAdamAlgorithm says not to clip."""
+    """In 8 bits it is the mean gradient's norm; in one bit it is larger, and QAdamAlgorithm advises not to clip."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> Life:

@@ -1,4 +1,4 @@
-"""QAdamOptimizer on one rank: it is Adam in its warm-up, to the bit, and what it does after it."""
+"""QAdamOptimizer on one rank: bitwise equal to Adam in its warm-up, and to the oracle after it."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Server:
-    """In the place of the algorithm that averages momenta."""
+    """A stand-in for the algorithm that averages momenta."""
 
 
 def small_model() -> nn.Module:
@@ -39,8 +39,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, se
 
 
 def assert_equal_models(first: nn.Module, second: nn.Module) -> None:
-    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, parameter), (_, expected) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -115,12 +115,12 @@ def test_an_element_without_gradient_in_the_warm_up_is_not_moved_after_it() -> N
     assert weight[3] == 1
 
 
-def test_past_the_warm_up_it_wants_an_algorithm() -> None:
+def test_steps_past_the_warm_up_require_an_algorithm() -> None:
     model = small_model()
     optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)
     train(model, optimizer, 2)
     with pytest.raises(
-        RuntimeError, match=r"after the warm-up of 2 steps momenta have to be averaged: torchbagua\.att"
+        RuntimeError, match=r"after the warm-up of 2 steps, momenta must be averaged; call torchbagua\.att"
     ):
         train(model, optimizer, 1)
     server = Server()
@@ -131,7 +131,7 @@ def test_past_the_warm_up_it_wants_an_algorithm() -> None:
         train(model, optimizer, 1)
 
 
-def test_state_goes_to_adam_and_comes_from_it() -> None:
+def test_state_is_loaded_from_adam_and_into_adam() -> None:
     first, second = small_model(), small_model()
     adam = torch.optim.AdamW(first.parameters(), lr=0.01)
     train(first, adam, 5)
@@ -146,7 +146,7 @@ def test_state_goes_to_adam_and_comes_from_it() -> None:
     server = Server()
     mine.attach_averager(server)
     train(second, mine, 4, seed=3)
-    # The second moment is of 8 steps, so Adam has to correct the bias of 8.
+    # The second moment is from 8 steps, so Adam must correct the bias of 8 steps.
     assert {float(state["step"]) for state in mine.state.values()} == {8.0}
     third = copy.deepcopy(second)
     back = torch.optim.AdamW(third.parameters(), lr=0.01)
@@ -162,10 +162,10 @@ def test_state_goes_to_adam_and_comes_from_it() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
-def test_updates_are_counted_as_adam_counts_them_whoever_has_written_the_state(options: dict[str, Any]) -> None:
-    model, other = small_model(), small_model()
-    adam = torch.optim.Adam(other.parameters(), **options)
-    train(other, adam, 5)
+def test_updates_are_counted_as_in_adam_whoever_wrote_the_state(options: dict[str, Any]) -> None:
+    model, adam_model = small_model(), small_model()
+    adam = torch.optim.Adam(adam_model.parameters(), **options)
+    train(adam_model, adam, 5)
     optimizer = tb.QAdamOptimizer(model.parameters(), **options)
 
     def count(optimizer: tb.QAdamOptimizer) -> int:
@@ -191,7 +191,7 @@ def test_updates_are_counted_as_adam_counts_them_whoever_has_written_the_state(o
     assert count(optimizer) == 2
     wrapped = tb.QAdamOptimizer.wrap(adam)
     assert count(wrapped) == 5
-    train(other, adam, 1)  # which it must not
+    train(adam_model, adam, 1)  # which a user must not do
     assert count(wrapped) == 6
 
 
@@ -214,11 +214,11 @@ def test_wrap_takes_over_an_adam() -> None:
     assert_equal_models(first, second)
     with pytest.raises(TypeError, match="optimizer must be an Adam or AdamW, got SGD"):
         tb.QAdamOptimizer.wrap(torch.optim.SGD(first.parameters()))
-    with pytest.raises(ValueError, match="must be without amsgrad, got amsgrad=True"):
+    with pytest.raises(ValueError, match="must not use amsgrad, got amsgrad=True"):
         tb.QAdamOptimizer.wrap(torch.optim.Adam(first.parameters(), amsgrad=True))
 
 
-def test_a_group_added_later_has_a_warm_up_of_its_own() -> None:
+def test_a_group_added_later_has_a_separate_warm_up() -> None:
     model = small_model()
     optimizer = tb.QAdamOptimizer(model[0].parameters(), warmup_steps=2)
     server = Server()
@@ -293,17 +293,17 @@ def test_refused_arguments(options: dict[str, Any], error: type[Exception], mess
 
 
 def test_refused_tensors() -> None:
-    with pytest.raises(ValueError, match=r"params must be real, got one of torch\.complex64"):
+    with pytest.raises(ValueError, match=r"params must be real, got a parameter of dtype torch\.complex64"):
         tb.QAdamOptimizer([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     embedding = nn.Embedding(5, 2, sparse=True)
     optimizer = tb.QAdamOptimizer(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"gradients must be dense, got a sparse one of shape \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"gradients must be dense, got a sparse gradient of shape \[5, 2\]"):
         optimizer.step()
 
 
-def test_an_element_with_next_to_no_second_moment_moves_no_farther_than_under_adam() -> None:
-    """Momenta of one bit have the magnitude of their block everywhere, which a tiny second moment would divide."""
+def test_an_element_with_a_tiny_second_moment_moves_no_farther_than_with_adam() -> None:
+    """One-bit momenta have the magnitude of their block in every element, and a tiny second moment divides it."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer = tb.QAdamOptimizer([weight], lr=0.01, warmup_steps=1, betas=(0.9, 0.999))
     server = Server()
@@ -321,7 +321,7 @@ def test_an_element_with_next_to_no_second_moment_moves_no_farther_than_under_ad
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_scheduler_of_a_wrapped_optimizer_goes_on_after_loading() -> None:
+def test_a_scheduler_of_a_wrapped_optimizer_continues_after_loading() -> None:
     model = small_model()
     adam = torch.optim.AdamW(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.5**step)
@@ -334,7 +334,7 @@ def test_a_scheduler_of_a_wrapped_optimizer_goes_on_after_loading() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_group_that_the_wrapped_optimizer_gets_later_has_a_warm_up() -> None:
+def test_a_group_added_to_the_wrapped_optimizer_later_has_a_warm_up() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     adam = torch.optim.Adam([first])
     optimizer = tb.QAdamOptimizer.wrap(adam, warmup_steps=2)
@@ -347,7 +347,7 @@ def test_a_group_that_the_wrapped_optimizer_gets_later_has_a_warm_up() -> None:
     assert optimizer.is_past_warmup(second)
 
 
-def test_the_state_of_an_adam_leaves_the_groups_their_warm_ups() -> None:
+def test_loading_the_state_of_an_adam_keeps_the_warm_ups_of_groups() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     state = torch.optim.Adam([{"params": [first]}, {"params": [second]}]).state_dict()
     groups = [{"params": [first], "warmup_steps": 5}, {"params": [second], "warmup_steps": 50}]

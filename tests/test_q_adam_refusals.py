@@ -1,4 +1,4 @@
-"""QAdam where ranks or arguments do not fit, and where its impl is forgotten."""
+"""QAdam with ranks or arguments that do not fit, and with an impl that was deleted."""
 
 import copy
 import gc
@@ -20,14 +20,12 @@ def test_refusals() -> None:
         trainer = Trainer(group, build(Tower))
         with pytest.raises(ValueError, match="q_adam_optimizer must be a QAdamOptimizer, got SGD"):
             tb.QAdamAlgorithm(torch.optim.SGD(trainer.ddp.parameters()))
-        other = tb.QAdamOptimizer(trainer.ddp.parameters())
-        with pytest.raises(
-            ValueError, match="q_adam_optimizer must be the optimizer that is attached, got another one"
-        ):
-            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(other))
+        unattached = tb.QAdamOptimizer(trainer.ddp.parameters())
+        with pytest.raises(ValueError, match="q_adam_optimizer must be the attached optimizer, got another optimizer"):
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(unattached))
         with (
             tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)),
-            pytest.raises(ValueError, match="q_adam_optimizer is attached already; detach it first"),
+            pytest.raises(ValueError, match="q_adam_optimizer is already attached; detach it first"),
         ):
             tb.QAdamAlgorithm(trainer.optimizer).reify(group)
         assert not trainer.optimizer.has_averager
@@ -42,14 +40,14 @@ def test_refusals() -> None:
 def test_ranks_with_different_warm_ups() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Tower), warmup_steps=3 + group.rank())
-        with pytest.raises(ValueError, match=r"disagree in QAdamAlgorithm's argument q_adam_optimizer \(warmup_steps"):
+        with pytest.raises(ValueError, match=r"disagree on QAdamAlgorithm's argument q_adam_optimizer \(warmup_steps"):
             tb.QAdamAlgorithm(trainer.optimizer).reify(group)
 
     run_ranks(2, body)
 
 
-def test_ranks_that_have_come_to_different_places() -> None:
-    """As where rank 0 alone has loaded the optimizer's state."""
+def test_ranks_with_different_numbers_of_updates() -> None:
+    """As if only rank 0 had loaded the optimizer's state."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Tower))
@@ -64,7 +62,7 @@ def test_ranks_that_have_come_to_different_places() -> None:
 
 
 def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
-    """It would send gradients where the others send momenta; messages of other lengths would end the process."""
+    """It would send gradients while others send momenta; messages of different lengths would end the process."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Tower))
@@ -88,7 +86,7 @@ def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
     ],
 )
 def test_a_state_that_one_rank_alone_has_loaded_after_the_warm_up(saved_after: int, message: str) -> None:
-    """Of the warm-up: it would send gradients where the others send momenta. Of a later step: its momenta are old."""
+    """From the warm-up: it would send gradients while others send momenta. From a later step: its momenta are old."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -106,7 +104,7 @@ def test_a_state_that_one_rank_alone_has_loaded_after_the_warm_up(saved_after: i
     run_ranks(2, body)
 
 
-def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
+def test_nothing_keeps_the_impl_of_a_deleted_hook_alive() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -117,8 +115,10 @@ def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
         assert optimizer.has_averager
         del ddp
         deadline_s = time.monotonic() + 20
-        while optimizer.has_averager and time.monotonic() < deadline_s:  # the lane's thread lets go of the last job
-            DistributedDataParallel._active_ddp_module = None  # of all ranks: they are threads here (torch 2.13)
+        while optimizer.has_averager and time.monotonic() < deadline_s:  # until the lane's thread drops the last job
+            DistributedDataParallel._active_ddp_module = (
+                None  # shared by all ranks, which are threads here (torch 2.13)
+            )
             gc.collect()
             time.sleep(0.01)
         return optimizer.has_averager

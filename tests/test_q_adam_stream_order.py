@@ -1,6 +1,6 @@
-"""QAdam in stream order, as over NCCL: the host of a rank waits for no other, and none sends what others do not expect.
+"""QAdam in stream order, as over NCCL: hosts do not wait for other ranks, and ranks send only what others expect.
 
-Streams are played by the test, and gloo moves the gradients.
+The test fakes the streams, and gloo sends the gradients.
 """
 
 import copy
@@ -31,17 +31,17 @@ from training import Tower, build
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make all communication stream-ordered; gets the name of a thread each time that it waits for a lane."""
+    """Make all communication stream-ordered; the list gets the name of a thread each time that it waits for a lane."""
     waits: list[str] = []
     result = Job.result
 
-    def noting(job: Job[Any]) -> Any:
+    def record_wait(job: Job[Any]) -> Any:
         if not job.is_done():
             waits.append(threading.current_thread().name)
         return result(job)
 
     monkeypatch.setattr(Communicator, "in_stream_order", lambda communicator, device: True)
-    monkeypatch.setattr(Job, "result", noting)
+    monkeypatch.setattr(Job, "result", record_wait)
     return waits
 
 
@@ -63,7 +63,7 @@ def agreement_of(runner: tb.Runner) -> WarmupAgreement:
 
 
 def let_ranks_agree(runner: tb.Runner) -> None:
-    """Take as much time between step and backward as a forward does: until what the step has announced is agreed on."""
+    """Wait between step and backward, as a forward would, until ranks have agreed on the announcement of the step."""
     announced = agreement_of(runner)._announced
     assert announced is not None, "at the end of the step"
     deadline_s = time.monotonic() + TIMEOUT.total_seconds()
@@ -76,12 +76,12 @@ def let_ranks_agree(runner: tb.Runner) -> None:
 def test_no_host_waits_for_another_rank_after_the_first_step(
     waits: list[str], monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
 ) -> None:
-    """Neither in the warm-up, nor at its end, nor past it; the weights are those of a lane that orders all.
+    """In the warm-up, at its end and past it; weights are equal to those of a lane that orders all communication.
 
-    Nor for its GPU, past the warm-up and the first step that sends momenta.
+    A host also does not wait for its GPU, after the warm-up and the first step that sends momenta.
     """
     model = build(Tower)
-    monkeypatch.setattr(unstaging, "is_read_with_a_wait", lambda tensor: True)
+    monkeypatch.setattr(unstaging, "requires_host_sync", lambda tensor: True)
     counted = Reads(monkeypatch, torch.device("cpu"))
 
     def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
@@ -102,7 +102,7 @@ def test_no_host_waits_for_another_rank_after_the_first_step(
     found = run_ranks(2, body)
     assert not waits
 
-    def in_the_lane(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+    def train_in_the_lane(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
         trainer = Trainer(group, model)
         runner = trainer.hook(**arguments)
         for _ in range(NUM_STEPS):
@@ -111,14 +111,14 @@ def test_no_host_waits_for_another_rank_after_the_first_step(
         return trainer.life.weights
 
     monkeypatch.undo()
-    expected = run_ranks(2, in_the_lane)
-    for own, others in zip(found, expected, strict=True):
-        for weights, others_weights in zip(own, others, strict=True):
-            assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
+    expected = run_ranks(2, train_in_the_lane)
+    for own, reference in zip(found, expected, strict=True):
+        for weights, reference_weights in zip(own, reference, strict=True):
+            assert all(torch.equal(weight, reference_weights[name]) for name, weight in weights.items())
 
 
 def test_a_state_that_all_ranks_load_is_agreed_on_before_anything_is_sent(waits: list[str]) -> None:
-    """It goes back into the warm-up, in which gradients are sent in full precision."""
+    """The state returns to the warm-up, in which gradients are sent in full precision."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> int:
@@ -143,7 +143,7 @@ def test_a_state_that_all_ranks_load_is_agreed_on_before_anything_is_sent(waits:
 
 
 @pytest.mark.parametrize("loads", [0, 1])
-def test_a_state_that_one_rank_loads_ends_all(waits: list[str], loads: int) -> None:
+def test_a_state_that_only_one_rank_loads_raises_on_all(waits: list[str], loads: int) -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> str:
@@ -168,9 +168,9 @@ def test_a_state_that_one_rank_loads_ends_all(waits: list[str], loads: int) -> N
 
     num_parameters = len(list(model.parameters()))
     numbers = [(NUM_STEPS, NUM_WARM + 1)[rank == loads] * num_parameters for rank in range(2)]
-    what = "updates of parameters past their warm-up"
+    counted = "updates of parameters past their warm-up"
     for error in run_ranks(2, body):
-        assert f"rank 0 has {numbers[0]} {what}, rank 1 has {numbers[1]}" in error
+        assert f"rank 0 has {numbers[0]} {counted}, rank 1 has {numbers[1]}" in error
 
 
 def test_steps_without_a_backward_between_them_are_agreed_on(waits: list[str]) -> None:
@@ -187,8 +187,10 @@ def test_steps_without_a_backward_between_them_are_agreed_on(waits: list[str]) -
 
 
 def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no step, at whose end it would announce something, and yet the others must not wait for it."""
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry knows no group made by hand
+    """That rank announces nothing, since it takes no step, and the other ranks must not wait for it."""
+    monkeypatch.setattr(
+        dist, "get_rank", lambda group: group.rank()
+    )  # torch's registry does not know manually created groups
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -200,7 +202,7 @@ def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monk
     assert run_ranks(2, body) == [False, False]
 
 
-def test_the_optimizer_keeps_no_runner_that_was_forgotten() -> None:
+def test_the_optimizer_does_not_keep_a_deleted_runner_alive() -> None:
     def body(group: dist.ProcessGroup) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         optimizer = tb.QAdamOptimizer([parameter])

@@ -88,7 +88,7 @@ def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        ([0, 8, 276], r"the cuts of layer 0 must lie between its blocks, got 8, which is within one"),
+        ([0, 8, 276], r"the cuts of layer 0 must lie between its blocks, got 8, which is within a block"),
         ([0, 138, 200], r"the cuts of layer 0 must ascend from 0 to its 276 elements, got \[0, 138, 200\]"),
         ([0, 276, 138], "must ascend"),
         ([], "must ascend"),

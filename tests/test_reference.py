@@ -18,8 +18,10 @@ from torchbagua.cli import __main__ as command_line
 from torchbagua.codecs.base import REGISTRY
 
 sys.path.append(str(ROOT / "docs_build"))
+import errors
 import markers
 import tables
+import words
 
 PACKAGE = ROOT / "torchbagua"
 REFERENCE = ROOT / "docs" / "api" / "index.md"
@@ -36,21 +38,36 @@ PUBLIC_MODULES = (
 )
 
 
-# Lists that are made from the registries
+# Lists that are generated from the registries
 
 
 @pytest.mark.parametrize("name", tables.FILES)
-def test_lists_are_those_of_the_registries(name: str) -> None:
+def test_lists_match_the_registries(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == tables.updated(name), "run `make tables`"
 
 
-def test_each_list_stands_in_one_file() -> None:
+def test_the_examples_of_errors_are_up_to_date() -> None:
+    assert (ROOT / errors.PAGE).read_text(encoding="utf-8") == errors.updated(), "run `make tables`"
+
+
+def test_one_term_for_each_concept() -> None:
+    line = "Bytes travel to the neighbour; `travel` and [this](travel.md) are names."
+    assert [found[0] for _, text in words.prose_of_page(line) for found in words.uses(text)] == ["travel", "neighbour"]
+    program = 'travel = 1  # it travels\nname = "travel"\n\n\ndef f():\n    """Send anew."""\n'
+    assert [found[0] for _, text in words.prose_of_program(program) for found in words.uses(text)] == [
+        "travels",
+        "anew",
+    ]
+    assert not list(words.problems())
+
+
+def test_each_list_is_in_one_file() -> None:
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in tables.FILES]
     found = [marked["name"] for text in texts for marked in markers.pattern(tables.PROGRAM).finditer(text)]
     assert sorted(found) == sorted(make.__name__ for make in tables.LISTS)
 
 
-def test_the_table_of_algorithms_has_every_registered_one() -> None:
+def test_the_table_of_algorithms_has_every_registered_algorithm() -> None:
     table = (ROOT / "docs" / "algorithms" / "index.md").read_text(encoding="utf-8")
     own = [name for name in tb.available_algorithms() if get(name).__module__.startswith("torchbagua.")]
     assert own
@@ -65,12 +82,12 @@ def test_wire_formats_have_every_registered_codec() -> None:
     assert [name for name in own if f'`"{name}"`' not in table] == []
 
 
-# Pages that recommend algorithms, or report measurements of them, choose which they name.
+# Pages that recommend algorithms, or report measurements of them, choose which algorithms they name.
 CHOSEN = {"README.md", "docs/choose.md", "docs/benchmarks.md"}
 
 
 def test_other_pages_do_not_list_the_algorithms() -> None:
-    """A page that names more than three of them in a paragraph or a table would have to be edited for the next one."""
+    """A page that names more than three of them in a paragraph or table would need an edit for each new algorithm."""
     classes = {type(entry.algorithm).__name__ for entry in tables.entries()}
     lists = []
     for page in PAGES:
@@ -95,7 +112,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Return the rows of the table, each with its group: an empty one is that of the row before."""
+    """Return the rows of the table, each with its group; an empty group cell means the group of the row above."""
     found: list[Row] = []
     for line in REFERENCE.read_text(encoding="utf-8").splitlines():
         if row := re.fullmatch(r"\| (?:\[?([^|\]]*)\]?(?:\([^)]*\))?)? ?\| `([\w.]+)` \| (.*) \|", line):
@@ -105,7 +122,7 @@ def rows() -> list[Row]:
 
 
 def module_at(path: str) -> ModuleType:
-    """Return the module that users reach as `path`: one to import, or an attribute of its parent, as tb.topology is."""
+    """Return the module that users reach as `path`: importable, or an attribute of its parent, as tb.topology is."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
@@ -123,7 +140,7 @@ def constant(path: Path, name: str) -> Any:
 
 
 def adapters() -> dict[str, list[str]]:
-    """Return the public names of each module that adapts a framework, which is not imported."""
+    """Return the public names of each module that adapts a framework. These modules are not imported."""
     found = {}
     for path in sorted((PACKAGE / "integrations").glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -138,7 +155,7 @@ def adapters() -> dict[str, list[str]]:
 
 
 def re_exports(module: ModuleType) -> list[str]:
-    """Return what a package imports as itself, `from x import y as y`: public too, for APIs on top of this one."""
+    """Return the names that a package imports as `from x import y as y`: public too, for APIs built on this package."""
     assert module.__file__ is not None
     statements = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
     aliases = [alias for node in statements if isinstance(node, ast.ImportFrom) for alias in node.names]
@@ -146,7 +163,7 @@ def re_exports(module: ModuleType) -> list[str]:
 
 
 def public_names() -> Iterator[tuple[str, str]]:
-    """Yield every public name with its module. One that several modules export is yielded for each."""
+    """Yield every public name with its module. A name that several modules export is yielded for each of them."""
     for suffix in PUBLIC_MODULES:
         module = importlib.import_module(f"torchbagua{suffix}")
         for name in [*module.__all__, *re_exports(module)]:
@@ -161,7 +178,7 @@ def public_names() -> Iterator[tuple[str, str]]:
 
 
 def identity(module: str, name: str) -> tuple[object, str]:
-    """Return a key that is the same wherever a name is exported."""
+    """Return a key that is the same for every module that exports a name."""
     if module.startswith("torchbagua.integrations.") or name in command_line._COMMANDS:
         return module, name
     return id(getattr(module_at(module), name)), name
@@ -205,7 +222,7 @@ DOTTED = re.compile(r"(?<![\w./-])(?:torchbagua|tb)(?:\.[A-Za-z_]\w*)+(?![\w/-])
 
 
 def exists(dotted: str) -> bool:
-    """Whether a dotted name is a module, or what a chain of attributes from a module leads to."""
+    """Return whether a dotted name is a module, or a chain of attributes of a module."""
     parts = re.sub(r"^tb\b", "torchbagua", dotted).split(".")
     if parts[1] == "integrations":
         module = ".".join(parts[:3])
@@ -226,7 +243,7 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_mentions_what_exists(page: Path) -> None:
+def test_paths_and_names_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     paths = FILE.findall(text)
     assert [path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()] == []
@@ -234,7 +251,7 @@ def test_a_page_mentions_what_exists(page: Path) -> None:
 
 
 def test_the_files_in_tables_of_the_design_page_exist() -> None:
-    """They stand without the package's name."""
+    """They are written without the package's name."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     names = [
         name for line in page.splitlines() if line.startswith("|") for name in re.findall(r"`([\w/]+(?:\.py|/))`", line)
@@ -248,14 +265,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.relative_to(PACKAGE).as_posix())
 def test_a_source_mentions_files_that_exist(source: Path) -> None:
-    """By their path from the source's folder, the package or the repository."""
+    """Paths are relative to the source's folder, the package or the repository."""
     text = source.read_text(encoding="utf-8")
     mentioned = set(re.findall(r"(?<![\w/.])(?:[\w-]+/)*\w+\.(?:py|md|cuh)\b", text))
     folders = (source.parent, PACKAGE, ROOT, ROOT / "csrc_cuda")
     assert sorted(name for name in mentioned if not any((folder / name).exists() for folder in folders)) == []
 
 
-# The packages say what they are
+# The docstrings of packages
 
 
 def ladder() -> list[str]:
@@ -266,12 +283,12 @@ def ladder() -> list[str]:
     return [name for name in names if (PACKAGE / name).is_dir()]
 
 
-# Of packages in packages: those of the ladder's rooms. Bagua's and mlbench's are laid out as these projects are.
+# Of nested packages, only those of the ladder's packages; those for Bagua and mlbench follow these projects' layouts.
 ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights", "training/fsdp2"]
 
 
 def beginnings(package: str) -> list[str]:
-    """Return the files that a package's docstring says to begin with, below the package or below torchbagua."""
+    """Return the files after "Begin with" in a package's docstring, relative to the package or to torchbagua."""
     docstring = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
     assert docstring is not None
     about, blank, imports, begin = docstring.splitlines()[:4]
@@ -283,7 +300,7 @@ def beginnings(package: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_a_package_says_in_three_lines_where_to_begin(package: str) -> None:
+def test_a_package_docstring_names_the_files_to_begin_with(package: str) -> None:
     files = beginnings(package)
     assert files
     folders = (PACKAGE / package, PACKAGE)

@@ -1,4 +1,4 @@
-"""The figures of the pages: they are those of the recorded runs, which are chosen and merged by one rule."""
+"""The pages' figures equal those of the recorded runs, which a single rule chooses and merges."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def test_charts_have_the_figures_of_their_records(shown: Any) -> None:
     assert [path.name for path, svg in figures.charts(shown) if path.read_bytes() != svg] == [], ADVICE
 
 
-def test_each_part_stands_on_one_page() -> None:
+def test_each_part_is_on_one_page() -> None:
     parts = {
         page.relative_to(ROOT).as_posix(): [
             found["name"] for found in markers.pattern(figures.PROGRAM).finditer(page.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def test_tables_have_every_contestant_of_a_run() -> None:
 
 
 def record(revision: str = "a", *, hour: int = 0, step_ms: float = 100.0, **row: Any) -> dict[str, Any]:
-    """What network.py writes, of one network and one contestant."""
+    """Return a record as network.py writes it, with one network and one contestant."""
     return {
         "environment": {"git_revision": revision, "date_utc": f"2026-11-25T{hour:02}:40:00+00:00"},
         "networks": [
@@ -81,13 +81,11 @@ def test_merged_runs_have_the_median_and_the_range() -> None:
 
 
 def test_runs_of_two_revisions_or_settings_are_not_merged() -> None:
-    with pytest.raises(
-        ValueError, match=r"1, 2: runs of one revision and machine can be merged, got .*'a'.* and .*'b'"
-    ):
+    with pytest.raises(ValueError, match=r"1, 2: runs must be of one revision and machine, got .*'a'.* and .*'b'"):
         released.merge(["1", "2"], [record("a"), record("b")])
     other = record("a")
     other["networks"][0]["num_ranks"] = 2
-    with pytest.raises(ValueError, match="1, 2: runs with the same settings and contestants"):
+    with pytest.raises(ValueError, match="1, 2: runs must have the same settings and contestants"):
         released.merge(["1", "2"], [record("a"), other])
 
 

@@ -1,4 +1,4 @@
-"""The residuals of error feedback: when they move, what they weigh on the network, and which states are refused."""
+"""The residuals of error feedback: when they change, how many bytes they cost, and which states are refused."""
 
 import copy
 from datetime import timedelta
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("where_commits_are_decided")
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
 def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | None) -> None:
-    """Inf on one rank alone: on no rank weights, moments or residuals move."""
+    """If only one rank has an Inf, weights, moments and residuals change on no rank."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> list[tuple[bool, bool]]:
@@ -37,7 +37,7 @@ def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | Non
             trained = {"weights": trainer.ddp.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
             return list(tensors_in(trained)), list(tensors_in(attachment.runner.state_dict()))
 
-        stood_still = []
+        are_unchanged = []
         with attachment:
             for step in range(NUM_STEPS + 2):
                 trainer.optimizer.zero_grad()
@@ -50,27 +50,27 @@ def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | Non
                 scaler.update()
                 after = states()
                 assert all(value.isfinite().all() for value in after[1])
-                stood_still.append((equal(before[0], after[0]), equal(before[1], after[1])))
-        return stood_still[NUM_WARM:]
+                are_unchanged.append((equal(before[0], after[0]), equal(before[1], after[1])))
+        return are_unchanged[NUM_WARM:]
 
     runs = run_ranks(size, body)
     for index in range(NUM_STEPS + 2 - NUM_WARM):
         trained, residuals = zip(*(run[index] for run in runs), strict=True)
         assert set(trained) == {index == 2}
-        assert all(residuals) == (index == 2)  # a rank that owns no shard has none that could move
+        assert all(residuals) == (index == 2)  # a rank that owns no shard has no residual that could change
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("as_views", [True, False])
-def test_what_nobody_uses_keeps_its_residual(set_to_none: bool, as_views: bool) -> None:
-    """Its momentum was sent, and DDP does not write what came of it to the gradient; where that is a view, it does."""
+def test_unused_parameters_keep_their_residuals(set_to_none: bool, as_views: bool) -> None:
+    """Its momentum was sent, and DDP does not write the mean to the gradient, unless the gradient is a view."""
     model = build(Branches)
 
     def body(group: dist.ProcessGroup) -> tuple[bool, bool]:
         trainer = Trainer(group, model, find_unused_parameters=True, gradient_as_bucket_view=as_views)
         states = []
         with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)) as attachment:
-            for choice in (0,) * 6 + (1,):  # all ranks alike
+            for choice in (0,) * 6 + (1,):  # the same on all ranks
                 trainer.optimizer.zero_grad(set_to_none=set_to_none)
                 trainer.ddp(torch.randn(6, 10, generator=trainer.data), choice).square().sum().backward()
                 gradient = trainer.ddp.module.left.weight.grad
@@ -88,7 +88,7 @@ def test_what_nobody_uses_keeps_its_residual(set_to_none: bool, as_views: bool) 
         assert is_used == (as_views and not set_to_none)
 
 
-def test_a_backward_that_no_step_follows_counts_nothing() -> None:
+def test_a_backward_without_a_step_commits_nothing() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -108,8 +108,8 @@ def test_a_backward_that_no_step_follows_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_what_was_cleared_counts_nothing_though_others_are_added(set_to_none: bool) -> None:
-    """A backward whose gradients are cleared, and then two for a step of which the second is synchronised."""
+def test_cleared_gradients_commit_nothing_if_later_gradients_accumulate(set_to_none: bool) -> None:
+    """The gradients of one backward are cleared. Two more follow for a step, of which the second is synchronized."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -132,16 +132,16 @@ def test_what_was_cleared_counts_nothing_though_others_are_added(set_to_none: bo
     assert run_ranks(2, body) == [True, True]
 
 
-def two_synchronised_passes(trainer: Trainer, choices: tuple[int, int]) -> None:
-    """One step."""
+def step_after_two_passes(trainer: Trainer, choices: tuple[int, int]) -> None:
+    """Take one step after two synchronized backward passes."""
     trainer.optimizer.zero_grad()
     for choice in choices:
         trainer.ddp(torch.ones(6, 10), choice).square().sum().backward()
     trainer.optimizer.step()
 
 
-def test_buckets_that_are_formed_anew_between_two_passes_of_a_step() -> None:
-    """As in the first step of a run that is resumed after the warm-up."""
+def test_buckets_rebuilt_between_two_passes_of_a_step() -> None:
+    """This happens in the first step of a run that is resumed after the warm-up."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -150,27 +150,27 @@ def test_buckets_that_are_formed_anew_between_two_passes_of_a_step() -> None:
             with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)):
                 if trainer is first:
                     for _ in range(NUM_STEPS):
-                        two_synchronised_passes(trainer, (0, 0))
+                        step_after_two_passes(trainer, (0, 0))
                     continue
                 trainer.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-                with pytest.raises(RuntimeError, match=r"formed its buckets anew .* accumulate .* under ddp.no_sync"):
-                    two_synchronised_passes(trainer, (0, 0))
+                with pytest.raises(RuntimeError, match=r"rebuilt its buckets .* Accumulate .* under ddp.no_sync"):
+                    step_after_two_passes(trainer, (0, 0))
 
     run_ranks(2, body)
 
 
-def test_a_parameter_with_a_gradient_in_the_first_pass_alone() -> None:
-    """DDP leaves there what it had averaged, if no rank has one: then what was sent of it the second time is lost."""
+def test_a_parameter_with_a_gradient_only_in_the_first_pass() -> None:
+    """If no rank has a gradient in the second pass, DDP keeps the first mean, so the second mean of it is lost."""
     model = build(Branches)
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, model, find_unused_parameters=True)
         with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)):
             for _ in range(NUM_WARM):
-                two_synchronised_passes(trainer, (0, 1))
-            two_synchronised_passes(trainer, (0, 0))
+                step_after_two_passes(trainer, (0, 1))
+            step_after_two_passes(trainer, (0, 0))
             with pytest.raises(RuntimeError, match=r"left\.weight must have a gradient in every .* or in none"):
-                two_synchronised_passes(trainer, (0, 1))
+                step_after_two_passes(trainer, (0, 1))
 
     run_ranks(2, body)
 
@@ -191,7 +191,7 @@ def test_parameters_keep_no_hook_of_an_algorithm_that_has_ended() -> None:
     assert run_ranks(2, body) == [[6, 0], [6, 0]]
 
 
-def test_a_second_step_counts_nothing_twice() -> None:
+def test_a_second_step_commits_nothing_twice() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -208,8 +208,8 @@ def test_a_second_step_counts_nothing_twice() -> None:
     assert run_ranks(2, body) == [True, True]
 
 
-def test_residuals_are_sent_only_where_there_are_some() -> None:
-    """The switch sends no more than later steps do; after loading, those of means are summed once."""
+def test_residuals_are_sent_only_if_there_are_any() -> None:
+    """The switch sends no more than later steps do; after loading, the residuals of means are summed once."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> list[int]:
@@ -230,12 +230,12 @@ def test_residuals_are_sent_only_where_there_are_some() -> None:
         in_full, in_one_bit = sent[1], sent[NUM_WARM]
         assert max(sent[NUM_WARM : NUM_STEPS - 1]) - min(sent[NUM_WARM : NUM_STEPS - 1]) < 100
         assert 20 < in_full / in_one_bit < 32
-        # The agreement on what was loaded, and the sum: DDP's chunks are cut at blocks, in one bit as in full.
+        # The agreement on the loaded state, and the sum: DDP's chunks are cut at blocks, in one bit as in full.
         assert in_full < sent[-1] < in_full + in_one_bit + 100
 
 
-def test_a_failure_leaves_residuals_as_they_were() -> None:
-    """Those of a bucket that takes over are summed in copies."""
+def test_a_failure_leaves_residuals_unchanged() -> None:
+    """The residuals of a bucket that takes over are summed in copies."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -291,13 +291,13 @@ def test_refusals() -> None:
         keys = r"must have the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['sent'\]"
         with pytest.raises(ValueError, match=keys):
             impl.load_state_dict({"sent": {}})
-        with pytest.raises(ValueError, match="got that of rank 7 of 2; every rank saves and loads its own"):
+        with pytest.raises(ValueError, match="got a state from rank 7 of 2; every rank saves and loads its own state"):
             impl.load_state_dict({**state, "rank": 7})
         zeros = {"parameter 0": torch.zeros(301, 10)}
-        one, wrong = torch.zeros(1), "QAdamAlgorithm.load_state_dict: sent and mean must hold .* got others"
+        scalar, wrong = torch.zeros(1), "QAdamAlgorithm.load_state_dict: sent and mean must contain .* got others"
         for sent, mean, got in (
-            ({"nobody": one}, {"nobody": one}, r", \['nobody'\]"),
-            ({"parameter 0": one}, {"parameter 0": one}, r", \['parameter 0'\]"),
+            ({"nobody": scalar}, {"nobody": scalar}, r": \['nobody'\]"),
+            ({"parameter 0": scalar}, {"parameter 0": scalar}, r": \['parameter 0'\]"),
             (zeros, {}, ""),
             ([1], [1], ""),
             ({"parameter 0": 1.0}, {"parameter 0": 1.0}, ""),

@@ -1,4 +1,4 @@
-"""Checkpoint and resume of algorithms that average weights: bit for bit as if training had never stopped."""
+"""Checkpoint and resume of weight algorithms: bitwise equal to uninterrupted training."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ STOP, END = 4, 9
 
 
 def checkpoint(trainer: Trainer, attachment: tb.Attachment) -> dict[str, Any]:
-    """What a rank saves; with an interval of 1, a round is in flight."""
+    """Return the checkpoint of a rank; with an interval of 1, a round is in flight."""
     return {
         "attachment": attachment.state_dict(),
         "model": trainer.module.state_dict(),
@@ -40,7 +40,7 @@ def checkpoint(trainer: Trainer, attachment: tb.Attachment) -> dict[str, Any]:
 
 
 def resume(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
-    """The recipe: once DDP has wrapped the model, which gives all ranks rank 0's weights, load each rank's own."""
+    """Load each rank's own weights, after DDP has wrapped the model and broadcast the weights of rank 0."""
     trainer.module.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.data.set_state(state["data"])
@@ -50,35 +50,35 @@ def resume(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["flat", "nodes"])
 def test_resume_bit_for_bit(name: str, nodes: list[int] | None) -> None:
-    """Also with other buckets, since a state is by the name of the weight; but see test_saved_states.py."""
+    """Also with other buckets, since states are keyed by weight name; for exceptions see test_saved_states.py."""
     model, algorithm = build(Normed), ALGORITHMS[name]
     has_shards = nodes is not None and isinstance(algorithm, tb.LowPrecisionDecentralizedAlgorithm)
     resumed = algorithm if has_shards else dataclasses.replace(algorithm, bucket_cap_mb=0.01)
 
     def body(group: dist.ProcessGroup) -> None:
-        def attached(trainer: Trainer, algorithm: tb.Algorithm = algorithm) -> tb.Attachment:
+        def attach(trainer: Trainer, algorithm: tb.Algorithm = algorithm) -> tb.Attachment:
             bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
             return tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group)
 
         uninterrupted = Trainer(group, model, lr=0.01)
-        with attached(uninterrupted):
+        with attach(uninterrupted):
             for _ in range(END):
                 uninterrupted.step()
         uninterrupted.trace.final = weights_of(uninterrupted.module)
 
         first = Trainer(group, model, lr=0.01)
-        with attached(first) as attachment:
+        with attach(first) as attachment:
             for _ in range(STOP):
                 first.step()
             file = io.BytesIO()
             torch.save(checkpoint(first, attachment), file)
-            first.step()  # saving has disturbed nothing
+            first.step()  # saving must not change training
             assert_same_weights([weights_of(first.module), uninterrupted.trace.start[STOP + 1]])
 
         file.seek(0)
         second = Trainer(group, model, lr=0.01)
-        with attached(second, resumed) as attachment:
-            second.step()  # what it has done before it loads is forgotten
+        with attach(second, resumed) as attachment:
+            second.step()  # loading must discard this step
             resume(second, attachment, torch.load(file, weights_only=True))
             for step in range(STOP, END):
                 assert_same_weights([weights_of(second.module), uninterrupted.trace.start[step]])
@@ -91,7 +91,7 @@ def test_resume_bit_for_bit(name: str, nodes: list[int] | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shift_one", "diloco", "own outer optimizer"])
 def test_resume_from_a_distributed_checkpoint(tmp_path: Path, name: str) -> None:
-    """Real processes, one checkpoint of all ranks with keys of their own; the ranks' weights differ all the time."""
+    """Real processes, and one checkpoint with separate keys for each rank; weights always differ between ranks."""
     script = Path(__file__).with_name("checkpoint_rank.py")
     digests = []
     for mode in ("save", "resume"):
@@ -132,8 +132,8 @@ def test_async_resumes_its_steps_and_its_state() -> None:
     run_ranks(2, body)
 
 
-def test_rounds_from_before_leave_no_trace_in_what_async_loads() -> None:
-    """Rounds run from attach on; whichever rank loads later, its weights are those of the checkpoint."""
+def test_rounds_before_loading_do_not_change_the_weights_that_async_loads() -> None:
+    """Rounds run from attach on; the weights of a rank that loads later must still equal the checkpoint."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -160,13 +160,13 @@ def test_state_of_another_model_or_algorithm(name: str) -> None:
             with pytest.raises(ValueError, match=r"state must have the keys \[.*'step'.*\], got \['step'\]"):
                 attachment.load_state_dict({**state, "impl": {"step": 3}})
             key = "differences" if name == "all" else "left"
-            other = {**state["impl"], key: {"other.weight": torch.zeros(3)}}
+            other_impl = {**state["impl"], key: {"other.weight": torch.zeros(3)}}
             with pytest.raises(
                 ValueError, match=r"must hold the weights of this module, 8 tensors, got 1; they differ"
             ):
-                attachment.load_state_dict({**state, "impl": other})
+                attachment.load_state_dict({**state, "impl": other_impl})
             described = '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}'
-            with pytest.raises(ValueError, match="the state is of ByteGradAlgorithm"):
+            with pytest.raises(ValueError, match="the state was saved by ByteGradAlgorithm"):
                 attachment.load_state_dict({**state, "algorithm": described})
             trainer.step()
 
@@ -175,15 +175,15 @@ def test_state_of_another_model_or_algorithm(name: str) -> None:
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS.values(), tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)])
 def test_state_of_another_rank_or_of_fewer_ranks(algorithm: tb.Algorithm) -> None:
-    """With another rank's replicas the weights would run away, a little in every round."""
+    """With the replicas of another rank, the weights would drift in every round."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Normed))
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
             rank, state = group.rank(), attachment.state_dict()
             for place in ({"rank": 1 - rank}, {"num_ranks": 4}):
-                got = "got that of rank {rank} of {num_ranks}".format(**{"rank": rank, "num_ranks": 2} | place)
-                with pytest.raises(ValueError, match=f"state must be that of rank {rank} of 2, {got}; every rank"):
+                got = "got a state from rank {rank} of {num_ranks}".format(**{"rank": rank, "num_ranks": 2} | place)
+                with pytest.raises(ValueError, match=f"state must be from rank {rank} of 2, {got}; every rank"):
                     attachment.load_state_dict({**state, "impl": {**state["impl"], **place}})
             attachment.load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""Runner and AlgorithmImpl: few names, one runner for all algorithms, and nothing left of one that nobody has."""
+"""Runner and AlgorithmImpl: few names, one runner class for all algorithms, and no leaks of deleted runners."""
 
 import gc
 import threading
@@ -34,7 +34,7 @@ def append_feedback(feedback: ErrorFeedback[Any], bucket: tb.BaguaBucket) -> Non
     feedback.append(bucket, append)
 
 
-# It watches the steps of optimizers, and has hooks of parameters.
+# Its runner watches optimizer steps, and registers hooks on parameters.
 GRADIENTS = GradientComponent(
     make=lambda runner: ErrorFeedback(runner, residual_state("a test")), append=append_feedback
 )
@@ -44,7 +44,7 @@ WEIGHTS = WeightComponent(
 
 
 def test_an_impl_has_few_names_and_a_runner_is_final() -> None:
-    """An algorithm is written by what it overrides: whoever writes one can hold that in mind."""
+    """A user writes an algorithm by overriding these names, so they must be few enough to remember."""
     assert Runner.__final__
 
     def body(group: dist.ProcessGroup) -> set[str]:
@@ -61,7 +61,7 @@ def test_an_impl_has_few_names_and_a_runner_is_final() -> None:
 
 @dataclass(frozen=True)
 class Failing(tb.Algorithm):
-    """Its `make_impl` registers what is to be called at the end; then it raises, or returns something else."""
+    """Its `make_impl` registers functions to call at close; then it raises, or returns no impl."""
 
     raises: bool
     called: list[str] = field(repr=False)
@@ -78,7 +78,7 @@ class Failing(tb.Algorithm):
     ("raises", "error", "message"),
     [(True, ZeroDivisionError, "in make_impl"), (False, TypeError, r"Failing\.make_impl must return an AlgorithmImpl")],
 )
-def test_what_is_to_be_called_at_the_end_is_called_if_there_is_no_impl(
+def test_functions_to_call_at_close_are_called_if_there_is_no_impl(
     raises: bool, error: type[Exception], message: str
 ) -> None:
     def body(group: dist.ProcessGroup) -> list[str]:
@@ -90,7 +90,7 @@ def test_what_is_to_be_called_at_the_end_is_called_if_there_is_no_impl(
     assert run_ranks(2, body) == [["second", "first"]] * 2
 
 
-def test_close_calls_it_once_whatever_raises() -> None:
+def test_close_calls_them_once_even_if_one_raises() -> None:
     def body(group: dist.ProcessGroup) -> tuple[list[str], bool]:
         runner, called = GRADIENTS.reify(group), []
         runner.on_close(lambda: called.append("first"))
@@ -106,15 +106,15 @@ def test_close_calls_it_once_whatever_raises() -> None:
 
 
 def lane_of(runner: Runner) -> threading.Thread:
-    """The thread of its lane, which it starts."""
+    """Start the lane of a runner, and return its thread."""
     thread = runner.lane.submit(threading.current_thread).result()
     assert thread.is_alive()
     return thread
 
 
 @pytest.mark.parametrize("algorithm", [GRADIENTS, WEIGHTS], ids=["gradients", "weights"])
-def test_what_nobody_holds_is_collected_and_its_lane_ends(algorithm: Any) -> None:
-    """With its buckets, though the parameters and the optimizer live on."""
+def test_a_deleted_runner_is_collected_and_its_lane_ends(algorithm: Any) -> None:
+    """With its buckets, although the parameters and the optimizer remain."""
     done = threading.Barrier(2, timeout=60)
 
     def use(group: dist.ProcessGroup, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

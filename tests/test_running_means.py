@@ -1,4 +1,4 @@
-"""EMA and SWA of weights that differ between ranks: noticed with one warning, or averaged over the ranks."""
+"""EMA and SWA of weights that differ between ranks: reported with a warning, or averaged over ranks."""
 
 import copy
 import warnings
@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, tb.Algorithm] = {
 
 
 class Normed(nn.Sequential):
-    """A model of shapes that no other test's has, with buffers."""
+    """A model with buffers, and with shapes that no other test uses."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 3))
@@ -38,7 +38,7 @@ class MyMean(AveragedModel):
 
 
 class Loop:
-    """A training loop of one rank. Ranks are threads here, so each notices the running means of the others too."""
+    """The training loop of a rank. Ranks are threads here, so each also finds the running means of other ranks."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
         self.group = group
@@ -65,7 +65,7 @@ def values_of(module: nn.Module) -> torch.Tensor:
 
 @contextmanager
 def warnings_of(size: int) -> Iterator[list[str]]:
-    """The messages of torchbagua, one a rank or none."""
+    """Collect the warnings of torchbagua, one per rank or none."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -75,7 +75,7 @@ def warnings_of(size: int) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_running_mean_that_was_made_before_attach_is_noticed(name: str) -> None:
+def test_a_running_mean_that_was_created_before_attach_warns(name: str) -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -96,8 +96,8 @@ def test_a_running_mean_that_was_made_before_attach_is_noticed(name: str) -> Non
     assert type(ALGORITHMS[name]).__name__ in messages[0]
 
 
-def test_one_that_was_made_late_is_noticed() -> None:
-    """As of SWA, whose model is made when three quarters of the steps are done."""
+def test_a_running_mean_that_was_created_late_warns() -> None:
+    """As in SWA, which creates its model after three quarters of the steps."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -116,7 +116,7 @@ def test_one_that_was_made_late_is_noticed() -> None:
 
 
 def update_nothing(loop: Loop) -> None:
-    """One that is there, of a run that has ended say, and is not updated."""
+    """The running mean exists, for example from an earlier run, but is not updated."""
     ema = loop.ema()
     ema.update_parameters(loop.ddp.module)
     with loop.attach("decentralized"):
@@ -143,13 +143,13 @@ def average_gradients(loop: Loop) -> None:
             ema.update_parameters(loop.ddp.module)
 
 
-def keep_that_of_another_module(loop: Loop) -> None:
-    other = nn.Linear(7, 5)
-    ema = AveragedModel(other)
+def keep_a_mean_of_another_module(loop: Loop) -> None:
+    unrelated = nn.Linear(7, 5)
+    ema = AveragedModel(unrelated)
     with loop.attach("decentralized"):
         for _ in range(3):
             loop.step()
-            ema.update_parameters(other)
+            ema.update_parameters(unrelated)
 
 
 def keep_the_mean_of_a_part(loop: Loop) -> None:
@@ -167,7 +167,7 @@ def keep_the_mean_of_a_part(loop: Loop) -> None:
         update_nothing,
         update_by_the_mean,
         average_gradients,
-        keep_that_of_another_module,
+        keep_a_mean_of_another_module,
         keep_the_mean_of_a_part,
     ],
     ids=lambda habit: habit.__name__,
@@ -180,7 +180,7 @@ def test_no_warning(habit: Callable[[Loop], None]) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_averaged_also_is_the_mean_over_the_ranks(name: str) -> None:
+def test_average_also_gives_the_mean_over_ranks(name: str) -> None:
     model = build(Normed)
 
     @dataclass
@@ -212,11 +212,11 @@ def test_what_is_averaged_also_is_the_mean_over_the_ranks(name: str) -> None:
         seen = run_ranks(3, body)
     assert not messages
     assert not torch.equal(seen[0].own, seen[1].own)
-    for one in seen:
-        # Sums are formed in float32, in rank order, as here.
-        assert torch.equal(one.within, (seen[0].own + seen[1].own + seen[2].own) / 3)
-        assert torch.equal(one.after, one.within)
-        assert torch.equal(one.last, (seen[0].last_own + seen[1].last_own + seen[2].last_own) / 3)
+    for values in seen:
+        # The expected sums are in float32 and in rank order, too.
+        assert torch.equal(values.within, (seen[0].own + seen[1].own + seen[2].own) / 3)
+        assert torch.equal(values.after, values.within)
+        assert torch.equal(values.last, (seen[0].last_own + seen[1].last_own + seen[2].last_own) / 3)
     assert not torch.equal(seen[0].last_own, seen[1].last_own)
 
 

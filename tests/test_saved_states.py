@@ -1,7 +1,7 @@
-"""States that another release has saved, or another algorithm's arguments: which go on, and what the others are told.
+"""States that were saved by another release or with other arguments: training continues, or loading raises.
 
-`python tests/saved_states.py LABEL` wrote the files of tests/data, with the code of the release that the label says.
-"0.1.0" is the first.
+`python tests/saved_states.py LABEL` wrote the files of tests/data, with the code of release LABEL. The first release is
+"0.1.0".
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from torchbagua.codecs import Sign1Bit
 
 LABELS = ["0.1.0"]
 LESS_THAN_A_TENSOR_MB = 1e-6
-# What a state does not depend on: other values than those that were saved.
+# Arguments on which a state does not depend, with values that differ from the saved ones.
 HARMLESS: dict[str, list[dict[str, Any]]] = {
     "bytegrad": [{"hierarchical": False, "block": 64}],
     "all": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
@@ -34,28 +34,28 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def saved(name: str, label: str = LABELS[0]) -> dict[str, Any]:
-    """What both ranks have saved, by rank."""
+def load_saved(name: str, label: str = LABELS[0]) -> dict[str, Any]:
+    """Return the saved states of both ranks, by rank."""
     state: dict[str, Any] = torch.load(FOLDER / f"state-{label}-{name}.pt", weights_only=True)
     return state
 
 
-def resumed(
+def resume_with(
     name: str, use: Callable[[Trainer, tb.Attachment, dict[str, Any]], None], **arguments: Any
 ) -> Callable[[dist.ProcessGroup], None]:
-    """Return what a rank runs: attach with other arguments than those saved, and use that with what it has saved."""
+    """Return the function of a rank: attach with `arguments`, and call `use` with the saved state of the rank."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, name)
         algorithm = dataclasses.replace(trainer.algorithm, **arguments)
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            use(trainer, attachment, saved(name)[f"rank{group.rank()}"])
+            use(trainer, attachment, load_saved(name)[f"rank{group.rank()}"])
 
     return body
 
 
-def go_on(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
-    """Load, train to the end, and compare with what the run came to that was not interrupted."""
+def continue_training(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+    """Load, train to the end, and compare with the weights of the uninterrupted run."""
     trainer.load(attachment, state)
     for number in range(STOP, END):
         trainer.step(number)
@@ -65,43 +65,44 @@ def go_on(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) ->
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize(
-    ("name", "arguments"), [(name, one) for name, several in HARMLESS.items() for one in [{}, *several]]
+    ("name", "arguments"),
+    [(name, arguments) for name, alternatives in HARMLESS.items() for arguments in [{}, *alternatives]],
 )
-def test_an_earlier_release_s_state_goes_on_bit_for_bit(label: str, name: str, arguments: dict[str, Any]) -> None:
-    run_ranks(2, resumed(name, go_on, **arguments))
+def test_an_earlier_release_s_state_continues_bitwise(label: str, name: str, arguments: dict[str, Any]) -> None:
+    run_ranks(2, resume_with(name, continue_training, **arguments))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb": LESS_THAN_A_TENSOR_MB, "warmup_steps": 1}])
-def test_an_earlier_release_s_asynchronous_state_is_taken_over(arguments: dict[str, Any]) -> None:
-    """The mean that had come in when it was saved is added to the weights."""
+def test_an_earlier_release_s_asynchronous_state_is_loaded(arguments: dict[str, Any]) -> None:
+    """The mean that had arrived when the state was saved is added to the weights."""
 
     def use(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
         attachment.impl.abort(trainer.ddp, final_average=False)
-        trainer.load(attachment, state | {"attachment": stopped(state["attachment"])})
+        trainer.load(attachment, state | {"attachment": stop(state["attachment"])})
         for name in ("weight", "bias"):
             difference = state["attachment"]["impl"]["differences"][name]
             assert difference.any()
             assert torch.equal(trainer.weights()[name], state["model"][name] + difference)
 
-    def stopped(attachment: dict[str, Any]) -> dict[str, Any]:
-        return attachment | {"impl": attachment["impl"] | {"is_enabled": False}}  # no round of now comes in between
+    def stop(attachment: dict[str, Any]) -> dict[str, Any]:
+        return attachment | {"impl": attachment["impl"] | {"is_enabled": False}}  # no new round interferes
 
-    run_ranks(2, resumed("async", use, **arguments, final_average=False))
+    run_ranks(2, resume_with("async", use, **arguments, final_average=False))
 
 
 @pytest.mark.parametrize("name", ["shift_one", "low_precision", "diloco", "qadam"])
-def test_an_earlier_release_s_distributed_checkpoint_goes_on(tmp_path: Path, name: str) -> None:
-    """It is loaded into the keys that a state has now, all of which must be in it."""
-    states = {rank: state["attachment"] for rank, state in saved(name).items()}
+def test_an_earlier_release_s_distributed_checkpoint_continues(tmp_path: Path, name: str) -> None:
+    """It is loaded into the keys of a current state, and must contain all of them."""
+    states = {rank: state["attachment"] for rank, state in load_saved(name).items()}
     dcp.save(states, checkpoint_id=tmp_path, no_dist=True)
 
     def use(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
         rank = f"rank{trainer.rank}"
         loaded = {rank: attachment.state_dict()}
         dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-        go_on(trainer, attachment, state | {"attachment": loaded[rank]})
+        continue_training(trainer, attachment, state | {"attachment": loaded[rank]})
 
-    run_ranks(2, resumed(name, use))
+    run_ranks(2, resume_with(name, use))
 
 
 AVERAGING = [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm(), tb.AsyncModelAverageAlgorithm()]
@@ -117,14 +118,14 @@ Described = tb.Algorithm | dict[str, Any]
 """An algorithm, or QAdamAlgorithm's arguments."""
 
 
-def load_one_into_another(
+def load_into_another(
     before: Described, after: Described, nodes: tuple[list[int] | None, list[int] | None] = (None, None), steps: int = 0
 ) -> None:
-    """Save after some steps, and load with another algorithm, which then takes a step; nodes before and after."""
+    """Save after `steps` with one algorithm and nodes, load with another algorithm and nodes, and take a step."""
     size = 2 if nodes == (None, None) else 4
 
     def body(group: dist.ProcessGroup) -> None:
-        def attached(described: Described, nodes: list[int] | None) -> tuple[Trainer, tb.Attachment]:
+        def attach(described: Described, nodes: list[int] | None) -> tuple[Trainer, tb.Attachment]:
             trainer = Trainer(group, "all" if isinstance(described, tb.Algorithm) else "qadam")
             algorithm = described
             if not isinstance(algorithm, tb.Algorithm):
@@ -132,12 +133,12 @@ def load_one_into_another(
             bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
             return trainer, tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group)
 
-        trainer, attachment = attached(before, nodes[0])
+        trainer, attachment = attach(before, nodes[0])
         with attachment:
             for number in range(steps):
                 trainer.step(number)
             state = trainer.save(attachment)
-        trainer, attachment = attached(after, nodes[1])
+        trainer, attachment = attach(after, nodes[1])
         with attachment:
             trainer.load(attachment, state)
             trainer.step(steps)
@@ -146,37 +147,37 @@ def load_one_into_another(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
-        *[(*pair, "average_buffers=True, .*attached is average_buffers=False; attach as") for pair in zip(
+        *[(*pair, "average_buffers=True, .* has average_buffers=False; attach with") for pair in zip(
             AVERAGING, WITHOUT_BUFFERS, strict=True
         )],
-        (EIGHT_BITS, {}, "error_feedback=True, .*attached is error_feedback=False; attach as"),
-        ({}, EIGHT_BITS, "error_feedback=False, .*attached is error_feedback=True; attach as"),
-        (DILOCO(), DILOCO(outer_lr=0.5), "outer_lr=0.7, .*attached is outer_lr=0.5; attach as"),
-        (ONE_BIT, EIGHT_BITS, "compression='sign1bit', .*attached is compression='minmax_uint8'; attach as"),
-        (tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(), "is of ByteGradAlgorithm, attached is GradientAll"),
+        (EIGHT_BITS, {}, "error_feedback=True, .* has error_feedback=False; attach with"),
+        ({}, EIGHT_BITS, "error_feedback=False, .* has error_feedback=True; attach with"),
+        (DILOCO(), DILOCO(outer_lr=0.5), "outer_lr=0.7, .* has outer_lr=0.5; attach with"),
+        (ONE_BIT, EIGHT_BITS, "compression='sign1bit', .* has compression='minmax_uint8'; attach with"),
+        (tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(), "saved by ByteGradAlgorithm, but GradientAll"),
     ],
 )  # fmt: skip
-def test_what_a_state_depends_on_is_told(before: Described, after: Described, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        load_one_into_another(before, after)
+def test_arguments_on_which_a_state_depends_must_not_differ(before: Described, after: Described, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_into_another(before, after)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "nodes", "told"),
+    ("before", "after", "nodes", "message"),
     [
-        (LOW(), LOW(bucket_cap_mb=1), (NODES, NODES), "bucket_cap_mb=8.0, .*attached is bucket_cap_mb=1;"),
-        (LOW(), LOW(hierarchical=False), (NODES, NODES), "hierarchical=True, .*attached is hierarchical=False;"),
-        (LOW(), LOW(), (NODES, [0, 1, 0, 1]), r"nodes=\[0, 0, 1, 1\], .*attached is nodes=\[0, 1, 0, 1\];"),
-        (LOW(), LOW(), (NODES, [0, 0, 0, 0]), r"nodes=\[0, 0, 1, 1\], .*attached is nodes=None;"),
+        (LOW(), LOW(bucket_cap_mb=1), (NODES, NODES), "bucket_cap_mb=8.0, .* has bucket_cap_mb=1;"),
+        (LOW(), LOW(hierarchical=False), (NODES, NODES), "hierarchical=True, .* has hierarchical=False;"),
+        (LOW(), LOW(), (NODES, [0, 1, 0, 1]), r"nodes=\[0, 0, 1, 1\], .* has nodes=\[0, 1, 0, 1\];"),
+        (LOW(), LOW(), (NODES, [0, 0, 0, 0]), r"nodes=\[0, 0, 1, 1\], .* has nodes=None;"),
     ],
 )
 def test_replicas_of_nodes_depend_on_the_nodes(
-    before: Described, after: Described, nodes: tuple[list[int], list[int]], told: str
+    before: Described, after: Described, nodes: tuple[list[int], list[int]], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
-        load_one_into_another(before, after, nodes)
+    with pytest.raises(ValueError, match=message):
+        load_into_another(before, after, nodes)
 
 
 @pytest.mark.parametrize(
@@ -192,28 +193,28 @@ def test_replicas_of_nodes_depend_on_the_nodes(
         ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
     ],
 )
-def test_what_a_state_does_not_depend_on_may_differ(
+def test_arguments_on_which_a_state_does_not_depend_may_differ(
     before: Described, after: Described, nodes: tuple[list[int] | None, list[int] | None]
 ) -> None:
-    load_one_into_another(before, after, nodes, steps=4)
+    load_into_another(before, after, nodes, steps=4)
 
 
-@pytest.mark.parametrize(("num_warm", "is_told"), [(0, False), (2, False), (4, False), (5, True)])
+@pytest.mark.parametrize(("num_warm", "is_refused"), [(0, False), (2, False), (4, False), (5, True)])
 @pytest.mark.parametrize("steps", [2, 4])
-def test_a_warm_up_that_is_over_does_not_begin_again(steps: int, num_warm: int, is_told: bool) -> None:
+def test_a_warm_up_that_is_over_does_not_begin_again(steps: int, num_warm: int, is_refused: bool) -> None:
     def algorithm(warmup_steps: int) -> tb.Algorithm:
         return tb.AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=warmup_steps)
 
-    if is_told and steps == 4:
-        told = "past a warm-up of warmup_steps=4, attached is warmup_steps=5; attach with at most 4"
-        with pytest.raises(ValueError, match=told):
-            load_one_into_another(algorithm(4), algorithm(num_warm), steps=steps)
+    if is_refused and steps == 4:
+        message = "past a warm-up of warmup_steps=4, .* has warmup_steps=5; attach with at most 4"
+        with pytest.raises(ValueError, match=message):
+            load_into_another(algorithm(4), algorithm(num_warm), steps=steps)
     else:
-        load_one_into_another(algorithm(4), algorithm(num_warm), steps=steps)
+        load_into_another(algorithm(4), algorithm(num_warm), steps=steps)
 
 
 def test_a_later_release_s_state() -> None:
-    """What it adds is no reason to refuse; of a later format, all is, with a word on what to do."""
+    """Added keys are ignored; a later format version is refused, and the error names the fix."""
 
     def use(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
         own = attachment.state_dict()
@@ -226,16 +227,18 @@ def test_a_later_release_s_state() -> None:
         }
         attachment.load_state_dict(added)
         later = own | {"algorithm": json.dumps({"version": described["version"] + 1, "what else": "there is"})}
-        told = r"must be of format version 1 or earlier, which torchbagua [\d.]+ reads, got 2; load it with the release"
-        with pytest.raises(ValueError, match=told):
+        message = (
+            r"must be of format version 1 or earlier, which torchbagua [\d.]+ reads, got 2; load it with the release"
+        )
+        with pytest.raises(ValueError, match=message):
             attachment.load_state_dict(later)
 
-    run_ranks(2, resumed("all", use))
+    run_ranks(2, resume_with("all", use))
 
 
 @dataclasses.dataclass(frozen=True)
 class Counting(tb.Algorithm):
-    """A user's own, which says nothing of what its state depends on."""
+    """A user's algorithm that does not declare the arguments on which its state depends."""
 
     start: int = 0
     names: tuple[str, ...] = ("one",)
@@ -258,7 +261,7 @@ class CountingImpl(tb.AlgorithmImpl):
         self.num_loads += 1
 
 
-def test_an_algorithm_of_one_s_own_goes_on_under_its_own_arguments() -> None:
+def test_a_user_s_algorithm_loads_states_with_equal_arguments() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, "all")
         algorithm = Counting(3, ("one", "two"))
@@ -266,11 +269,11 @@ def test_an_algorithm_of_one_s_own_goes_on_under_its_own_arguments() -> None:
             state = attachment.state_dict()
             attachment.load_state_dict(state)
             assert attachment.impl.num_loads == 1
-            with pytest.raises(ValueError, match=r"whose algorithm is not described in JSON: .Counting\(start=3"):
+            with pytest.raises(ValueError, match=r"with JSON under the key algorithm, got .Counting\(start=3"):
                 attachment.load_state_dict(state | {"algorithm": repr(algorithm)})
-        for other in (Counting(4, ("one", "two")), Counting(3)):
+        for different in (Counting(4, ("one", "two")), Counting(3)):
             with (
-                tb.attach(trainer.ddp, trainer.optimizer, other) as attachment,
+                tb.attach(trainer.ddp, trainer.optimizer, different) as attachment,
                 pytest.raises(ValueError, match=r"Counting: the state was saved with (start=3|names=)"),
             ):
                 attachment.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""attach on modules on which fully_shard was called: bit for bit the oracle's gradients, and what is refused."""
+"""attach on modules on which fully_shard was called: gradients are bitwise equal to the oracle's; refusals."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from transports import QueueTransport
 
 
 def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
-    """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
+    """Run cases in real processes: torch finds a mesh by the names of its groups, which threads of a process share."""
     script = Path(__file__).with_name(program)
     printed = programs.run(programs.forked_ranks(script, *arguments, *names, ranks=ranks), timeout_s=300).stdout
     assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
@@ -49,35 +49,35 @@ CHEAP = [
 ]
 
 
-def test_gradients_are_those_of_the_oracle() -> None:
+def test_gradients_equal_the_oracle() -> None:
     run(2, [*CHEAP, "weights in 8 bits", "scaled", "gathered", "gathered exactly"])
 
 
 def all_cases() -> Iterator[tuple[int, list[str]]]:
-    """Some at a time: a case takes seconds on two cores."""
-    for ranks, without, others in (
+    """Yield batches of cases: a case takes seconds on two cores."""
+    for ranks, skipped, added in (
         (2, [*CHEAP, "weights in 8 bits", *OF_FOUR_RANKS], ["overlapped"]),
         (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes"]),
         (4, [], ["gathered"]),
     ):
-        names = [name for name in CASES if name not in without] + others
+        names = [name for name in CASES if name not in skipped] + added
         yield from ((ranks, names[at : at + 8]) for at in range(0, len(names), 8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "names"), list(all_cases()))
-def test_gradients_are_those_of_the_oracle_in_all_cases(ranks: int, names: list[str]) -> None:
+def test_gradients_equal_the_oracle_in_all_cases(ranks: int, names: list[str]) -> None:
     run(ranks, names)
 
 
-# Three at a time, and two of six ranks: a case takes tens of seconds on two cores.
+# Three cases at a time, and two cases on six ranks: a case takes tens of seconds on two cores.
 OF_REPLICAS = [(way, 4, names[at : at + 3]) for way, names in hsdp_rank.WAYS.items() for at in range(0, len(names), 3)]
 OF_REPLICAS += [(way, 6, ["bytegrad", "accumulated within"]) for way in hsdp_rank.WAYS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "ranks", "names"), OF_REPLICAS)
-def test_gradients_of_replicas_are_those_of_the_oracle(way: str, ranks: int, names: list[str]) -> None:
+def test_gradients_of_replicas_equal_the_oracle(way: str, ranks: int, names: list[str]) -> None:
     run(ranks, names, "hsdp_rank.py", [way])
 
 
@@ -89,18 +89,18 @@ def default_group() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     ["gradient_allreduce", tb.TopKAlgorithm(), tb.PowerSGDAlgorithm()],
-    ids=lambda one: one if isinstance(one, str) else type(one).__name__,
+    ids=lambda algorithm: algorithm if isinstance(algorithm, str) else type(algorithm).__name__,
 )
 def test_other_gradient_algorithms_are_refused(algorithm: tb.Algorithm | str) -> None:
     module = sharded()
-    with pytest.raises(ValueError, match=r"attach: \w+Algorithm does not take modules on which fully_shard was called"):
+    with pytest.raises(ValueError, match=r"attach: \w+Algorithm does not support modules on which fully_shard"):
         tb.attach(module, optimizer_of(module), algorithm)
 
 
 def test_q_adam_is_refused() -> None:
     module = sharded()
     optimizer = tb.QAdamOptimizer(module.parameters(), warmup_steps=2)
-    with pytest.raises(ValueError, match="attach: QAdamAlgorithm does not take modules on which fully_shard"):
+    with pytest.raises(ValueError, match="attach: QAdamAlgorithm does not support modules on which fully_shard"):
         tb.attach(module, optimizer, tb.QAdamAlgorithm(optimizer))
 
 
@@ -122,7 +122,7 @@ def test_the_refusal_names_the_registered_algorithms_that_take_sharded_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = sharded()
-    refused = "does not take modules on which fully_shard was called; "
+    refused = "does not support modules on which fully_shard was called; "
     with pytest.raises(ValueError, match=f"{refused}ByteGradAlgorithm and CompressedAllReduceAlgorithm do$"):
         tb.attach(module, optimizer_of(module), "powersgd")
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
@@ -159,7 +159,7 @@ def test_codecs_of_an_own_algorithm_that_are_refused(codecs: object, error: type
 
 
 class OwnReduceScatter:
-    """Somebody else's."""
+    """A reduce-scatter of the user's."""
 
 
 def with_own_reduce_scatter() -> nn.Module:
@@ -210,14 +210,14 @@ def test_replicate_group_must_be_a_group(group: object) -> None:
 
 def test_replicate_group_is_for_sharded_modules() -> None:
     module = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="attach: replicate_group must be None for Linear, on no part of which"):
+    with pytest.raises(ValueError, match="replicate_group must be None since fully_shard was called on no part"):
         tb.fsdp.attach(module, optimizer_of(module), "decentralized", replicate_group=dist.group.WORLD)
 
 
 def test_replicas_need_the_hook_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sharded()
     module.set_all_reduce_hook(hook := lambda gradient: None)
-    # Other ranks may have none, and would wait for this one.
+    # Other ranks may have no such hook, and would wait for this rank.
     monkeypatch.setattr(tb.Algorithm, "reify", lambda *_, **__: pytest.fail("refused after ranks have communicated"))
     with pytest.raises(ValueError, match=r"attach: the module has the all-reduce hook .* already"):
         tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
@@ -225,19 +225,19 @@ def test_replicas_need_the_hook_for_themselves(monkeypatch: pytest.MonkeyPatch) 
     assert fsdp_all_reduce_hook(param_group) is hook
 
 
-def test_gradients_that_were_never_averaged_are_told_of() -> None:
+def test_gradients_that_were_never_averaged_raise_a_warning() -> None:
     module = sharded()
     attachment = tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
     module.set_requires_all_reduce(False)
     module(torch.ones(1, 4)).sum().backward()
     assert not module[0].weight.grad.full_tensor().any()
-    with pytest.warns(RuntimeWarning, match="accumulated under set_requires_all_reduce.False. is lost"):
+    with pytest.warns(RuntimeWarning, match="accumulated with set_requires_all_reduce.False. are lost"):
         attachment.detach()
     (param_group,) = fsdp_param_groups(module)
     assert fsdp_all_reduce_hook(param_group) is None
 
 
-def test_micro_steps_that_were_given_up_are_in_no_mean() -> None:
+def test_discarded_micro_steps_are_in_no_mean() -> None:
     module = sharded()
     optimizer = optimizer_of(module)
     with tb.fsdp.attach(module, optimizer, tb.CompressedAllReduceAlgorithm(None), replicate_group=dist.group.WORLD):
@@ -265,9 +265,9 @@ def test_micro_steps_must_reach_the_same_parameters() -> None:
     ("arguments", "error", "message"),
     [
         ({"algorithm": "bytegrad"}, TypeError, "algorithm must be an Algorithm, got 'bytegrad'"),
-        ({"algorithm": tb.TopKAlgorithm()}, ValueError, "TopKAlgorithm does not take modules on which fully_shard"),
+        ({"algorithm": tb.TopKAlgorithm()}, ValueError, "TopKAlgorithm does not support modules on which fully_shard"),
         ({"algorithm": tb.ByteGradAlgorithm(), "name": "My backend"}, ValueError, "name must be a lower-case identif"),
-        ({"algorithm": tb.ByteGradAlgorithm(), "name": "gloo"}, ValueError, "name 'gloo' is taken; give another"),
+        ({"algorithm": tb.ByteGradAlgorithm(), "name": "gloo"}, ValueError, "name 'gloo' is taken; use another"),
     ],
 )
 def test_backends_that_are_refused(arguments: dict[str, object], error: type[Exception], message: str) -> None:
@@ -280,8 +280,8 @@ def test_blocks_are_aligned_over_a_backend_only() -> None:
         tb.fsdp.align_blocks(sharded())
 
 
-def replicated(name: str) -> tuple[FSDPModule, dist.ProcessGroup]:
-    """Over a backend of that name, which stays registered."""
+def make_replicated(name: str) -> tuple[FSDPModule, dist.ProcessGroup]:
+    """Return a module replicated over a backend of this name, which stays registered, and its group of replicas."""
     tb.fsdp.register_backend(tb.ByteGradAlgorithm(), name=name)
     names = ("replicas", "shards")
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names, backend_override={"replicas": name})
@@ -289,7 +289,7 @@ def replicated(name: str) -> tuple[FSDPModule, dist.ProcessGroup]:
 
 
 def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights() -> None:
-    module, _ = replicated("torchbagua_evaluated")
+    module, _ = make_replicated("torchbagua_evaluated")
     with torch.no_grad():
         module(torch.ones(2, 4))
     tb.fsdp.align_blocks(module)
@@ -297,17 +297,17 @@ def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights() -> Non
         module(torch.ones(2, 4)).sum().backward()
 
 
-def test_what_is_no_gradient_is_not_taken_for_one() -> None:
-    module, group = replicated("torchbagua_not_reduced")
+def test_an_all_reduce_of_the_users_is_not_taken_for_gradients() -> None:
+    module, group = make_replicated("torchbagua_not_reduced")
     tb.fsdp.align_blocks(module)
     module.set_requires_all_reduce(False)
     module(torch.ones(2, 4)).sum().backward()
-    with pytest.warns(RuntimeWarning, match="an all-reduce of 5 elements is compressed .* if it is yours"):
+    with pytest.warns(RuntimeWarning, match="an all-reduce of 5 elements is compressed .* If your code called it"):
         dist.all_reduce(torch.ones(5), group=group)
 
 
 class OwnAllGather:
-    """Somebody else's."""
+    """An all-gather of the user's."""
 
 
 def with_own_all_gather() -> nn.Module:
@@ -325,7 +325,7 @@ def with_memory_of_the_group() -> nn.Module:
 
 
 class GathersItself(torch.Tensor):
-    """A shard that says how it is gathered."""
+    """A shard that defines how it is gathered."""
 
     def fsdp_pre_all_gather(self) -> None: ...
 
@@ -344,10 +344,10 @@ def of_an_own_class() -> nn.Module:
         (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
         (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
         (sharded, tb.codecs.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
-        (lambda: nn.Linear(2, 2), "minmax_uint8", "must be None for Linear, on no part of which fully_shard was "),
-        (with_own_all_gather, "minmax_uint8", "must be None where the module has the all-gather OwnAllGather already"),
-        (with_memory_of_the_group, "minmax_uint8", "must be None where .* all-gather ProcessGroupAllocAllGather"),
-        (of_an_own_class, "minmax_uint8", r"must be None where 0.weight says .* \(GathersItself.fsdp_pre_all_gather\)"),
+        (lambda: nn.Linear(2, 2), "minmax_uint8", "must be None since fully_shard was called on no part of Linear"),
+        (with_own_all_gather, "minmax_uint8", "must be None if the module has the all-gather OwnAllGather already"),
+        (with_memory_of_the_group, "minmax_uint8", "must be None if .* all-gather ProcessGroupAllocAllGather"),
+        (of_an_own_class, "minmax_uint8", r"must be None if 0.weight defines .* \(GathersItself.fsdp_pre_all_gather\)"),
     ],
 )
 def test_weights_that_are_not_quantised(make: object, quantize_weights: object, message: str) -> None:
@@ -377,11 +377,11 @@ def test_weights_that_no_codec_encodes_are_named() -> None:
     assert fsdp_all_gather(param_group)[1]
     assert fsdp_reduce_scatter(param_group)[1]
     assert fsdp_all_reduce_hook(param_group) is None
-    with pytest.warns(tb.UncompressedParametersWarning, match=message) as told:
+    with pytest.warns(tb.UncompressedParametersWarning, match=message) as caught:
         attachment = tb.fsdp.attach(module, optimizer_of(module), full, **options)
     with attachment:
         module(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_parts_that_communicate_together_are_attached_together() -> None:
@@ -410,7 +410,7 @@ def test_two_algorithms_are_refused() -> None:
 
 def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
     module = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 3)), nn.Linear(3, 2)))
-    match = "the module has the reduce-scatter RowScatter already; .* detach what is attached to a module around it"
+    match = "the module has the reduce-scatter RowScatter already; .* detach the algorithm of a module around it"
     with tb.attach(module, optimizer_of(module), "bytegrad"), pytest.raises(ValueError, match=match):
         tb.attach(module[0], optimizer_of(module[0]), "bytegrad")
 
@@ -420,8 +420,8 @@ def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
     assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)
 
 
-def test_without_a_torch_group_the_reduce_scatter_stays_torchs() -> None:
-    """With a warning, since nothing then bounds its waits by attach's timeout."""
+def test_without_a_torch_group_fsdp_keeps_torchs_reduce_scatter() -> None:
+    """It warns, since attach's timeout then does not bound the reduce-scatter."""
     module = sharded()
     (part,) = communicating_parts(module, sharded_parts(module))
     world = dist.group.WORLD
@@ -432,13 +432,13 @@ def test_without_a_torch_group_the_reduce_scatter_stays_torchs() -> None:
             warnings.simplefilter("always")
             bound_reduce_scatters(undo, own, FirstFailure([own]), [part])
             assert isinstance(fsdp_reduce_scatter(part.param_group)[0], BoundedReduceScatter) == is_bounded
-        told = [str(warning.message).partition(",")[0] for warning in caught]
-        assert told == ([] if is_bounded else ["torchbagua: FSDP itself reduce-scatters gradients"])
+        messages = [str(warning.message).partition(",")[0] for warning in caught]
+        assert messages == ([] if is_bounded else ["torchbagua: FSDP itself reduce-scatters gradients"])
         own.close()
 
 
 class WithoutSends(QueueTransport):
-    """Its backend lacks an operation in the group of replicas."""
+    """A transport whose backend lacks an operation in the group of replicas."""
 
     replicas: dist.ProcessGroup | None = None
 

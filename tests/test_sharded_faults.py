@@ -1,4 +1,4 @@
-"""Ranks of a sharded module that go wrong, in real processes: the others raise within attach's bound, and can exit."""
+"""Faulty ranks of a sharded module, in real processes: the others raise within attach's timeout, and can exit."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from sharded_faults import ATTACH_TIMEOUT_S, Trial
 FAULTY_RANK = Path(__file__).with_name("sharded_faulty_rank.py")
 TRIALS = Path(__file__).with_name("sharded_faults.py")
 
-# For a machine that is busy, and for the compute between the fault and the wait for its rank.
+# For a busy machine, and for the compute between the fault and the wait for the faulty rank.
 SLACK_S = 3.0
 
 _RANK = r"rank \d+( \(global rank \d+\))?"
@@ -39,11 +39,11 @@ def test_survivors_raise_and_exit(way: str, size: int, tmp_path: Path) -> None:
         outputs = [rank.printed() for rank in ranks]
     assert statuses == [0] * (size - 1) + [-signal.SIGKILL], outputs
     for output in outputs[:-1]:
-        # Of the connections of a killed process the others hear at once; 20 s is the timeout.
+        # The others notice the closed connections of a killed process at once; 20 s is the timeout.
         (seconds,) = re.findall(r"raised after ([\d.]+) s", output)
         assert float(seconds) < 10, output
         assert "lanes []" in output, output
-        # Without attach FSDP's own all-gather may fail first.
+        # Without attach, FSDP's own all-gather may fail first.
         assert way == "backend" or NAMED.search(output), output
     if way in ("hook", "backend"):
         assert "CommunicationError: torchbagua: all_to_all of gradients of 2 over the world" in outputs[1], outputs
@@ -58,10 +58,10 @@ def run_trials(trials: list[str], timeout_s: float) -> list[dict[str, Any]]:
 
 
 def check(result: dict[str, Any]) -> None:
-    """That each rank but the victim has raised in time, named operation, rank and peer, and come to its end."""
+    """Check that each rank but the victim has raised in time, named operation, rank and peer, and exited."""
     trial, ranks = result["trial"], result["ranks"]
     survivors = [facts for rank, facts in enumerate(ranks) if rank != trial["victim"]]
-    if trial["fault"] == "sleep":  # the others have gone on without it
+    if trial["fault"] == "sleep":  # the others have continued without it
         assert NAMED.match(ranks[trial["victim"]]["error"]), result
     if trial["fault"] == "raise":
         assert ranks[trial["victim"]]["error"].startswith("Misbehaviour: "), result
@@ -85,10 +85,10 @@ def check(result: dict[str, Any]) -> None:
     ],
     ids=lambda value: value.way if isinstance(value, Trial) else "",
 )
-def test_a_rank_that_sleeps_is_waited_for_as_long_as_attach_says(
+def test_a_sleeping_rank_is_waited_for_as_long_as_the_timeout_of_attach(
     trial: Trial, beside: list[int], operation: str
 ) -> None:
-    """And not for the minute that init_process_group was given: FSDP itself gathers weights, and reduces gradients."""
+    """Not for init_process_group's timeout of a minute: FSDP itself gathers weights, and reduces gradients."""
     (result,) = run_trials([json.dumps(asdict(trial))], timeout_s=120)
     check(result)
     for rank in beside:
@@ -97,7 +97,7 @@ def test_a_rank_that_sleeps_is_waited_for_as_long_as_attach_says(
         assert re.search(rf"{operation} of \d over the world( of shards)? group failed on .* {peer}", error), error
 
 
-# One of each fault, in ways that differ in who gathers what.
+# One fault of each kind, in ways that differ in which ranks gather which tensors.
 SAMPLE = ["0", "3", "7", "10"]
 
 

@@ -1,4 +1,4 @@
-"""Weights averaged between ranks that hold the same shards: bit for bit as of whole modules, and what is refused."""
+"""Weights averaged between ranks with the same shards are bitwise equal to whole modules' averages; refusals."""
 
 from pathlib import Path
 
@@ -16,20 +16,20 @@ from sharded_weights_rank import CASES, CHECKS
 
 
 def run(script: str, *arguments: str, ranks: int) -> list[str]:
-    """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
+    """Run cases in real processes: torch finds a mesh by the names of its groups, which threads of a process share."""
     program = Path(__file__).with_name(script)
     printed = warm_python.run_ranks(program, *arguments, ranks=ranks, timeout_s=300).stdout
     return [line for line in printed.splitlines() if line.startswith("right: ")]
 
 
-def some_at_a_time(names: list[str]) -> list[list[str]]:
-    """Each takes seconds on two cores."""
+def split_cases(names: list[str]) -> list[list[str]]:
+    """Return batches of cases: a case takes seconds on two cores."""
     return [names[at : at + 5] for at in range(0, len(names), 5)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", some_at_a_time([*CASES, *CHECKS]))
-def test_shards_are_averaged_as_whole_weights_are(names: list[str]) -> None:
+@pytest.mark.parametrize("names", split_cases([*CASES, *CHECKS]))
+def test_shards_are_averaged_as_whole_weights(names: list[str]) -> None:
     assert run("sharded_weights_rank.py", *names, ranks=4) == [f"right: {name}" for name in names]
 
 
@@ -61,7 +61,7 @@ def test_one_replica_trains_as_without(name: str) -> None:
 
 
 def test_evaluation_before_attach_leaves_nothing_gathered() -> None:
-    """A root keeps its parameters gathered after a forward, and then lists those."""
+    """A root module keeps its parameters gathered after a forward, and then lists the gathered parameters."""
     module = fully_shard(nn.Linear(4, 2))
     optimizer = optimizer_of(module)
     with torch.no_grad():

@@ -16,13 +16,13 @@ METHODS = [
 
 
 def defaults_of(argument: str, functions: list[Callable[..., Any]]) -> dict[str, Any]:
-    """The defaults of this argument, by the name of the function that has it."""
+    """Return the defaults of this argument, by the names of the functions that have it."""
     parameters = {function.__qualname__: inspect.signature(function).parameters for function in functions}
     return {name: own[argument].default for name, own in parameters.items() if argument in own}
 
 
 def test_hierarchical_is_true_by_default() -> None:
-    """But where the backend's all-reduce knows of nodes itself."""
+    """Except where the backend's all-reduce handles nodes."""
     defaults = defaults_of("hierarchical", [*CONSTRUCTORS, *METHODS])
     assert {"GradientAllReduceAlgorithm", "GroupOperations.all_reduce"} <= defaults.keys()
     assert not defaults.pop("GradientAllReduceAlgorithm")

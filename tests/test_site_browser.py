@@ -1,6 +1,6 @@
-"""The built documentation, opened as files in headless Chromium, which reaches no network.
+"""The built documentation, opened as files in headless Chromium without network access.
 
-`make test-browser` runs it. With TORCHBAGUA_PICTURES set to a folder it leaves screenshots there.
+`make test-browser` runs it. If TORCHBAGUA_PICTURES is set to a folder, it writes screenshots there.
 """
 
 import os
@@ -22,7 +22,7 @@ NETWORK_OFF = ("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-ne
 
 
 def chromium(*arguments: str, folder: Path, dark: bool = False) -> tuple[str, list[str]]:
-    """Run headless Chromium; return what it prints, and the messages of the page's console."""
+    """Run headless Chromium; return its output, and the messages of the page's console."""
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert binary, "there is no Chromium; `make test-browser` says how to get it"
     command = [
@@ -36,20 +36,20 @@ def chromium(*arguments: str, folder: Path, dark: bool = False) -> tuple[str, li
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_sets_its_equations_and_diagrams_and_complains_of_nothing(page: str, tmp_path: Path) -> None:
+def test_a_page_renders_its_equations_and_diagrams_without_console_messages(page: str, tmp_path: Path) -> None:
     source = (SITE / page).read_text(encoding="utf-8")
     document, console = chromium("--dump-dom", (SITE / page).as_uri(), folder=tmp_path)
     assert console == []
     num_equations = source.count('class="arithmatex"')
     assert document.count('class="katex"') == num_equations
     assert "katex-error" not in document
-    # The theme puts each diagram into a shadow tree, which a dump does not show, in place of its text.
+    # The theme replaces each diagram's text with a shadow tree, which a dump does not show.
     assert document.count('<div class="mermaid">') == source.count('<pre class="mermaid">')
     assert '<pre class="mermaid">' not in document
 
 
 def screenshot(page: str, width: int, height: int, picture: Path, *, dark: bool) -> None:
-    """Take a picture of the top of a page, in a frame: a window of Chromium has a least width."""
+    """Take a picture of the top of a page, in a frame: a Chromium window has a minimum width."""
     frame = picture.with_suffix(".html")
     address = (SITE / page).as_uri()
     frame.write_text(
@@ -71,7 +71,7 @@ def screenshot(page: str, width: int, height: int, picture: Path, *, dark: bool)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("page", SHOWN)
-def test_a_page_is_light_or_dark_as_the_system_is(page: str, width: int, dark: bool, tmp_path: Path) -> None:
+def test_a_page_follows_the_color_scheme_of_the_system(page: str, width: int, dark: bool, tmp_path: Path) -> None:
     picture = tmp_path / f"{page.replace('/', '-').removesuffix('.html')}-{width}-{'dark' if dark else 'light'}.png"
     screenshot(page, width, 1000, picture, dark=dark)
     with Image.open(picture) as image:

@@ -1,6 +1,6 @@
-"""TopKAlgorithm: nothing of a gradient is lost, few bytes are sent, and what they refuse.
+"""TopKAlgorithm: no part of a gradient is lost, few bytes are sent, and bad arguments are refused.
 
-Their oracle, and resuming, are in test_bytegrad_feedback.py.
+test_bytegrad_feedback.py compares it with an oracle, and tests resuming.
 """
 
 import copy
@@ -20,10 +20,10 @@ from training import Branches, Tower, build
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])])
 @pytest.mark.parametrize(("make_model", "algorithm"), [(Tower, TOPK), (Branches, TOPK), (Branches, BLOCKK)])
-def test_what_was_sent_and_the_residuals_are_the_gradients(
+def test_averaged_gradients_and_residuals_sum_to_the_gradients(
     size: int, nodes: list[int] | None, make_model: type[torch.nn.Module], algorithm: tb.Algorithm
 ) -> None:
-    """To float32 rounding: the sums of ten steps over all ranks, parameter by parameter."""
+    """Up to float32 rounding: sums over ten steps and all ranks, for each parameter."""
     model = build(make_model)
 
     def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
@@ -32,29 +32,29 @@ def test_what_was_sent_and_the_residuals_are_the_gradients(
         given = {name: torch.zeros_like(p) for name, p in named.items()}
         got = {name: torch.zeros_like(p) for name, p in named.items()}
 
-        def note(gradient: torch.Tensor, name: str) -> None:
+        def add(gradient: torch.Tensor, name: str) -> None:
             given[name] += gradient
 
         for name, parameter in named.items():
-            parameter.register_hook(partial(note, name=name))
+            parameter.register_hook(partial(add, name=name))
         with loop.attachment:
             for step in range(10):
                 loop.step(step)
                 for name, parameter in named.items():
                     got[name] += 0 if parameter.grad is None else parameter.grad
-            held = loop.residuals()
-        return given, got, held["sent"], held["mean"]
+            residuals = loop.residuals()
+        return given, got, residuals["sent"], residuals["mean"]
 
     runs = run_ranks(size, body)
     for name, received in runs[0][1].items():
         assert all(torch.equal(run[1][name], received) for run in runs), "replicas differ"
         gradients = sum(run[0][name] for run in runs) / size
-        left_out = sum(run[2][name] / size + run[3][name] for run in runs)
+        residual = sum(run[2][name] / size + run[3][name] for run in runs)
         largest = max(run[0][name].abs().max() for run in runs)
-        assert torch.allclose(received + left_out, gradients, rtol=0, atol=1e-5 * float(largest)), name
+        assert torch.allclose(received + residual, gradients, rtol=0, atol=1e-5 * float(largest)), name
         if received.numel() > 400:
             assert (received == 0).float().mean() > 0.5, "most of it is in the residuals"
-            assert left_out.any()
+            assert residual.any()
 
 
 def test_a_step_that_amp_skips_leaves_no_trace() -> None:
@@ -77,7 +77,7 @@ def test_a_step_that_amp_skips_leaves_no_trace() -> None:
 
 
 def test_a_hundredth_of_a_gradient_is_sent_in_far_less_of_its_bytes() -> None:
-    # One parameter of 64 blocks, which DDP sends in a bucket of its own.
+    # One parameter of 64 blocks, which DDP puts into a separate bucket.
     model = build(lambda: torch.nn.Linear(256, 512, bias=False))
 
     def body(group: dist.ProcessGroup) -> int:
@@ -87,12 +87,12 @@ def test_a_hundredth_of_a_gradient_is_sent_in_far_less_of_its_bytes() -> None:
             ddp(torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank()))).sum().backward()
         return recorder.bytes_sent
 
-    full_bytes = 4 * 256 * 512  # of a two-phase mean of 2 ranks in float32
+    full_bytes = 4 * 256 * 512  # for a two-phase mean over 2 ranks in float32
     for sent in run_ranks(2, body):
         assert int(full_bytes / sent) == 151
 
 
-def test_of_all_elements_8_bits_are_sent() -> None:
+def test_a_ratio_of_one_sends_all_elements_in_8_bits() -> None:
     model = build(Tower)
     runs = run_ranks(2, lambda group: train_told(group, model, tb.TopKAlgorithm(1.0), num_steps=1))
     for name, averaged in runs[0].averaged[0].items():
@@ -123,7 +123,7 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("selection", ["bottom", ["top"]])
-def test_a_selection_that_there_is_not_is_refused(selection: Any) -> None:
+def test_an_unknown_selection_is_refused(selection: Any) -> None:
     with pytest.raises(ValueError, match=r"^TopKAlgorithm: selection must be one of \['block', 'top'\], got .*"):
         tb.TopKAlgorithm(selection=selection)
 

@@ -1,4 +1,4 @@
-"""Sparse gradients that a function makes, so that attach cannot see them: refused by the name of the parameter."""
+"""Sparse gradients of a function, which attach cannot detect: refused by the name of the parameter."""
 
 import copy
 
@@ -14,7 +14,7 @@ from training import build
 
 
 class Words(nn.Module):
-    """A table that is looked up by a function; the first parameter, or not."""
+    """An embedding by a function; its table is the first parameter, or not."""
 
     def __init__(self, *, is_first: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_refused_on_all_ranks(algorithm: tb.Algorithm, is_first: bool) -> None:
 
 
 def test_refused_in_a_later_step() -> None:
-    """The first gradient is looked at in every backward: to ask for its address would raise torch's own error."""
+    """The first gradient is checked in every backward: reading its address would raise torch's own error."""
     model = build(lambda: Words(is_first=True))
 
     def body(group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""When each method of an impl is called in a training step, seen by an algorithm that writes it down."""
+"""When each method of an impl is called in a training step, recorded by an algorithm that logs the calls."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from training import build
 
 @dataclass(frozen=True)
 class LoggingAlgorithm(tb.Algorithm):
-    """Plain averaging that writes down when each method of the interface is called."""
+    """Plain averaging that logs the calls of each method of the interface."""
 
     def make_impl(self, runner: tb.Runner) -> "LoggingImpl":
         return LoggingImpl(runner)
@@ -60,7 +60,7 @@ class LoggingImpl(tb.AlgorithmImpl):
         self.resets = state["resets"]
 
 
-def test_every_method_is_called_when_it_should() -> None:
+def test_every_method_is_called_at_the_right_time() -> None:
     model = build(lambda: torch.nn.Linear(10, 1))
 
     def body(group: dist.ProcessGroup) -> list[str]:
@@ -86,7 +86,7 @@ def test_every_method_is_called_when_it_should() -> None:
         every_step = {"forward", "need_reset", "weight", "bias", "backward", "end", "SGD"}
         assert [set(step) - {"init_operations"} for step in steps] == [every_step] * 5
         assert all(step[0] == "forward" and step[-3:] == ["backward", "end", "SGD"] for step in steps)
-        # First seen; DDP rebuilds its buckets; nothing; need_reset was True; nothing.
+        # The bucket is new; DDP rebuilds its buckets; no change; need_reset returned True; no change.
         assert ["init_operations" in step for step in steps] == [True, True, False, True, False]
 
 
@@ -118,8 +118,8 @@ def test_backward_end_is_called_once_with_a_reentrant_checkpoint() -> None:
         assert log[-1] == "backward end"
 
 
-def test_ignored_parameters_are_left_alone_and_all_optimizers_are_the_clock() -> None:
-    """DDP's parameters_to_ignore get no hook; a step ends when both optimizers have stepped, and with the last."""
+def test_ignored_parameters_get_no_hook_and_all_optimizers_define_a_step() -> None:
+    """DDP's parameters_to_ignore get no hook; a step ends when both optimizers have stepped, with the later of them."""
 
     def body(group: dist.ProcessGroup) -> list[str]:
         module = torch.nn.Linear(10, 1)

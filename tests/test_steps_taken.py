@@ -1,4 +1,4 @@
-"""An algorithm's commit: once for each step that an optimizer takes, whoever calls it; and the standalone hook's."""
+"""Algorithms are notified once of each step that an optimizer takes, with attach and with the standalone hook."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ X = torch.ones(2, 10)
 
 @dataclass(frozen=True)
 class CountingAlgorithm(tb.Algorithm):
-    """Plain averaging that writes down which parameters each step has used."""
+    """Plain averaging that records the parameters of each step."""
 
     def make_impl(self, runner: tb.Runner) -> "CountingImpl":
         return CountingImpl(runner)
@@ -41,8 +41,8 @@ class CountingImpl(tb.AlgorithmImpl):
         self.steps.append([tuple(parameter.shape) for parameter in parameters])
 
 
-class HandedOn:
-    """An optimizer in accelerate's manner: it has the other's state, and calls a scaler that may skip its step."""
+class OptimizerWrapper:
+    """A wrapper like accelerate's: it shares the optimizer's state, and calls a scaler that may skip the step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self.optimizer, self.scaler = optimizer, scaler
@@ -57,7 +57,7 @@ class HandedOn:
 
 
 class Decayed(torch.optim.SGD):
-    """A user's subclass, whose step calls that of its parent class."""
+    """A user's subclass that calls the step of its parent class."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -81,12 +81,12 @@ def plain(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) 
     for _ in range(3):
         backward(ddp)
         optimizer.step()
-    backward(ddp)  # which no step follows
+    backward(ddp)  # no step follows
     return 3
 
 
 def in_a_wrapper(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
-    optimizer = HandedOn(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    optimizer = OptimizerWrapper(torch.optim.SGD(ddp.parameters(), lr=0.1))
     attach(optimizer)
     for _ in range(3):
         backward(ddp)
@@ -96,7 +96,7 @@ def in_a_wrapper(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attach
 
 def in_a_subclass(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
     optimizer = Decayed(ddp.parameters(), lr=0.1)
-    torch.optim.SGD(ddp.parameters(), lr=0.1)  # with an instance of its own torch hooks the parent class too
+    torch.optim.SGD(ddp.parameters(), lr=0.1)  # for an instance of the parent class, torch hooks that class too
     attach(optimizer)
     for _ in range(3):
         backward(ddp)
@@ -123,7 +123,7 @@ def with_a_closure(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Atta
 def with_a_scaler(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment], **options: Any) -> int:
     """Steps 1 and 3 of five are skipped."""
     optimizer = torch.optim.Adam(ddp.parameters(), **options)
-    wrapper = HandedOn(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
+    wrapper = OptimizerWrapper(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
     attach(optimizer)
     for step in range(5):
         backward(ddp, wrapper.scaler.scale(torch.tensor(float("inf") if step in (1, 3) else 1.0)))
@@ -132,14 +132,14 @@ def with_a_scaler(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attac
 
 
 def with_a_fused_optimizer_and_a_scaler(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
-    """It is called for those that it skips, too."""
+    """GradScaler also calls it for the steps that it skips."""
     return with_a_scaler(ddp, attach, fused=True)
 
 
 def with_an_optimizer_that_takes_the_scaler(
     ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]
 ) -> int:
-    """As torch asked custom fused optimizers to, and goes on to for a while."""
+    """As torch asked of custom fused optimizers, and still supports."""
 
     class OwnScaling(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -193,23 +193,23 @@ def test_once_for_each_step_that_is_taken(loop: Callable[..., int], is_attached:
     run_ranks(2, body)
 
 
-def test_several_optimizers_each_with_what_it_has_used() -> None:
+def test_each_of_several_optimizers_reports_its_parameters() -> None:
     def body(group: dist.ProcessGroup) -> list[list[tuple[int, ...]]]:
         ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
-        optimizers = [torch.optim.SGD([one], lr=0.1) for one in (ddp.module.weight, ddp.module.bias)]
+        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (ddp.module.weight, ddp.module.bias)]
         with tb.attach(ddp, optimizers, CountingAlgorithm()) as attachment:
             for order in ((0, 1), (1,), (0, 0)):
                 backward(ddp)
                 for index in order:
                     optimizers[index].step()
-        optimizers[0].step()  # of which it hears no more
+        optimizers[0].step()  # the algorithm is no longer notified
         return attachment.impl.steps
 
     weight, bias = [(3, 10)], [(3,)]
     assert run_ranks(2, body) == [[weight, bias, bias, weight, weight]] * 2
 
 
-def test_a_weight_algorithm_hears_of_steps_too() -> None:
+def test_a_weight_algorithm_is_notified_of_steps_too() -> None:
     class Steps(tb.Algorithm):
         averages_weights = True
 
@@ -235,16 +235,17 @@ def test_a_weight_algorithm_hears_of_steps_too() -> None:
 
 
 def test_an_optimizer_is_asked_once_whether_it_skips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a fused one on a GPU each time waits for the GPU."""
+    """For a fused optimizer on a GPU, each query waits for the GPU."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "torchbagua.runtime.optimizer_steps.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__))
+        "torchbagua.runtime.optimizer_steps.is_told_to_skip",
+        lambda optimizer: bool(asked.append(type(optimizer).__name__)),
     )
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        # It commits state, and an observer hears where a step ends.
+        # Two listeners: the algorithm commits state, and an observer is notified of the end of a step.
         with tb.attach(ddp, optimizer, CountingAlgorithm(), observers=[tb.observe.Summary()]) as attachment:
             for _ in range(3):
                 backward(ddp)
@@ -257,7 +258,9 @@ def test_an_optimizer_is_asked_once_whether_it_skips(monkeypatch: pytest.MonkeyP
     assert asked == ["SGD"] * 3
 
 
-def hooked(group: dist.ProcessGroup, **arguments: Any) -> tuple[DistributedDataParallel, tb.AlgorithmImpl, Any]:
+def register_standalone_hook(
+    group: dist.ProcessGroup, **arguments: Any
+) -> tuple[DistributedDataParallel, tb.AlgorithmImpl, Any]:
     ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     given = dict.fromkeys(arguments, optimizer)
@@ -266,62 +269,62 @@ def hooked(group: dist.ProcessGroup, **arguments: Any) -> tuple[DistributedDataP
     return ddp, impl, optimizer
 
 
-def test_behind_the_plain_hook_the_second_backward_without_either_raises() -> None:
+def test_with_the_standalone_hook_the_second_backward_without_a_notification_raises() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        ddp, impl, optimizer = hooked(group)
+        ddp, impl, optimizer = register_standalone_hook(group)
         backward(ddp)
         optimizer.step()
-        both_ways = r"call runner\.step_taken\(\) after each step .* reify\(group, optimizer=optimizer\)"
-        with pytest.raises(RuntimeError, match=f"ByteGradAlgorithm has to know which steps are taken.*{both_ways}"):
+        both_ways = r"Call runner\.step_taken\(\) after each step .* reify\(group, optimizer=optimizer\)"
+        with pytest.raises(RuntimeError, match=f"ByteGradAlgorithm must be notified of the steps.*{both_ways}"):
             backward(ddp)
         impl.close()
 
     run_ranks(2, body)
 
 
-def test_both_ways_behind_the_plain_hook_come_to_the_same() -> None:
+def test_both_notifications_of_the_standalone_hook_give_equal_weights() -> None:
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        told, watched = hooked(group), hooked(group, optimizer=True)
+        notified, watched = register_standalone_hook(group), register_standalone_hook(group, optimizer=True)
         for step in range(4):
-            for ddp, impl, optimizer in (told, watched):
+            for ddp, impl, optimizer in (notified, watched):
                 backward(ddp, float(step + group.rank() + 1) / 3)
                 optimizer.step()
-                if impl is told[1]:
+                if impl is notified[1]:
                     impl.step_taken()
-        with pytest.raises(RuntimeError, match=r"step_taken: the steps of SGD are heard of without it; do not call it"):
+        with pytest.raises(RuntimeError, match=r"step_taken: the runner already watches the steps of SGD; do not call"):
             watched[1].step_taken()
-        for use in (told[1].state_dict, lambda: told[1].load_state_dict(watched[1].state_dict())):
+        for use in (notified[1].state_dict, lambda: notified[1].load_state_dict(watched[1].state_dict())):
             with pytest.raises(
                 RuntimeError, match=r"no names to save state by; .* reify\(group, optimizer=optimizer\)"
             ):
                 use()
         watched[1].load_state_dict(watched[1].state_dict())
-        for _, impl, _ in (told, watched):
+        for _, impl, _ in (notified, watched):
             impl.close()
-        return [p.detach() for p in told[0].parameters()], [p.detach() for p in watched[0].parameters()]
+        return [p.detach() for p in notified[0].parameters()], [p.detach() for p in watched[0].parameters()]
 
-    for told, watched in run_ranks(2, body):
-        assert all(map(torch.equal, told, watched))
+    for notified, watched in run_ranks(2, body):
+        assert all(map(torch.equal, notified, watched))
 
 
-def test_an_optimizer_that_is_never_stepped_is_told_of() -> None:
-    """Another one steps: what is left out would never be kept."""
+def test_an_optimizer_that_is_never_stepped_warns() -> None:
+    """Another optimizer steps, so residuals would never be committed."""
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, impl, optimizer = hooked(group, optimizer=True)
-        another = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp, impl, optimizer = register_standalone_hook(group, optimizer=True)
+        unwatched = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(400):
             backward(ddp)
-            (optimizer if step == 200 else another).step()
+            (optimizer if step == 200 else unwatched).step()
             if step == 198:
-                assert not told
+                assert not caught
         impl.close()
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         run_ranks(1, body)
-    assert len(told) == 1
-    assert "ByteGradAlgorithm has heard of no step of SGD in 200 synchronised" in str(told[0].message)
+    assert len(caught) == 1
+    assert "ByteGradAlgorithm has seen no step of SGD in 200 synchronized" in str(caught[0].message)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +339,7 @@ def test_an_optimizer_that_is_never_stepped_is_told_of() -> None:
         ),
     ],
 )
-def test_what_is_no_optimizer(optimizer: Any, error: type[Exception], message: str) -> None:
+def test_reify_refuses_other_objects_as_optimizer(optimizer: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(1, lambda group: tb.ByteGradAlgorithm().reify(group, optimizer=optimizer))
 

@@ -1,4 +1,4 @@
-"""What ranks agree on over a store: how many requests and bytes that takes, who is named, and who may come again."""
+"""Agreement over a store: its requests and bytes, the ranks that errors name, and retries."""
 
 import re
 import threading
@@ -19,7 +19,7 @@ LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
 
 
 class CountingStore(dist.Store):
-    """Another store, for one rank, whose requests and bytes are counted."""
+    """Wraps a store for one rank, and counts its requests and bytes."""
 
     def __init__(self, store: dist.Store, *, is_extended: bool = True) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ def on_all_ranks(ranks: Sequence[int], body: Callable[[int], T]) -> dict[int, T 
 def test_requests_grow_with_the_logarithm_of_the_ranks(size: int, is_extended: bool) -> None:
     store = dist.HashStore()
     stores = [CountingStore(store, is_extended=is_extended) for _ in range(size)]
-    given = [rank // 8 for rank in range(size)]  # a list as long as the ranks
+    given = [rank // 8 for rank in range(size)]  # one entry per rank
 
     def body(rank: int) -> Verdict:
         return agree_over_store(stores[rank], rank, size, introduction(rank, nodes=given), LONG)
 
     for verdict in on_all_ranks(range(size), body).values():
         assert verdict == Verdict("id0", given, [], False)
-    num_levels = (size.bit_length() + 1) // 2  # the tree's
+    num_levels = (size.bit_length() + 1) // 2  # of the tree
     most = max(store.requests.total() for store in stores)
     assert most <= 6 + (0 if is_extended else 3 * num_levels)
     assert sum(store.requests.total() for store in stores) <= 6 * size
@@ -136,8 +136,8 @@ def test_nodes_are_numbered_and_clocks_compared(hosts: list[str], kind: str, tmp
         ({2: {"block": "1"}, 12: {"block": "1"}}, "block: rank 0 has '2048', rank 2 has '1'; it must"),
     ],
 )
-def test_all_ranks_get_the_same_words_of_a_disagreement(settings: dict[int, Settings], message: str) -> None:
-    """They name the first setting that differs, and the first rank that differs in it from rank 0."""
+def test_all_ranks_raise_the_same_error_for_a_disagreement(settings: dict[int, Settings], message: str) -> None:
+    """It names the first setting that differs, and the first rank whose value differs from rank 0's."""
     store, size = dist.HashStore(), 17
 
     def body(rank: int) -> Verdict:
@@ -147,7 +147,7 @@ def test_all_ranks_get_the_same_words_of_a_disagreement(settings: dict[int, Sett
 
     texts = {str(error) for error in on_all_ranks(range(size), body).values() if isinstance(error, ValueError)}
     assert len(texts) == 1
-    assert f"torchbagua: ranks disagree in {message} be the same on every rank" in texts.pop()
+    assert f"torchbagua: ranks disagree on {message} be the same on every rank" in texts.pop()
 
 
 def test_numbers_that_compare_equal_agree() -> None:
@@ -161,8 +161,8 @@ def test_numbers_that_compare_equal_agree() -> None:
 @pytest.mark.parametrize(
     "missing", [[0], [1], [4], [7, 8], [0, 5], [16], list(range(4, 8)), list(range(1, 17))], ids=str
 )
-def test_missing_ranks_are_named_by_all_others(missing: list[int]) -> None:
-    """Leaves of the tree, ranks with others below them, and its root."""
+def test_all_other_ranks_name_the_missing_ranks(missing: list[int]) -> None:
+    """Leaves of the tree, inner nodes, and the root."""
     store, size = dist.HashStore(), 17
     present = [rank for rank in range(size) if rank not in missing]
 
@@ -170,43 +170,43 @@ def test_missing_ranks_are_named_by_all_others(missing: list[int]) -> None:
         start = time.monotonic()
         with pytest.raises(TimeoutError) as caught:
             agree_over_store(store, rank, size, introduction(rank), SHORT)
-        assert f"torchbagua: ranks {missing} of 17 did not come within 0.5 s: every rank" in str(caught.value)
+        assert f"torchbagua: timed out after 0.5 s waiting for ranks {missing} of 17: every rank" in str(caught.value)
         return time.monotonic() - start
 
     for seconds in on_all_ranks(present, body).values():
         assert isinstance(seconds, float), seconds
-        assert seconds < 3  # of a busy machine
+        assert seconds < 3  # on a busy machine
 
 
-def test_ranks_that_waited_in_vain_may_come_again() -> None:
-    """Their first words count no more: with others in their place all see that they disagree, or agree."""
+def test_ranks_that_timed_out_may_retry() -> None:
+    """Their first introductions no longer count: only the new ones are compared."""
     store, size = dist.HashStore(), 6
 
-    def in_vain(rank: int) -> str:
+    def time_out(rank: int) -> str:
         with pytest.raises(TimeoutError) as caught:
             agree_over_store(store, rank, size, introduction(rank), SHORT)
         return str(caught.value)
 
-    for text in on_all_ranks([0, 1, 4, 5], in_vain).values():
+    for text in on_all_ranks([0, 1, 4, 5], time_out).values():
         assert "ranks [2, 3] of 6" in str(text)
-    # Those that were late now wait in vain for the others, and say so; one of them may have given up before the other.
-    for text in on_all_ranks([2, 3], in_vain).values():
+    # The late ranks now time out waiting for the others. One of them may have withdrawn before the other.
+    for text in on_all_ranks([2, 3], time_out).values():
         assert re.search(r"ranks \[0, 1, (2, |3, )?4, 5\] of 6", str(text)), text
 
-    def again(rank: int) -> Verdict:
+    def retry(rank: int) -> Verdict:
         time.sleep(0.05 * (rank == 5))
         return agree_over_store(store, rank, size, introduction(rank, changed=True), LONG)
 
-    for verdict in on_all_ranks(range(size), again).values():
+    for verdict in on_all_ranks(range(size), retry).values():
         assert verdict == Verdict("id0", [0] * 6, [], False)
 
 
-def test_what_a_rank_says_when_it_comes_again_is_compared() -> None:
-    """Although ranks above it in the tree have heard its first words, and still wait."""
+def test_the_introduction_of_a_retry_is_compared() -> None:
+    """Its ancestors in the tree have read its first introduction, and are still waiting."""
     store, size = dist.HashStore(), 17
 
     def body(rank: int) -> Verdict:
-        if rank == 5:  # below 4, which has told 0 of it
+        if rank == 5:  # a child of 4, which has passed its summary to 0
             with pytest.raises(TimeoutError):
                 agree_over_store(store, rank, size, introduction(rank), SHORT)
             return agree_over_store(store, rank, size, introduction(rank, changed=True), LONG)
@@ -216,4 +216,4 @@ def test_what_a_rank_says_when_it_comes_again_is_compared() -> None:
 
     for error in on_all_ranks(range(size), body).values():
         assert isinstance(error, ValueError)
-        assert "disagree in changed: rank 0 has None, rank 5 has True" in str(error)
+        assert "disagree on changed: rank 0 has None, rank 5 has True" in str(error)

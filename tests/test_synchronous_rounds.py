@@ -1,4 +1,4 @@
-"""SynchronousRounds: steps and rounds that are counted, and compared on all ranks."""
+"""SynchronousRounds: steps and rounds are counted, and compared on all ranks."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def test_one_step_in_an_interval_is_due(size: int, due_after: list[int]) -> None
     ("attribute", "name"), [("step", "optimizer steps"), ("num_rounds", "rounds"), ("num_backwards", "backward passes")]
 )
 def test_ranks_that_differ_all_raise(attribute: str, name: str) -> None:
-    """The purpose says by how many steps of this rank the round is."""
+    """The purpose in the error contains the number of steps of this rank."""
 
     def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> str:
         setattr(rounds, attribute, 4 + rank)
@@ -68,7 +68,7 @@ def test_ranks_that_differ_all_raise(attribute: str, name: str) -> None:
 
 
 def test_an_inf_of_one_rank_is_known_to_all() -> None:
-    """From then on backward passes, of which a rank may have one more in a step that is skipped, are not compared."""
+    """Later, backward passes are not compared: a rank may have one more of them in a skipped step."""
 
     def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> list[bool]:
         assert runner.needs_grad_scaler
@@ -81,7 +81,7 @@ def test_an_inf_of_one_rank_is_known_to_all() -> None:
     assert on_ranks(2, body) == [[False, True, False]] * 2
 
 
-def test_ranks_of_which_one_searches_for_inf_all_raise() -> None:
+def test_all_ranks_raise_if_only_one_searches_for_inf() -> None:
     def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> str:
         if rank == 0:
             return error_of(rounds)
@@ -93,7 +93,7 @@ def test_ranks_of_which_one_searches_for_inf_all_raise() -> None:
         assert "rank 0 has 0 searches for Inf, rank 1 has 1." in error
 
 
-def test_a_single_rank_needs_nobody() -> None:
+def test_a_single_rank_needs_no_agreement() -> None:
     def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> None:
         assert rounds.is_single_rank
         assert not runner.needs_grad_scaler

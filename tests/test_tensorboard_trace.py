@@ -20,7 +20,7 @@ EVERY = 5  # DiLoCo's rounds are in even steps, and the fifth step is number 4
 
 
 def read(folder: Path) -> EventAccumulator:
-    """Return all that lies in the folder."""
+    """Return all events in the folder."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "histograms": 0, "tensors": 0})
     events.Reload()
     return events
@@ -28,7 +28,7 @@ def read(folder: Path) -> EventAccumulator:
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
     events = read(folder)
-    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    return {tag: {scalar.step: scalar.value for scalar in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
 def steps_of(events: list[tb.CommEvent]) -> list[list[tb.CommEvent]]:
@@ -38,7 +38,7 @@ def steps_of(events: list[tb.CommEvent]) -> list[list[tb.CommEvent]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
+def test_charts_show_the_observed_events(tmp_path: Path, name: str) -> None:
     recorders = [tb.observe.Recorder() for _ in range(2)]
     train_traced(
         2,
@@ -59,7 +59,7 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
         num_steps = first + of_ranks[0].num_steps
         sent_bytes += of_ranks[0].bytes_sent
         own, other = (shown(figures, sent_bytes) for figures in of_ranks)
-        if num_steps == 3 * EVERY + 1:  # with what it sent when it was detached
+        if num_steps == 3 * EVERY + 1:  # with the bytes that detach sent
             own["communication_detail/sent_MB_in_all"] = recorders[0].bytes_sent / 1e6
         for tag, value in own.items():
             assert written[tag][num_steps] == pytest.approx(value, rel=1e-6), tag  # the files hold float32
@@ -82,7 +82,7 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
     }.get(name, set())
     special = {"relative_quantisation_error", "residual_norm", "peer", "rounds", "staleness_in_steps"}
     found = {tag.split("/")[1] for tag in written} & special
-    if name == "async":  # in so few steps there need not have been a round
+    if name == "async":  # so few steps may have no round
         assert found <= of_name
     else:
         assert found == of_name
@@ -101,7 +101,7 @@ def test_the_peer_of_shift_one_changes(tmp_path: Path) -> None:
     in_turn = [(2,), (3,)] * len(of_first_bucket)
     assert of_first_bucket == in_turn[: len(of_first_bucket)], "rank 0 meets the upper half"
     assert len(of_first_bucket) > 2
-    # A round may end in the step that starts it or in the next one: the last one that ended in a step is shown.
+    # A round may end in the step that starts it or in the next step: the chart shows the last that ended in a step.
     last = {event.step + 1: float(event.peers[0]) for event in means}
     assert scalars(tmp_path)["communication_detail/peer"] == {step: last[step] for step in sorted(last) if step <= 8}
 
@@ -148,14 +148,14 @@ def test_runs_shorter_than_every_n_steps(tmp_path: Path, num_steps: int) -> None
 
 def test_ranks_that_write(tmp_path: Path) -> None:
     train_traced(3, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2, ranks=(1, 2))], num_steps=4)
-    written, beside = scalars(tmp_path), scalars(tmp_path / "rank2")
+    written, of_rank_2 = scalars(tmp_path), scalars(tmp_path / "rank2")
     assert not (tmp_path / "rank0").exists()
     assert list(written["communication_of_all_ranks/step_ms_mean"]) == [2, 4]
-    assert list(beside["communication/step_ms"]) == [2, 4]
-    assert not any(tag.startswith("communication_of_all_ranks") for tag in beside)
+    assert list(of_rank_2["communication/step_ms"]) == [2, 4]
+    assert not any(tag.startswith("communication_of_all_ranks") for tag in of_rank_2)
 
 
-def test_a_writer_of_the_users(tmp_path: Path) -> None:
+def test_a_user_provided_writer(tmp_path: Path) -> None:
     with SummaryWriter(tmp_path) as writer:
         writer.add_scalar("loss", 3.0, 1)
         train_traced(
@@ -171,14 +171,14 @@ def test_a_writer_of_the_users(tmp_path: Path) -> None:
 def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     start_s = time.monotonic()
     train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2)] if group.rank() == 0 else [])
-    assert time.monotonic() - start_s < 20, "it does not wait for what the other never puts up"
+    assert time.monotonic() - start_s < 20, "it does not wait for texts that the other rank never puts"
     written = scalars(tmp_path)
     assert list(written["communication/step_ms"]) == [2, 4, 6]
     assert not any(tag.startswith("communication_of_all_ranks") for tag in written)
 
 
 def test_slots_are_used_again() -> None:
-    """However long a run is, the store keeps sixteen texts of a rank."""
+    """However long the run, the store keeps only the last sixteen texts of a rank."""
 
     class Board:
         texts: dict[tuple[int, int], str]
@@ -203,11 +203,11 @@ def test_slots_are_used_again() -> None:
     ahead, behind = over_ranks(0), over_ranks(1)
     for step in range(10, 1010, 10):
         ahead.put(step, {"ms": 1.0})
-    assert ahead.found() == []
+    assert ahead.collect() == []
     found = []
     for step in range(10, 1010, 10):
         behind.put(step, {"ms": 2.0 + step})
-        found += ahead.found()
+        found += ahead.collect()
     assert len(texts) == 2 * (16 + 1)
     assert found == [(step, [{"ms": 1.0}, {"ms": 2.0 + step}]) for step in range(850, 1010, 10)], "the last sixteen"
 
@@ -236,13 +236,13 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         tb.observe.TensorBoardTrace(tmp_path / "file")
 
 
-def test_ranks_that_there_are_not(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=r"ranks \[5\] are to write, and there are 2 ranks"):
+def test_ranks_that_do_not_exist(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"ranks must be less than the world size 2, got \[5\]"):
         train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, ranks=[5])], num_steps=1)
 
 
-def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
-    """In a process that has imported none of it yet."""
+def test_missing_packages_are_named(tmp_path: Path) -> None:
+    """In a process that has not imported them yet."""
     code = f"""
 import sys
 import torchbagua

@@ -1,4 +1,4 @@
-"""TopKAlgorithm's momentum and warm-up: the oracle's to the bit, SGD's in sum, and what they refuse.
+"""TopKAlgorithm's momentum and warm-up: bitwise equal to the oracle, equal in sum to SGD, and the refused settings.
 
 Resuming, and a rank without data, are in test_bytegrad_feedback.py.
 """
@@ -52,8 +52,8 @@ def test_the_oracle(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("ratio", "selection"), [(0.02, "top"), (0.02, "block"), (1.0, "top")])
-def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int, ratio: float, selection: str) -> None:
-    """Without masking, to float32 rounding, for any ratio."""
+def test_sent_values_plus_residuals_equal_sgd_with_momentum(size: int, ratio: float, selection: str) -> None:
+    """Without masking, up to float32 rounding, for any ratio."""
     model = build(Tower)
     algorithm = tb.TopKAlgorithm(ratio, selection=selection, momentum=MOMENTUM, momentum_masking=False)
 
@@ -71,8 +71,8 @@ def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int,
             parameter.register_hook(partial(add, name=name))
         with loop.attachment:
             for _ in range(8):
-                for one in velocity.values():
-                    one *= MOMENTUM
+                for values in velocity.values():
+                    values *= MOMENTUM
                 loop.zero_grad()
                 loop.backward()
                 for name, parameter in named.items():
@@ -80,20 +80,20 @@ def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int,
                     size_of_moves[name] += velocity[name].abs()
                     received[name] += parameter.grad
                 loop.optimizers[0].step()
-            held = loop.residuals()
-        return moved, received, held["sent"], held["mean"], size_of_moves
+            residuals = loop.residuals()
+        return moved, received, residuals["sent"], residuals["mean"], size_of_moves
 
     runs = run_ranks(size, body)
     for name, received in runs[0][1].items():
         moved = sum(run[0][name] for run in runs) / size
-        left_out = sum(run[2][name] / size + run[3][name] for run in runs)
-        assert (received + left_out - moved).norm() < 1e-6 * max(run[4][name].norm() for run in runs), name
-        if ratio == 1.0:  # then a step leaves out what 8 bits do
-            assert left_out.abs().max() <= 0.02 * max(run[0][name].abs().max() for run in runs)
+        residual = sum(run[2][name] / size + run[3][name] for run in runs)
+        assert (received + residual - moved).norm() < 1e-6 * max(run[4][name].norm() for run in runs), name
+        if ratio == 1.0:  # then the residual is the rounding to 8 bits
+            assert residual.abs().max() <= 0.02 * max(run[0][name].abs().max() for run in runs)
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
-def test_a_step_that_amp_skips_or_nobody_uses_leaves_no_trace(size: int, nodes: list[int] | None) -> None:
+def test_skipped_steps_and_unused_parameters_leave_no_trace(size: int, nodes: list[int] | None) -> None:
     model = build(Branches)
     algorithm = tb.TopKAlgorithm(momentum=0.9)
 
@@ -119,7 +119,7 @@ def test_a_step_that_amp_skips_or_nobody_uses_leaves_no_trace(size: int, nodes: 
     ("make_optimizer", "message"),
     [
         (partial(torch.optim.Adam, lr=0.1), "the optimizer must be torch.optim.SGD, got Adam"),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.5), "that of SGD must be 0, .*got 0.5"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.5), "SGD's momentum must be 0, .*got 0.5"),
     ],
 )
 def test_other_optimizers_are_refused(make_optimizer: Any, message: str) -> None:
@@ -128,7 +128,7 @@ def test_other_optimizers_are_refused(make_optimizer: Any, message: str) -> None
         optimizer = make_optimizer(ddp.parameters())
         with pytest.raises(ValueError, match=f"^TopKAlgorithm: with momentum=0.9 {message}"):
             tb.attach(ddp, optimizer, tb.TopKAlgorithm(momentum=0.9))
-        with pytest.warns(RuntimeWarning, match="TopKAlgorithm with"):  # and without a momentum only advised against
+        with pytest.warns(RuntimeWarning, match="TopKAlgorithm with"):  # without a momentum, only a warning
             tb.attach(ddp, optimizer, tb.TopKAlgorithm()).detach()
 
     run_ranks(1, body)
@@ -142,13 +142,13 @@ def test_a_momentum_that_a_scheduler_gives_sgd_is_refused() -> None:
             ddp(torch.ones(1, 3)).sum().backward()
             optimizer.step()
             optimizer.param_groups[0]["momentum"] = 0.5
-            with pytest.raises(ValueError, match=r"that of SGD must be 0, .*got 0\.5"):
+            with pytest.raises(ValueError, match=r"SGD's momentum must be 0, .*got 0\.5"):
                 ddp(torch.ones(1, 3)).sum().backward()
 
     run_ranks(1, body)
 
 
-def test_a_second_synchronised_backward_before_the_step_is_refused() -> None:
+def test_a_second_synchronized_backward_before_the_step_is_refused() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -157,11 +157,11 @@ def test_a_second_synchronised_backward_before_the_step_is_refused() -> None:
             for _ in range(3):
                 loop.step()
                 loop.zero_grad()
-                loop.backward()  # of no consequence: it is cleared
+                loop.backward()  # without effect: it is cleared
             loop.optimizers[0].step()
             loop.zero_grad()
             loop.backward()
-            with pytest.raises(RuntimeError, match=r"one synchronised backward pass.* under ddp\.no_sync"):
+            with pytest.raises(RuntimeError, match=r"one synchronized backward pass.* under ddp\.no_sync"):
                 loop.backward()
 
     run_ranks(2, body)
@@ -170,7 +170,7 @@ def test_a_second_synchronised_backward_before_the_step_is_refused() -> None:
 def test_parameters_that_would_have_no_momentum_are_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(3, 2).double(), process_group=group)
-        with pytest.raises(ValueError, match=r"^TopKAlgorithm: with momentum=0\.9 .* got torch\.float64, weight"):
+        with pytest.raises(ValueError, match=r"^TopKAlgorithm: with momentum=0\.9 .* got torch\.float64 for weight"):
             tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), tb.TopKAlgorithm(momentum=0.9))
 
     run_ranks(1, body)
@@ -179,9 +179,9 @@ def test_parameters_that_would_have_no_momentum_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"momentum": 1.0}, "momentum must be None, or a number above 0 and below 1, got 1.0"),
-        ({"momentum": -1}, "momentum must be None, or a number above 0 and below 1, got -1"),
-        ({"momentum": "0.9"}, "momentum must be None, or a number above 0 and below 1, got '0.9'"),
+        ({"momentum": 1.0}, "momentum must be None or a number above 0 and below 1, got 1.0"),
+        ({"momentum": -1}, "momentum must be None or a number above 0 and below 1, got -1"),
+        ({"momentum": "0.9"}, "momentum must be None or a number above 0 and below 1, got '0.9'"),
         ({"momentum_masking": 1}, "momentum_masking must be True or False, got 1"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"warmup_steps": 1.5}, "warmup_steps must be an integer, got 1.5"),

@@ -1,4 +1,4 @@
-"""Topologies: which are valid, how ranks tell them apart, and weights averaged over them, bit for bit."""
+"""Topologies: validity, comparison between ranks, and bitwise equal averages of weights."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ F32 = np.float32
 
 
 def hypercube(rank: int, size: int, round: int) -> Mapping[int, float]:
-    """The rank that differs in one bit, another one in each round."""
+    """The neighbor is the rank that differs in one bit, a different bit in each round."""
     return {rank: 0.5, rank ^ (1 << round): 0.5}
 
 
@@ -34,17 +34,17 @@ def num_bits(size: int) -> int:
 
 
 def lopsided(rank: int, size: int, round: int) -> Mapping[int, float]:
-    """Rank 0 in the middle of a star; in every other round one of the others meets nobody."""
+    """Rank 0 is the center of a star. In every other round rank 1 has no neighbor."""
     share = 0.8 / size
-    others = [peer for peer in range(1, size) if round == 0 or peer > 1]
+    leaves = [peer for peer in range(1, size) if round == 0 or peer > 1]
     if rank == 0:
-        return dict.fromkeys(others, share) | {0: 1 - share * len(others)}
-    return {rank: 1 - share, 0: share} if rank in others else {rank: 1}
+        return dict.fromkeys(leaves, share) | {0: 1 - share * len(leaves)}
+    return {rank: 1 - share, 0: share} if rank in leaves else {rank: 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder(Topology):
-    """A subclass: two neighbours or three, and as many rungs as there are pairs."""
+    """A subclass with two or three neighbors, and one rung per pair."""
 
     rung: float = 0.25
 
@@ -68,10 +68,10 @@ HYPERCUBE, LOPSIDED = Graph(hypercube, num_bits), Graph(lopsided, 2)
     ],
     ids=repr,
 )
-def test_valid_ones(topology: Topology, sizes: Sequence[int]) -> None:
+def test_valid_topologies(topology: Topology, sizes: Sequence[int]) -> None:
     for size in sizes:
         topology.check("test", size)
-        Topology.check(topology, "test", size)  # what ShiftOne takes for granted, too
+        Topology.check(topology, "test", size)  # the full check, which built-in topologies skip
     assert pickle.loads(pickle.dumps(topology)) == topology
 
 
@@ -102,16 +102,16 @@ def biased(rank: int, size: int, round: int) -> Mapping[int, float]:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (empty, r"in round 0: rank 0 of 4 must have its neighbours' weights in a dict by rank, got \[0.5, 0.5\]"),
-        (beyond, "in round 0: rank 3 of 4 has 4 for a neighbour, and there is none"),
-        (one_sided, "in round 1: rank 0 of 4 has 1 for a neighbour, which does not have it for one"),
+        (empty, r"in round 0: rank 0 of 4 must map its neighbors to weights in a dict, got \[0.5, 0.5\]"),
+        (beyond, "in round 0: rank 3 of 4 has neighbor 4, which does not exist"),
+        (one_sided, "in round 1: rank 0 of 4 has neighbor 1, which does not have it as a neighbor"),
         (negative, "in round 0: rank 0 of 4 must have positive weights, got -0.5 for 1"),
-        (too_little, "in round 0: rank 0 of 4: its weights must add up to 1, got 0.75"),
-        (biased, "in round 0: rank 0 of 4: the weights that all give it must add up to 1, got 1.25"),
+        (too_little, "in round 0: rank 0 of 4: its weights must sum to 1, got 0.75"),
+        (biased, "in round 0: rank 0 of 4: the weights given to it must sum to 1, got 1.25"),
     ],
 )
-def test_bad_ones_are_refused_at_attach(function: Callable[..., Any], message: str) -> None:
-    """With their name, the round and the rank; on all ranks."""
+def test_invalid_topologies_are_refused_at_attach(function: Callable[..., Any], message: str) -> None:
+    """All ranks raise an error with the topology, the round and the rank."""
 
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(2, 1)
@@ -128,8 +128,8 @@ def test_bad_ones_are_refused_at_attach(function: Callable[..., Any], message: s
 
 
 @pytest.mark.parametrize("topology_class", [AllRanks, Ring, ShiftOne])
-def test_a_check_of_those_that_always_fit_asks_for_no_neighbours(topology_class: type[Topology]) -> None:
-    """All ranks' neighbours would be as many as the square of the ranks. A subclass with others is checked."""
+def test_the_check_of_a_valid_class_computes_no_neighbours(topology_class: type[Topology]) -> None:
+    """All ranks together may have a quadratic number of neighbors. A subclass with other neighbors is checked."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(topology_class, "neighbours", lambda *arguments: pytest.fail("asked for neighbours"))
         topology_class().check("test", 1024)
@@ -138,23 +138,23 @@ def test_a_check_of_those_that_always_fit_asks_for_no_neighbours(topology_class:
         def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
             return {rank: 0.5}
 
-    with pytest.raises(ValueError, match=r"its weights must add up to 1, got 0\.5"):
+    with pytest.raises(ValueError, match=r"its weights must sum to 1, got 0\.5"):
         Wrong().check("test", 4)
 
 
 def test_a_period_of_zero() -> None:
-    with pytest.raises(ValueError, match=r"the period of Graph\(.*\) must be at least 1, an integer, got 0"):
+    with pytest.raises(ValueError, match=r"the period of Graph\(.*\) must be a positive integer, got 0"):
         Graph(hypercube, 0).check("test", 4)
     with pytest.raises(TypeError, match=r"Topology must override Topology\.neighbours"):
         Topology().check("test", 4)
 
 
 def weighted_mean(rows: Sequence[oracle.Array], weights: Mapping[int, float]) -> oracle.Array:
-    """Own and received values in rank order, each with its weight; or their sum, divided by their number."""
+    """Return the weighted sum in rank order; with equal weights, the sum divided by the number of values."""
     number = rows[0].dtype.type
     if len(set(weights.values())) == 1:
-        return oracle.ordered_sum([rows[one] for one in sorted(weights)]) / number(len(weights))
-    return oracle.ordered_sum([rows[one] * number(weights[one]) for one in sorted(weights)])
+        return oracle.ordered_sum([rows[rank] for rank in sorted(weights)]) / number(len(weights))
+    return oracle.ordered_sum([rows[rank] * number(weights[rank]) for rank in sorted(weights)])
 
 
 def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[int] | None) -> None:
@@ -163,7 +163,7 @@ def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[
             before = stacked([trace.start[step] for trace in traces], name)
             of_nodes = oracle.node_means(before, nodes)
             round = step % topology.period(len(of_nodes))
-            rows = [topology.neighbours(one, len(of_nodes), round) for one in range(len(of_nodes))]
+            rows = [topology.neighbours(node, len(of_nodes), round) for node in range(len(of_nodes))]
             means = oracle.to_ranks([weighted_mean(of_nodes, row) for row in rows], nodes)
             updated = stacked([trace.updated[step] for trace in traces], name)
             expected = [
@@ -189,7 +189,7 @@ def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[
     ids=repr,
 )
 @pytest.mark.parametrize("make_model", [Normed, Wide])
-def test_weights_are_averaged_over_it_bit_for_bit(
+def test_averaged_weights_are_bitwise_equal_to_the_oracle(
     make_model: type[nn.Module], topology: Topology, size: int, nodes: list[int] | None
 ) -> None:
     model, algorithm = build(make_model), tb.DecentralizedAlgorithm(True, topology, bucket_cap_mb=0.01)
@@ -198,21 +198,21 @@ def test_weights_are_averaged_over_it_bit_for_bit(
 
 
 def random_graph(rank: int, size: int, round: int) -> Mapping[int, float]:
-    """Of pairs drawn anew in each round; the weights are those of Metropolis and Hastings."""
+    """Pairs are drawn again in each round; the weights are those of Metropolis and Hastings."""
     draw = random.Random(round)
     edges = [(a, b) for a in range(size) for b in range(a) if draw.random() < 0.5]
-    peers = {one: [a + b - one for a, b in edges if one in (a, b)] for one in range(size)}
+    peers = {vertex: [a + b - vertex for a, b in edges if vertex in (a, b)] for vertex in range(size)}
     weights = {peer: 1 / (1 + max(len(peers[rank]), len(peers[peer]))) for peer in peers[rank]}
     return {rank: 1 - sum(weights.values()), **weights}
 
 
-def test_ranks_that_take_turns_do_not_wait_in_a_circle() -> None:
-    """Over slow links a rank sends and receives one message at a time."""
+def test_one_message_at_a_time_does_not_deadlock() -> None:
+    """A rank sends and receives one message at a time over slow links."""
     num_elements, num_rounds, size = SMALL_MESSAGE_BYTES, 10, 7
 
     class Slow(list[float]):
         def __setitem__(self, *_: Any) -> None:
-            """Links stay slow."""
+            """Discard measured rates: links stay slow."""
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         own = tb.BaguaProcessGroup(group)
@@ -225,19 +225,19 @@ def test_ranks_that_take_turns_do_not_wait_in_a_circle() -> None:
 
     for rank, means in enumerate(run_ranks(size, body)):
         for round, mean in enumerate(means):
-            expected = sum(one * weight for one, weight in random_graph(rank, size, round).items())
+            expected = sum(peer * weight for peer, weight in random_graph(rank, size, round).items())
             torch.testing.assert_close(mean, torch.full((num_elements,), expected), rtol=1e-6, atol=1e-6)
 
 
-def test_a_ring_of_any_even_number_meets_twice() -> None:
+def test_ranks_of_an_even_ring_exchange_in_two_matchings() -> None:
     for size in (4, 6, 64):
         orders = [peers_in_order(Ring(), rank, size, 0) for rank in range(size)]
         for number in range(2):
             assert all(orders[orders[rank][number]][number] == rank for rank in range(size)), size
 
 
-def test_functions_are_told_apart_by_name() -> None:
-    """Their repr holds an address, which the threads of one process share and processes do not."""
+def test_functions_are_compared_by_name() -> None:
+    """Their repr contains an address, which is equal for threads of one process, but not for processes."""
 
     def body(group: dist.ProcessGroup) -> None:
         function = beyond if group.rank() else hypercube
@@ -254,7 +254,7 @@ def test_functions_are_told_apart_by_name() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(tb.Algorithm):
-    """A user's own, with functions among its arguments."""
+    """A user-defined algorithm with functions among its arguments."""
 
     schedule: Any = hypercube
     more: Any = ()
@@ -263,7 +263,7 @@ class Scheduled(tb.Algorithm):
         return tb.AlgorithmImpl(runner)
 
 
-def test_functions_are_written_down_by_name() -> None:
+def test_functions_are_recorded_by_name() -> None:
     recorded = []
 
     class Listener(tb.observe.Trace):
@@ -288,10 +288,10 @@ def test_functions_are_written_down_by_name() -> None:
 
 
 class Nameless:
-    """Without a repr of its own."""
+    """A class without a repr."""
 
     def method(self) -> None:
-        """Of an object that has no name."""
+        """A method of an object that has no name."""
 
 
 @pytest.mark.parametrize(
@@ -299,23 +299,23 @@ class Nameless:
     [lambda rank, size, round: {}, functools.partial(hypercube, 0), Nameless().method],
     ids=["lambda", "partial", "method"],
 )
-def test_what_has_no_name_to_be_told_by_is_refused(function: Any) -> None:
-    with pytest.raises(TypeError, match=r"Graph: function must be a function with a name of its own in a module, .*no"):
+def test_functions_that_cannot_be_imported_by_name_are_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"Graph: function must be a function that can be imported by its name, not"):
         Graph(function)
-    with pytest.raises(TypeError, match=r"Graph: num_rounds must be a function with a name of its own in a module"):
+    with pytest.raises(TypeError, match=r"Graph: num_rounds must be a function that can be imported by its name"):
         Graph(hypercube, function)
     for algorithm in (Scheduled(function), Scheduled(more=[function])):
-        with pytest.raises(TypeError, match=r"Scheduled: (schedule|more) must be a function with a name of its own"):
+        with pytest.raises(TypeError, match=r"Scheduled: (schedule|more) must be a function that can be imported"):
             run_ranks(1, lambda group, algorithm=algorithm: algorithm.reify(group))
 
 
-def test_an_object_that_only_has_an_address() -> None:
+def test_an_object_whose_repr_is_an_address_is_refused() -> None:
     with pytest.raises(TypeError, match="Scheduled: more must have a repr that is the same on all ranks"):
         run_ranks(1, lambda group: Scheduled(more=Nameless()).reify(group))
 
 
-def test_is_checked_once_for_all_buckets() -> None:
-    """A check asks for the neighbours of all ranks in every round of the period."""
+def test_a_topology_is_checked_once_for_all_buckets() -> None:
+    """A check computes the neighbors of all ranks in every round of the period."""
 
     def body(group: dist.ProcessGroup) -> int:
         checks: list[str] = []

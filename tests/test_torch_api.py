@@ -1,4 +1,4 @@
-"""Bagua's `with_bagua` and DistributedDataParallel beside `attach` in a plain loop, on ranks that are threads."""
+"""Compare Bagua's `with_bagua` and DistributedDataParallel with `attach` in a plain loop; ranks are threads."""
 
 import copy
 import warnings
@@ -31,15 +31,15 @@ from training import build
 
 NUM_STEPS = 6
 
-# By its name: what makes the optimizer, and the algorithm for it.
+# By name: returns the algorithm for an optimizer.
 ALGORITHMS: dict[str, Callable[[Any], Any]] = {
     "gradient_allreduce": lambda optimizer: gradient_allreduce.GradientAllReduceAlgorithm(),
     "bytegrad": lambda optimizer: bytegrad.ByteGradAlgorithm(),
     "decentralized": lambda optimizer: decentralized.DecentralizedAlgorithm(),
-    # Where it is hierarchical, it is another one here: see below.
+    # The hierarchical algorithm differs on one node: see test_low_precision_on_one_node_equals_bagua_s.
     "low_precision_decentralized": lambda optimizer: decentralized.LowPrecisionDecentralizedAlgorithm(False),
     "qadam": q_adam.QAdamAlgorithm,
-    # Whose rounds come at no certain step: within the warm-up the weights are certain.
+    # Its rounds end at unpredictable steps, but within the warm-up the weights are deterministic.
     "async": lambda optimizer: async_model_average.AsyncModelAverageAlgorithm(warmup_steps=100),
 }
 
@@ -68,12 +68,12 @@ def weights(module: nn.Module) -> torch.Tensor:
 
 
 def plain_loop(group: dist.ProcessGroup, model: nn.Module, name: str) -> list[torch.Tensor]:
-    """The weights before and after `detach`, and a buffer, of `attach` in a loop of one's own."""
+    """Train in a plain loop with `attach`; return the weights before and after `detach`, and a buffer."""
     module = copy.deepcopy(model)
     optimizer = make_optimizer(name, module)
     own_group = tb.BaguaProcessGroup(group)
     averages_weights = name in ("decentralized", "low_precision_decentralized", "async")
-    options = buffers_option(False)  # Bagua leaves them to each rank
+    options = buffers_option(False)  # Bagua does not synchronize buffers
     called = module if averages_weights else parallel.DistributedDataParallel(module, process_group=group, **options)
     attachment = tb.attach(called, optimizer, ALGORITHMS[name](optimizer), process_group=own_group)
     steps(group.rank(), called, optimizer)
@@ -91,7 +91,7 @@ def by_with_bagua(group: dist.ProcessGroup, model: nn.Module, name: str, *, do_f
     made = module.bagua_ddp.attachment.ddp
     assert made is None or made.gradient_as_bucket_view == do_flatten
     steps(group.rank(), module, optimizer)
-    assert sum(tensor.parameter.numel() for one in module.bagua_buckets for tensor in one.tensors) > 0
+    assert sum(tensor.parameter.numel() for bucket in module.bagua_buckets for tensor in bucket.tensors) > 0
     before = weights(module)
     module.bagua_ddp.attachment.detach()
     return [before, weights(module), module[1].running_mean]
@@ -118,7 +118,7 @@ def by_ddp(group: dist.ProcessGroup, model: nn.Module, name: str, *, with_optimi
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_weights_are_those_of_a_plain_loop(name: str) -> None:
+def test_weights_equal_those_of_a_plain_loop(name: str) -> None:
     model = make_model()
     averages_weights = name in ("decentralized", "low_precision_decentralized", "async")
 
@@ -127,14 +127,18 @@ def test_weights_are_those_of_a_plain_loop(name: str) -> None:
         found += [by_with_bagua(group, model, name, do_flatten=do_flatten) for do_flatten in (True, False)]
         return [
             *found,
-            *(by_ddp(group, model, name, with_optimizers=one) for one in (True, False) if one or not averages_weights),
+            *(
+                by_ddp(group, model, name, with_optimizers=given)
+                for given in (True, False)
+                if given or not averages_weights
+            ),
         ]
 
-    (expected, *first), (others_expected, *second) = run_ranks(2, body)
-    for found, wanted in ((first, expected), (second, others_expected)):
-        assert all(torch.equal(a, b) for one in found for a, b in zip(one, wanted, strict=True))
-    assert torch.equal(expected[1], others_expected[1])
-    assert torch.equal(expected[0], others_expected[0]) == ("decentralized" not in name)
+    (expected, *first), (second_expected, *second) = run_ranks(2, body)
+    for found, wanted in ((first, expected), (second, second_expected)):
+        assert all(torch.equal(a, b) for tensors in found for a, b in zip(tensors, wanted, strict=True))
+    assert torch.equal(expected[1], second_expected[1])
+    assert torch.equal(expected[0], second_expected[0]) == ("decentralized" not in name)
     if averages_weights:
         with pytest.raises(ValueError, match=r"optimizers must be given, since .*Algorithm works after"):
             by_ddp(dist.group.WORLD, model, name, with_optimizers=False)
@@ -143,7 +147,7 @@ def test_weights_are_those_of_a_plain_loop(name: str) -> None:
 def by_bagua(
     group: dist.ProcessGroup, model: nn.Module, algorithm: Any, *, in_ddp: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """The weights after `NUM_STEPS`, before any `detach`, and what the algorithm saves."""
+    """Train through the facade; return the weights after `NUM_STEPS`, before `detach`, and the saved state."""
     module = copy.deepcopy(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     if in_ddp:
@@ -158,8 +162,8 @@ def by_bagua(
     return found, state
 
 
-def bagua_s_low_precision_ring_on_one_node(group: dist.ProcessGroup, model: nn.Module, interval: int) -> torch.Tensor:
-    """Bagua's: after each step that is due, the mean over the node, in full precision, and no codec."""
+def train_as_bagua_on_one_node(group: dist.ProcessGroup, model: nn.Module, interval: int) -> torch.Tensor:
+    """Train as Bagua does: average over the node after each step that is due, in full precision, without a codec."""
     module = copy.deepcopy(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(1000 + group.rank())
@@ -170,23 +174,23 @@ def bagua_s_low_precision_ring_on_one_node(group: dist.ProcessGroup, model: nn.M
         if step % interval:
             continue
         for parameter in module.parameters():
-            every = [torch.empty_like(parameter) for _ in range(group.size())]
-            dist.all_gather(every, parameter.detach(), group=group)
-            total = every[0]
-            for other in every[1:]:
-                total = total + other
+            replicas = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(replicas, parameter.detach(), group=group)
+            total = replicas[0]
+            for replica in replicas[1:]:
+                total = total + replica
             parameter.data = total / torch.tensor(float(group.size()))
     return weights(module)
 
 
 @pytest.mark.parametrize(("size", "interval"), [(2, 1), (3, 2)])
-def test_low_precision_on_one_node_is_bagua_s(size: int, interval: int) -> None:
-    """Bit for bit, as an object, by name, and in a DDP. The package's own meaning, outside of the facade, stays."""
+def test_low_precision_on_one_node_equals_bagua_s(size: int, interval: int) -> None:
+    """Bitwise, as an object, by name, and in a DDP. Outside the facade, the algorithm keeps its own meaning."""
     model = build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
     algorithm = decentralized.LowPrecisionDecentralizedAlgorithm(communication_interval=interval)
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        expected = bagua_s_low_precision_ring_on_one_node(group, model, interval)
+        expected = train_as_bagua_on_one_node(group, model, interval)
         found = [by_bagua(group, model, algorithm), by_bagua(group, model, algorithm, in_ddp=True)]
         if interval == 1:
             found.append(by_bagua(group, model, "low_precision_decentralized"))
@@ -202,9 +206,9 @@ def test_low_precision_on_one_node_is_bagua_s(size: int, interval: int) -> None:
         assert not torch.equal(flat, expected)
         return expected
 
-    first, *others = run_ranks(size, body)
+    first, *rest = run_ranks(size, body)
     if interval == 1:
-        assert all(torch.equal(first, other) for other in others)
+        assert all(torch.equal(first, found) for found in rest)
 
 
 def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
@@ -224,7 +228,7 @@ def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
 
 
 def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
-    """One that `attach` has saved, with replicas."""
+    """The state was saved with `attach`, and contains replicas."""
     model = build(lambda: nn.Linear(10, 1))
 
     def body(group: dist.ProcessGroup) -> int:
@@ -247,7 +251,7 @@ def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
 
 @pytest.mark.parametrize("in_ddp", [False, True])
 def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
-    """Which alone has loaded a checkpoint, say."""
+    """As if only rank 0 had loaded a checkpoint."""
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -307,7 +311,7 @@ def test_abort_and_resume() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         module.with_bagua([optimizer], async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=1), group)
         seen = []
-        for _ in range(2):  # as Bagua's example does it for each epoch
+        for _ in range(2):  # as Bagua's example does in each epoch
             module.bagua_algorithm.resume(module)
             steps(group.rank(), module, optimizer, 10)
             module.bagua_algorithm.abort(module)
@@ -339,8 +343,8 @@ def test_names_to_ignore_are_bagua_s_or_ddp_s(name: str) -> None:
     assert same == [True, True, True, True, False, False]
 
 
-def test_a_copy_and_a_file_of_the_module() -> None:
-    """A copy has no algorithm at work on it; state dicts are plain."""
+def test_a_copy_and_the_state_dict_of_the_module() -> None:
+    """A copy has no attached algorithm; state dicts are plain."""
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> None:
@@ -348,9 +352,9 @@ def test_a_copy_and_a_file_of_the_module() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module.with_bagua([optimizer], decentralized.DecentralizedAlgorithm(), group)
         steps(group.rank(), module, optimizer)
-        other = copy.deepcopy(module)
-        assert other.bagua_ddp is None
-        other(torch.randn(2, 10)).sum().backward()
+        copied = copy.deepcopy(module)
+        assert copied.bagua_ddp is None
+        copied(torch.randn(2, 10)).sum().backward()
         assert list(module.state_dict()) == list(model.state_dict())
         module.bagua_ddp.attachment.detach()
 
@@ -358,7 +362,7 @@ def test_a_copy_and_a_file_of_the_module() -> None:
 
 
 def test_distributed_data_parallel_accumulates() -> None:
-    """The steps of two micro-batches, of which the first is not sent, are those of torch's DDP."""
+    """Steps over two micro-batches, the first under no_sync, equal those of torch's DDP."""
     model = build(lambda: nn.Linear(10, 1))
 
     def train(group: dist.ProcessGroup, ddp: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -371,17 +375,19 @@ def test_distributed_data_parallel_accumulates() -> None:
             optimizer.step()
         return weights(ddp)
 
-    def ours(group: dist.ProcessGroup) -> torch.Tensor:
+    def train_with_ours(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         return train(group, DistributedDataParallel(module, process_group=group, optimizers=[optimizer]), optimizer)
 
-    def torchs(group: dist.ProcessGroup) -> torch.Tensor:
+    def train_with_torchs(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         return train(group, parallel.DistributedDataParallel(module, process_group=group), optimizer)
 
-    assert all(torch.equal(a, b) for a, b in zip(run_ranks(2, ours), run_ranks(2, torchs), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run_ranks(2, train_with_ours), run_ranks(2, train_with_torchs), strict=True)
+    )
 
 
 def test_the_registry_is_this_package_s() -> None:
@@ -389,7 +395,7 @@ def test_the_registry_is_this_package_s() -> None:
     assert isinstance(Algorithm.init("bytegrad", hierarchical=False), bytegrad.ByteGradAlgorithm)
     assert GlobalAlgorithmRegistry.get("qadam") is q_adam.QAdamAlgorithm
     assert str(GlobalAlgorithmRegistry).startswith("Registered Algorithms: ")
-    with pytest.raises(ValueError, match="an algorithm named 'bytegrad' is registered already"):
+    with pytest.raises(ValueError, match="an algorithm named 'bytegrad' is already registered"):
         GlobalAlgorithmRegistry.register("bytegrad", bytegrad.ByteGradAlgorithm)
 
 
@@ -412,22 +418,22 @@ def test_groups_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             bagua.init_process_group(dist.HashStore())
         bagua.init_process_group(dist.HashStore(), rank=0, world_size=1, local_world_size=1)
         assert bagua.is_initialized()
-        bagua.init_process_group()  # there is one
+        bagua.init_process_group()  # the group exists already
         assert [bagua.get_rank(), bagua.get_world_size(), bagua.get_local_size()] == [0, 1, 1]
         assert bagua.new_group([0]).ranks == [0]
         with pytest.raises(ValueError, match=r"ranks must be below 1, got \[3\]"):
             bagua.new_group([0, 3])
-        with pytest.raises(TypeError, match="process_group must be what new_group returned"):
+        with pytest.raises(TypeError, match="process_group must be a group from new_group"):
             nn.Linear(1, 1).with_bagua([], gradient_allreduce.GradientAllReduceAlgorithm(), "world")
 
 
-def test_modules_without_an_algorithm_are_as_ever() -> None:
+def test_modules_without_an_algorithm_are_unchanged() -> None:
     """torch.compile reads every attribute of a module, and TorchScript compiles properties."""
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     x = torch.ones(1, 2)
     assert {name: getattr(module, name) for name in dir(module)}["bagua_algorithm"] is None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)  # from torch.jit
         scripted = torch.jit.script(module)
     assert torch.equal(scripted(x), module(x))
     assert not hasattr(x, "bagua_tensor_name")

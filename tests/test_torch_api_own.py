@@ -1,4 +1,4 @@
-"""Algorithms of users' own, as Bagua's documentation has them written, on ranks that are threads."""
+"""Algorithms that users write as in Bagua's documentation, on ranks that are threads."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ NUM_STEPS = 5
 
 
 class Own(Algorithm):
-    """What `reify` returns is said when it is made."""
+    """An algorithm that reifies with the function it is given."""
 
     def __init__(self, make_impl: Callable[[Any], AlgorithmImpl], interval: int = 1) -> None:
         self.make_own_impl = make_impl
@@ -35,7 +35,7 @@ class Own(Algorithm):
 
 
 class Mean(AlgorithmImpl):
-    """The mean of gradients: operations alone are said."""
+    """Averages gradients; overrides `init_operations` alone."""
 
     def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
@@ -43,7 +43,7 @@ class Mean(AlgorithmImpl):
 
 
 class Aligned(Mean):
-    """The same, with everything said, in one aligned bucket for two suggested lists, or as many as there are."""
+    """Averages gradients; overrides every method. Pairs of suggested lists (or the last list) form aligned buckets."""
 
     def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
         return [
@@ -57,7 +57,7 @@ class Aligned(Mean):
         ]
 
     def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        assert all(tensor.is_bagua_tensor() for one in tensors for tensor in one)
+        assert all(tensor.is_bagua_tensor() for group in tensors for tensor in group)
         size = self.process_group.get_global_communicator().nranks()
         pairs = [
             [*first, *(tensors[index + 1] if index + 1 < len(tensors) else [])]
@@ -65,7 +65,8 @@ class Aligned(Mean):
             if index % 2 == 0
         ]
         buckets = [
-            BaguaBucket(one, flatten=do_flatten, name=str(index), alignment=7 * size) for index, one in enumerate(pairs)
+            BaguaBucket(pair, flatten=do_flatten, name=str(index), alignment=7 * size)
+            for index, pair in enumerate(pairs)
         ]
         assert all(bucket.flattened_tensor().numel() % (7 * size) == 0 for bucket in buckets)
         assert any(bucket.padding_tensor is not None for bucket in buckets)
@@ -83,7 +84,7 @@ class Aligned(Mean):
 
 
 class Doubled(Mean):
-    """A function of the bucket's name beside the mean."""
+    """Averages gradients with a Python operation that halves each bucket, followed by a sum."""
 
     def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
         def halve(name: str) -> None:
@@ -97,7 +98,7 @@ class Doubled(Mean):
 
 
 class Gossip(AlgorithmImpl):
-    """The mean of weights, while forward and backward run, as Bagua's own decentralized algorithm does it."""
+    """Averages weights while forward and backward run, as Bagua's decentralized algorithm does."""
 
     def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
         self.tensors = [
@@ -107,7 +108,7 @@ class Gossip(AlgorithmImpl):
         return self.tensors
 
     def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        return [BaguaBucket([tensor for one in tensors for tensor in one], flatten=do_flatten, name="0")]
+        return [BaguaBucket([tensor for group in tensors for tensor in group], flatten=do_flatten, name="0")]
 
     def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
         def hook(inputs: Any) -> None:
@@ -136,7 +137,7 @@ class Gossip(AlgorithmImpl):
 
 
 class AfterStep(Gossip):
-    """Weights, after the optimizers' steps: the mean, or a round of the ring."""
+    """Communicates weights after the optimizers' steps: their mean, or a round of the ring."""
 
     in_ring = False
     hierarchical = False
@@ -174,13 +175,13 @@ class InRing(AfterStep):
 
 
 class InRingOfNodes(InRing):
-    """On a single node, which is the mean there."""
+    """A ring over nodes, which is the mean on a single node."""
 
     hierarchical = True
 
 
 class Momentum(Mean):
-    """8 bits of a momentum that gradients move, as Bagua's QAdam after its warm-up: tensors stand for another one."""
+    """Sends a momentum in 8 bits, as Bagua's QAdam does after its warm-up; the closures access the momentum."""
 
     def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
         tensors = []
@@ -191,17 +192,17 @@ class Momentum(Mean):
                     name,
                     bagua_ddp.bagua_module_name,
                     getter_closure=lambda parameter: parameter._momentum,
-                    setter_closure=lambda parameter, other: setattr(parameter, "_momentum", other),
+                    setter_closure=lambda parameter, value: setattr(parameter, "_momentum", value),
                 )
             )
         return tensors
 
     def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
-        def move(*_: str) -> None:
+        def update_momentum(*_: str) -> None:
             for tensor in bucket.tensors:
                 tensor.bagua_getter_closure().mul_(0.9).add_(tensor.grad, alpha=0.1)
 
-        bucket.append_python_op(move, group=self.process_group)
+        bucket.append_python_op(update_momentum, group=self.process_group)
         bucket.append_centralized_synchronous_op(
             hierarchical=True, average=True, scattergather=True, compression="MinMaxUInt8", group=self.process_group
         )
@@ -216,7 +217,7 @@ class Momentum(Mean):
 
 
 class Stages(Gossip):
-    """Gossip for two steps, then the mean of gradients: need_reset leads from one to the other."""
+    """Gossip for two steps, then the mean of gradients; `need_reset` switches between them."""
 
     forwards = 0
 
@@ -250,10 +251,12 @@ def make_model() -> nn.Module:
 
 def optimizers_of(module: nn.Module, several: bool = False) -> list[torch.optim.Optimizer]:
     groups = [child.parameters() for child in module.children() if list(child.parameters())]
-    return [torch.optim.SGD(one, lr=0.1) for one in (groups if several else [module.parameters()])]
+    return [torch.optim.SGD(group, lr=0.1) for group in (groups if several else [module.parameters()])]
 
 
-def steps(rank: int, module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = NUM_STEPS) -> None:
+def take_steps(
+    rank: int, module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = NUM_STEPS
+) -> None:
     data = torch.Generator().manual_seed(1000 + rank)
     for _ in range(num_steps):
         for optimizer in optimizers:
@@ -270,7 +273,7 @@ def weights(module: nn.Module) -> torch.Tensor:
 def run_own(
     impl: Callable[[Any], AlgorithmImpl], *, size: int = 2, do_flatten: bool = True, several: bool = False
 ) -> list[list[torch.Tensor]]:
-    """For each rank, its weights before `detach` and after it."""
+    """Return each rank's weights before and after `detach`."""
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -278,9 +281,9 @@ def run_own(
         optimizers = optimizers_of(module, several)
         module.with_bagua(optimizers, Own(impl), bagua.from_torch_group(group), do_flatten=do_flatten)
         assert isinstance(module.bagua_algorithm, AlgorithmImpl)
-        assert all(isinstance(one, BaguaBucket) for one in module.bagua_buckets)
+        assert all(isinstance(bucket, BaguaBucket) for bucket in module.bagua_buckets)
         assert (len(module.bagua_buckets) > 1) == ("BAGUA_DEFAULT_BUCKET_SIZE" in os.environ)
-        steps(group.rank(), module, optimizers)
+        take_steps(group.rank(), module, optimizers)
         before = weights(module)
         module.bagua_ddp.attachment.detach()
         return [before, weights(module)]
@@ -289,13 +292,13 @@ def run_own(
 
 
 @functools.cache
-def by_ddp() -> torch.Tensor:
+def weights_with_ddp() -> torch.Tensor:
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
         ddp = parallel.DistributedDataParallel(module, process_group=group)
-        steps(group.rank(), ddp, optimizers_of(module))
+        take_steps(group.rank(), ddp, optimizers_of(module))
         return weights(module)
 
     return run_ranks(2, body)[0]
@@ -306,16 +309,16 @@ def by_ddp() -> torch.Tensor:
 def test_gradients(
     impl: type[AlgorithmImpl], do_flatten: bool, bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two ranks the mean is exact, and halving and doubling are: the weights are DDP's."""
+    """With two ranks the mean, halving and doubling are exact, so the weights are equal to DDP's."""
     if bucket_bytes is not None:
         monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(bucket_bytes))
     for before, after in run_own(impl, do_flatten=do_flatten):
-        assert torch.equal(before, by_ddp())
-        assert torch.equal(after, by_ddp())
+        assert torch.equal(before, weights_with_ddp())
+        assert torch.equal(after, weights_with_ddp())
 
 
-def test_gradients_lie_in_the_buckets() -> None:
-    """As `do_flatten` says, also where zero_grad has let them go, and not without."""
+def test_gradients_are_views_of_the_buckets_with_do_flatten() -> None:
+    """With `do_flatten`, also after zero_grad has set gradients to None; not without it."""
     for do_flatten in (True, False):
         model = make_model()
 
@@ -323,10 +326,12 @@ def test_gradients_lie_in_the_buckets() -> None:
             module = copy.deepcopy(model)
             optimizers = optimizers_of(module)
             module.with_bagua(optimizers, Own(Mean), group, do_flatten=do_flatten)
-            steps(group.rank(), module, optimizers, 2)
+            take_steps(group.rank(), module, optimizers, 2)
             (bucket,) = module.bagua_buckets
             assert bucket.bytes() == 4 * weights(module).numel()
-            assert torch.equal(bucket.flattened_tensor(), torch.cat([one.grad.flatten() for one in bucket.tensors]))
+            assert torch.equal(
+                bucket.flattened_tensor(), torch.cat([tensor.grad.flatten() for tensor in bucket.tensors])
+            )
             is_flat = bool(bucket.check_flatten())
             module.bagua_ddp.attachment.detach()
             return is_flat
@@ -341,20 +346,20 @@ def test_gradients_lie_in_the_buckets() -> None:
 def test_weights(impl: type[AlgorithmImpl], do_flatten: bool) -> None:
     ranks = run_own(impl, size=3, do_flatten=do_flatten)
     before, after = zip(*ranks, strict=True)
-    assert all(torch.equal(one, after[0]) for one in after)
-    assert all(torch.equal(one, before[0]) for one in before[1:]) == (impl in (AfterStep, InRingOfNodes))
+    assert all(torch.equal(tensor, after[0]) for tensor in after)
+    assert all(torch.equal(tensor, before[0]) for tensor in before[1:]) == (impl in (AfterStep, InRingOfNodes))
     torch.testing.assert_close(after[0], torch.stack(before).mean(0))
 
 
-def test_bagua_s_ring_on_a_single_node_is_the_mean() -> None:
-    def trained(impl: type[AlgorithmImpl]) -> list[list[torch.Tensor]]:
+def test_hierarchical_ring_on_a_single_node_is_the_mean() -> None:
+    def train(impl: type[AlgorithmImpl]) -> list[list[torch.Tensor]]:
         return run_own(impl, size=3, do_flatten=True)
 
-    for found, expected in zip(trained(InRingOfNodes), trained(AfterStep), strict=True):
+    for found, expected in zip(train(InRingOfNodes), train(AfterStep), strict=True):
         assert all(map(torch.equal, found, expected))
 
 
-def test_ranks_skip_together_and_have_their_mean_for_a_while() -> None:
+def test_ranks_skip_steps_together_and_averaged_weights_is_temporary() -> None:
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -371,19 +376,19 @@ def test_ranks_skip_together_and_have_their_mean_for_a_while() -> None:
         with module.bagua_ddp.attachment.averaged_weights():
             found.append(weights(module))
             own = module.bagua_ddp.attachment.rank_state_dict()["module"]
-            assert torch.equal(torch.cat([one.reshape(-1) for one in own.values()]), found[0])
+            assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in own.values()]), found[0])
         module.bagua_ddp.attachment.detach()
         assert module.bagua_algorithm.num_steps == 1
         return [*found, weights(module)]
 
-    (own, mean, last), (others_own, others_mean, _) = run_ranks(2, body)
-    assert not torch.equal(own, others_own)
-    assert torch.equal(mean, others_mean)
+    (own, mean, last), (peer_own, peer_mean, _) = run_ranks(2, body)
+    assert not torch.equal(own, peer_own)
+    assert torch.equal(mean, peer_mean)
     assert torch.equal(mean, last)
 
 
 def test_gossip_is_d_psgd() -> None:
-    """The weights of a step are the mean of those before it, less what each rank's own gradient at its own says."""
+    """A step yields the mean of the weights before it, minus each rank's update by the gradient at its own weights."""
     model = make_model()
     replicas = [copy.deepcopy(model) for _ in range(2)]
     data = [torch.Generator().manual_seed(1000 + rank) for rank in range(2)]
@@ -401,7 +406,7 @@ def test_gossip_is_d_psgd() -> None:
 
 
 @pytest.mark.parametrize("do_flatten", [True, False])
-def test_tensors_that_stand_for_a_momentum(do_flatten: bool) -> None:
+def test_closures_that_access_a_momentum(do_flatten: bool) -> None:
     (first, _), (second, _) = run_own(Momentum, do_flatten=do_flatten)
     assert torch.equal(first, second)
     assert first.isfinite().all()
@@ -409,7 +414,7 @@ def test_tensors_that_stand_for_a_momentum(do_flatten: bool) -> None:
 
 
 def test_several_optimizers() -> None:
-    assert all(torch.equal(before, by_ddp()) for before, _ in run_own(Mean, several=True))
+    assert all(torch.equal(before, weights_with_ddp()) for before, _ in run_own(Mean, several=True))
     (first, _), (second, _) = run_own(AfterStep, several=True)
     assert torch.equal(first, second)
 
@@ -421,7 +426,7 @@ def test_the_hook_is_called_after_each_step_of_each_optimizer() -> None:
         module = copy.deepcopy(model)
         first, second = optimizers = optimizers_of(module, several=True)
         module.with_bagua(optimizers, Own(Aligned), group)
-        steps(group.rank(), module, optimizers, 1)
+        take_steps(group.rank(), module, optimizers, 1)
         second.step()
         assert module.bagua_algorithm.stepped == [first, second, second]
         assert module.bagua_ddp.bagua_train_step_counter == 1
@@ -430,13 +435,13 @@ def test_the_hook_is_called_after_each_step_of_each_optimizer() -> None:
     run_ranks(2, body)
 
 
-def test_need_reset_begins_again_from_equal_weights() -> None:
-    """After the gossip ranks differ, and the mean of gradients alone would leave them so."""
+def test_need_reset_restarts_from_equal_weights() -> None:
+    """Ranks differ after gossip, and the mean of gradients alone would not make them equal."""
     (first, _), (second, _) = run_own(Stages)
     assert torch.equal(first, second)
 
 
-def test_evaluation_is_no_step() -> None:
+def test_evaluation_is_not_a_step() -> None:
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> int:
@@ -447,29 +452,29 @@ def test_evaluation_is_no_step() -> None:
             module.eval()(torch.randn(2, 10))
             with torch.no_grad():
                 module.train()(torch.randn(2, 10))
-            steps(group.rank(), module, optimizers, 1)
+            take_steps(group.rank(), module, optimizers, 1)
         module.bagua_ddp.attachment.detach()
         return int(module.bagua_ddp.bagua_train_step_counter)
 
     assert run_ranks(2, body) == [2, 2]
 
 
-def test_another_group_for_an_operation() -> None:
-    """The impl has a group of its own beside that of the algorithm, as Bagua's asynchronous one has."""
+def test_a_separate_group_for_an_operation() -> None:
+    """The impl uses a group besides the algorithm's, as Bagua's asynchronous impl does."""
     model = make_model()
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
         optimizers = optimizers_of(module)
         store = dist.PrefixStore("other", group.get_group_store())
-        other = bagua.from_torch_group(gloo_group(store, group.rank(), group.size()))
+        separate = bagua.from_torch_group(gloo_group(store, group.rank(), group.size()))
 
         class Impl(Mean):
             def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
-                bucket.append_centralized_synchronous_op(group=other)
+                bucket.append_centralized_synchronous_op(group=separate)
 
         module.with_bagua(optimizers, Own(Impl), group)
-        steps(group.rank(), module, optimizers)
+        take_steps(group.rank(), module, optimizers)
         module.bagua_ddp.attachment.detach()
         return weights(module)
 
@@ -478,8 +483,8 @@ def test_another_group_for_an_operation() -> None:
 
 
 @pytest.mark.parametrize("find_unused_parameters", [True, False])
-def test_parameters_that_a_backward_leaves_out(find_unused_parameters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks leave out different ones, and their buckets are ready in different orders."""
+def test_parameters_without_a_gradient(find_unused_parameters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks leave out different parameters, and their buckets become ready in different orders."""
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "700")
     model = build(Branches)
 
@@ -509,7 +514,7 @@ def test_parameters_that_a_backward_leaves_out(find_unused_parameters: bool, mon
 
 
 def test_no_sync() -> None:
-    """What two micro-batches accumulate is averaged once, as DDP does it."""
+    """Gradients that two micro-batches accumulate are averaged once, as with DDP."""
     model = make_model()
 
     def train(ddp: Any, module: nn.Module, rank: int) -> torch.Tensor:
@@ -523,7 +528,7 @@ def test_no_sync() -> None:
             optimizer.step()
         return weights(module)
 
-    def ours(group: dist.ProcessGroup) -> torch.Tensor:
+    def train_bagua(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
         ddp = DistributedDataParallel(
             module, process_group=group, optimizers=optimizers_of(module), algorithm=Own(Mean)
@@ -532,12 +537,12 @@ def test_no_sync() -> None:
         ddp.inner.attachment.detach()
         return found
 
-    def torchs(group: dist.ProcessGroup) -> torch.Tensor:
+    def train_ddp(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
         ddp = parallel.DistributedDataParallel(module, process_group=group)
         return train(ddp, module, group.rank())
 
-    assert all(torch.equal(a, b) for a, b in zip(run_ranks(2, ours), run_ranks(2, torchs), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_ranks(2, train_bagua), run_ranks(2, train_ddp), strict=True))
 
 
 class Twice(Mean):
@@ -567,7 +572,7 @@ class TooEarly(Mean):
 @pytest.mark.parametrize(
     ("impl", "error", "message"),
     [
-        (Twice, RuntimeError, r"2\.bias was marked ready twice, and bucket 0 has not run in between: .* not ready"),
+        (Twice, RuntimeError, r"2\.bias was marked ready twice, but bucket 0 has not run in between: .* not ready"),
         (Raises, RuntimeError, r"fail on bucket 0 failed on rank \d: ArithmeticError: as it was told to"),
         (TooEarly, RuntimeError, "bucket 0 has no algorithm yet: append operations in init_operations"),
         (
@@ -577,12 +582,12 @@ class TooEarly(Mean):
         ),
     ],
 )
-def test_what_is_wrong_is_said(impl: Any, error: type[Exception], message: str) -> None:
+def test_errors_name_the_cause(impl: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_own(impl)
 
 
-def test_ranks_that_disagree_are_told_so() -> None:
+def test_ranks_that_disagree_raise() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(2, 2)
         module.with_bagua(optimizers_of(module), Own(Mean, interval=1 + group.rank()), group)
@@ -594,25 +599,25 @@ def test_ranks_that_disagree_are_told_so() -> None:
 def test_tensors() -> None:
     tensor = torch.ones(2, 2)
     assert not tensor.is_bagua_tensor()
-    with pytest.raises(AttributeError, match=r"a tensor of shape \[2, 2\] is no Bagua tensor"):
+    with pytest.raises(AttributeError, match=r"a tensor of shape \[2, 2\] is not a Bagua tensor"):
         _ = tensor.bagua_tensor_name
     with pytest.raises(ValueError, match="setter_closure needs a getter_closure"):
-        tensor.ensure_bagua_tensor("x", setter_closure=lambda tensor, other: None)
+        tensor.ensure_bagua_tensor("x", setter_closure=lambda tensor, value: None)
     assert tensor.ensure_bagua_tensor("x", "m") is tensor
     assert [tensor.is_bagua_tensor(), tensor.bagua_tensor_name, tensor.bagua_module_name] == [True, "x", "m"]
     assert tensor.bagua_getter_closure() is tensor
     with pytest.raises(TypeError, match="x has no setter_closure"):
         tensor.bagua_setter_closure(torch.zeros(2, 2))
-    with pytest.raises(RuntimeError, match="x is in no bucket, which could run"):
+    with pytest.raises(RuntimeError, match="x is in no bucket; return it in a bucket"):
         tensor.bagua_mark_communication_ready()
-    other = torch.ones(3).to_bagua_tensor("y")
+    flat = torch.ones(3).to_bagua_tensor("y")
     storage = torch.arange(8.0)
-    other.bagua_set_storage(storage.untyped_storage(), 2)
-    assert other.tolist() == [2.0, 3.0, 4.0]
+    flat.bagua_set_storage(storage.untyped_storage(), 2)
+    assert flat.tolist() == [2.0, 3.0, 4.0]
     assert not copy.deepcopy(tensor).is_bagua_tensor()
     parameter = nn.Parameter(torch.ones(2))
     parameter.ensure_bagua_tensor("z", getter_closure=lambda parameter: parameter.grad)
-    with pytest.raises(RuntimeError, match="getter_closure of z must return a tensor, got None; has it a gradient"):
+    with pytest.raises(RuntimeError, match="getter_closure of z must return a tensor, got None; does it have"):
         parameter.bagua_getter_closure()
-    with pytest.raises(ValueError, match="tensors must be some, of one module, dtype and device"):
+    with pytest.raises(ValueError, match="tensors must be at least one, all of one module, dtype and device"):
         BaguaBucket([tensor, torch.ones(2).double().ensure_bagua_tensor("w", "m")], name="0", flatten=True)

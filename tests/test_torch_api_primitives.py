@@ -1,4 +1,4 @@
-"""Bagua's communication primitives, on ranks that are threads, beside what they should give."""
+"""Compare Bagua's communication primitives with the expected results; ranks are threads."""
 
 import operator
 from collections.abc import Callable
@@ -23,12 +23,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def values(rank: int, num_elements: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers that differ by rank and place; their sums are exact."""
+    """Return numbers that differ by rank and index; their sums are exact."""
     return (torch.arange(num_elements) + 10 * rank + 1).to(dtype)
 
 
 def on_ranks(body: Callable[[int, Any], Any], size: int = RANKS) -> list[Any]:
-    """What `body(rank, comm)` returns on each rank."""
+    """Return the result of `body(rank, comm)` on each rank."""
 
     def run(group: dist.ProcessGroup) -> Any:
         return body(group.rank(), bagua.from_torch_group(group).get_global_communicator())
@@ -37,7 +37,7 @@ def on_ranks(body: Callable[[int, Any], Any], size: int = RANKS) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_only_moves_is_of_any_dtype(dtype: torch.dtype) -> None:
+def test_exchanges_support_any_dtype(dtype: torch.dtype) -> None:
     def body(rank: int, comm: Any) -> list[torch.Tensor]:
         own = values(rank, 6, dtype)
         sent = torch.zeros_like(own)
@@ -56,12 +56,12 @@ def test_what_only_moves_is_of_any_dtype(dtype: torch.dtype) -> None:
         bagua.alltoall_inplace(swapped, comm=comm)
         return [sent, broadcast, gathered, in_place, exchanged, swapped]
 
-    every = torch.cat([values(rank, 6, dtype) for rank in range(RANKS)])
+    all_values = torch.cat([values(rank, 6, dtype) for rank in range(RANKS)])
     for rank, (sent, broadcast, gathered, in_place, exchanged, swapped) in enumerate(on_ranks(body)):
         assert torch.equal(sent, values(0, 6, dtype) if rank == 2 else torch.zeros_like(sent))
         assert torch.equal(broadcast, values(1, 6, dtype))
-        assert torch.equal(gathered, every)
-        assert torch.equal(in_place, every)
+        assert torch.equal(gathered, all_values)
+        assert torch.equal(in_place, all_values)
         parts = torch.cat([values(source, 6, dtype).chunk(RANKS)[rank] for source in range(RANKS)])
         assert torch.equal(exchanged, parts)
         assert torch.equal(swapped, parts)
@@ -81,10 +81,10 @@ def test_gather_and_scatter(root: int) -> None:
         bagua.scatter_inplace(dealt, 2, root, comm=comm)
         return [gathered, in_place, scattered, dealt]
 
-    every = torch.cat([values(rank, 2) for rank in range(RANKS)])
+    all_values = torch.cat([values(rank, 2) for rank in range(RANKS)])
     for rank, (gathered, in_place, scattered, dealt) in enumerate(on_ranks(body)):
-        assert torch.equal(gathered, every if rank == root else torch.zeros(6))
-        assert torch.equal(in_place, every if rank == root else values(rank, 2))
+        assert torch.equal(gathered, all_values if rank == root else torch.zeros(6))
+        assert torch.equal(in_place, all_values if rank == root else values(rank, 2))
         assert torch.equal(scattered, values(root, 6).chunk(RANKS)[rank])
         assert torch.equal(dealt, values(root, 6) if rank == root else scattered)
 
@@ -103,9 +103,9 @@ OPERATIONS: dict[bagua.ReduceOp, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64], ids=str)
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
-def test_what_is_put_together(op: bagua.ReduceOp, dtype: torch.dtype) -> None:
+def test_reductions(op: bagua.ReduceOp, dtype: torch.dtype) -> None:
     if dtype.is_floating_point and op.name.startswith("B"):
-        with pytest.raises(RuntimeError, match="with non-integral dtype"):  # torch's own
+        with pytest.raises(RuntimeError, match="with non-integral dtype"):  # torch's error
             on_ranks(lambda rank, comm: bagua.allreduce_inplace(values(rank, 6, dtype), op, comm))
         return
     if dtype.is_complex and op.name not in ("SUM", "AVG"):
@@ -144,7 +144,7 @@ def test_what_is_put_together(op: bagua.ReduceOp, dtype: torch.dtype) -> None:
 
 
 def test_alltoall_v() -> None:
-    """Rank r sends s + 1 elements to each rank s, from every fourth element of what it has, counted down."""
+    """Rank r sends s + 1 elements to each rank s, from the offsets 8, 4 and 0."""
     counts = [1, 2, 3]
 
     def body(rank: int, comm: Any) -> list[torch.Tensor]:
@@ -166,11 +166,11 @@ def test_alltoall_v() -> None:
 
 def test_several_tensors_objects_and_a_barrier() -> None:
     def body(rank: int, comm: Any) -> list[Any]:
-        ones, others = [values(rank), values(rank, 2)], [values(rank), values(rank, 2)]
-        broadcast_coalesced(ones, 2, comm)
-        allreduce_coalesced_inplace(others, bagua.ReduceOp.MAX, comm)
+        broadcast, reduced = [values(rank), values(rank, 2)], [values(rank), values(rank, 2)]
+        broadcast_coalesced(broadcast, 2, comm)
+        allreduce_coalesced_inplace(reduced, bagua.ReduceOp.MAX, comm)
         bagua.barrier(comm)
-        return [*ones, *others, bagua.broadcast_object({"of": rank, "step": [1, 2]}, 1, comm)]
+        return [*broadcast, *reduced, bagua.broadcast_object({"of": rank, "step": [1, 2]}, 1, comm)]
 
     for first, second, third, fourth, received in on_ranks(body):
         assert torch.equal(first, values(2))
@@ -182,20 +182,20 @@ def test_several_tensors_objects_and_a_barrier() -> None:
 
 def test_communicators_of_nodes() -> None:
     def body(group: dist.ProcessGroup) -> list[Any]:
-        of_all = bagua.from_torch_group(group)
-        every = of_all.get_global_communicator()
-        within = of_all.get_intra_node_communicator()
-        assert of_all.get_intra_node_communicator() is within
-        between = of_all.get_inter_node_communicator()
+        own_group = bagua.from_torch_group(group)
+        world = own_group.get_global_communicator()
+        within = own_group.get_intra_node_communicator()
+        assert own_group.get_intra_node_communicator() is within
+        between = own_group.get_inter_node_communicator()
         own = torch.tensor([float(group.rank())])
         bagua.allreduce_inplace(own, comm=between)
-        return [every.nranks(), within.rank(), within.nranks(), between, own.item()]
+        return [world.nranks(), within.rank(), within.nranks(), between, own.item()]
 
     found = run_ranks(2, body)
-    assert [one[:3] for one in found] == [[2, 0, 2], [2, 1, 2]]
+    assert [result[:3] for result in found] == [[2, 0, 2], [2, 1, 2]]
     assert found[0][3].nranks() == 1
-    assert found[1][3] is CommMember.NON_COMM_MEMBER  # and what is called with that does nothing
-    assert [one[4] for one in found] == [0.0, 1.0]
+    assert found[1][3] is CommMember.NON_COMM_MEMBER  # calls with it do nothing
+    assert [result[4] for result in found] == [0.0, 1.0]
 
 
 def test_a_rank_that_is_no_member_does_nothing() -> None:
@@ -246,12 +246,12 @@ def test_tensors_of_two_dtypes(name: str) -> None:
     root = [0] if name in ("reduce", "gather", "scatter") else []
 
     def body(rank: int, comm: Any) -> None:
-        with pytest.raises(TypeError, match=r"_tensor must be of torch\.(int32|float32), as the other tensor is, got"):
+        with pytest.raises(TypeError, match=r"_tensor must be of torch\.(int32|float32), like the other tensor, got"):
             getattr(bagua, name)(torch.ones(4), torch.ones(4, dtype=torch.int32), *root, comm=comm)
 
     on_ranks(body, 1)
 
 
 def test_bad_communicator() -> None:
-    with pytest.raises(TypeError, match="comm must be what a process group's get_global_communicator returned"):
+    with pytest.raises(TypeError, match="comm must be a communicator or None, got 'world'"):
         bagua.barrier("world")

@@ -1,4 +1,4 @@
-"""Scripts that make the calls which Bagua's own examples make, with the import changed, in two processes."""
+"""Scripts with the calls of Bagua's own examples, with only the import changed, in two processes."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import programs
 import warm_python
 
-# A rank that ends at once after a backward can abort in torch itself, see test_docs.py.
+# A rank that exits immediately after a backward can abort in torch itself; see test_docs.py.
 ENDING = """
 import time
 bagua.barrier()
@@ -208,20 +208,20 @@ for epoch in range(start_epoch, num_epochs + 1):
 
 @pytest.mark.slow
 def test_training_and_primitives(tmp_path: Path) -> None:
-    """As in the examples for MNIST, of the synthetic benchmark, with all algorithms in turn, and of the primitives."""
+    """The MNIST and synthetic-benchmark examples with each algorithm, and the example of the primitives."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN + PRIMITIVES + ENDING)
     names = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
     done = programs.run(programs.torchrun(script, *names))
     assert sorted(re.findall(r"([a-z_]+) of rank [01]", done.stdout)) == sorted(2 * names)
     assert done.stdout.count("all equal") == 2
-    # Of the two decentralized algorithms; the asynchronous one was aborted, which ends with a mean.
+    # From both decentralized algorithms on both ranks. The asynchronous algorithm was aborted, which takes the mean.
     assert done.stderr.count("Call model.bagua_ddp.attachment.detach() on all ranks when training is done") == 4
 
 
 @pytest.mark.slow
-def test_a_run_that_is_started_again(tmp_path: Path) -> None:
-    """As in the example of elastic training: it goes on from rank 0's file, and comes to the same weights."""
+def test_a_restarted_run_resumes(tmp_path: Path) -> None:
+    """The example of elastic training: it resumes from rank 0's file and reaches the same weights."""
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC + ENDING)
     whole = warm_python.run_ranks(script, str(tmp_path / "whole.pt"), "2").stdout.splitlines()

@@ -1,4 +1,4 @@
-"""TorchBackendTransport: the bits of the default transport, what it refuses, and ranks that die."""
+"""TorchBackendTransport: bitwise equal to the default transport, its refusals, and ranks that die."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ from torchbagua.transport.streams import ThreadStream
 
 
 def run(ranks: int, names: list[str]) -> None:
-    """In real processes, since private groups are found by torch's registry, which all threads of a process share."""
+    """Run in real processes: private groups are found in torch's registry, which all threads of a process share."""
     script = Path(__file__).with_name("torch_backend_rank.py")
     printed = programs.run(programs.forked_ranks(script, *names, ranks=ranks), timeout_s=300).stdout
     assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
@@ -27,13 +27,13 @@ def run(ranks: int, names: list[str]) -> None:
 FAST = ["all_algorithms", "refused", "other_backend"]
 
 
-def test_bits_are_those_of_the_default_transport() -> None:
+def test_results_are_bitwise_equal_to_the_default_transport() -> None:
     run(3, FAST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_the_default_transport_with_four_ranks(name: str) -> None:
+def test_results_are_bitwise_equal_to_the_default_transport_with_four_ranks(name: str) -> None:
     run(4, [name])
 
 
@@ -63,8 +63,8 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, calls: str, tmp_pa
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
-def test_mpi_has_groups_of_all_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch has MPI only if it was built from source, so the name of the backend is pretended."""
+def test_mpi_supports_only_groups_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has MPI only if it was built from source, so the test fakes the name of the backend."""
     init_default_group()
     monkeypatch.setattr(torch_backend, "backend_names", lambda group: {"cpu": "mpi"})
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -81,7 +81,9 @@ def test_a_device_without_a_backend_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         impl = tb.ByteGradAlgorithm().reify(group)
         try:
-            expected = "tensors must be on cpu or cuda, got some on mps:0, for which the process group has no backend"
+            expected = (
+                "tensors must be on cpu or cuda, got a tensor on mps:0, for which the process group has no backend"
+            )
             with pytest.raises(ValueError, match=expected):
                 impl.use_device(torch.device("mps:0"))
         finally:
@@ -90,8 +92,8 @@ def test_a_device_without_a_backend_is_refused() -> None:
     run_ranks(2, body)
 
 
-def test_on_other_accelerators_jobs_come_after_what_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none here, so its streams are pretended."""
+def test_on_other_accelerators_jobs_run_after_earlier_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such accelerator is available here, so the test fakes its streams."""
     calls: list[object] = []
 
     class Stream:

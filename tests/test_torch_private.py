@@ -1,4 +1,4 @@
-"""Canaries: every private name of torch that torchbagua uses is still there, and does what it is used for."""
+"""Canaries: every private name of torch that torchbagua uses still exists, and behaves as torchbagua expects."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ from torchbagua.fsdp.backend import ReplicaGroup
 
 @pytest.fixture
 def group() -> dist.ProcessGroup:
-    """A group of one, that torch's registry does not know."""
+    """A group of one rank, which is not in torch's registry."""
     store, timeout = dist.HashStore(), timedelta(seconds=7)
     backend = dist.ProcessGroupGloo(store, 0, 1, timeout)
     return _torch.unregistered_group(store, 0, 1, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
@@ -85,7 +85,7 @@ def test_registered_groups() -> None:
     store.set("key", "value")
     with_abstract_store = dist.ProcessGroup(dist.PrefixStore("a", dist.PrefixStore("b", dist.Store())), 0, 1)
     assert _torch.store_of(with_abstract_store) is None
-    with pytest.raises(ValueError, match="process_group must have a store, got one without, as in a world of mpi"):
+    with pytest.raises(ValueError, match="process_group must have a store, got a group without one, as mpi creates"):
         torchbagua.BaguaProcessGroup(with_abstract_store)
     dist.destroy_process_group(gloo)
 
@@ -139,28 +139,28 @@ def test_fsdp() -> None:
     assert _torch.fsdp_is_offloaded(_torch.fsdp_param_groups(offloaded)[0])
     assert _torch.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
-    of_two = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
-    (of_replicas,) = _torch.fsdp_param_groups(of_two)
-    assert _torch.fsdp_shard_group(of_replicas) is None
-    assert _torch.fsdp_replicate_group(of_replicas) is mesh.get_group("replicas")
+    replicated = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
+    (replicated_group,) = _torch.fsdp_param_groups(replicated)
+    assert _torch.fsdp_shard_group(replicated_group) is None
+    assert _torch.fsdp_replicate_group(replicated_group) is mesh.get_group("replicas")
     assert _torch.fsdp_replicate_group(param_group) is None
 
 
 class GathersItself(torch.Tensor):
-    """A parameter whose class says how it is gathered."""
+    """A parameter whose class defines how FSDP gathers it."""
 
     def fsdp_pre_all_gather(self) -> None: ...
 
     def fsdp_post_all_gather(self) -> None: ...
 
 
-OF_INTEGERS = pytest.param(
+WITH_INTEGERS = pytest.param(
     True, marks=pytest.mark.skipif(torch.__version__ < (2, 12), reason="fully_shard of torch 2.11 takes no integers")
 )
 
 
-@pytest.mark.parametrize("has_integers", [False, OF_INTEGERS], ids=["floating-point", "integers"])
-def test_what_fsdp_gathers(has_integers: bool) -> None:
+@pytest.mark.parametrize("has_integers", [False, WITH_INTEGERS], ids=["floating-point", "integers"])
+def test_dtypes_and_classes_that_fsdp_gathers(has_integers: bool) -> None:
     init_default_group()
     module = torch.nn.Linear(3, 5)
     module.bias = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
@@ -174,8 +174,10 @@ def test_what_fsdp_gathers(has_integers: bool) -> None:
         (param_group,) = _torch.fsdp_param_groups(fully_shard(copy.deepcopy(module), mp_policy=policy))
         assert _torch.fsdp_gathered_dtypes(param_group) == dtypes
         assert _torch.fsdp_own_gathers(param_group) == []
-    for one in param_group.fsdp_params[:1]:  # as fully_shard of such a parameter leaves it
-        one.sharded_param._local_tensor = one.sharded_param._local_tensor.detach().as_subclass(GathersItself)
+    for fsdp_param in param_group.fsdp_params[:1]:  # as after fully_shard of such a parameter
+        fsdp_param.sharded_param._local_tensor = fsdp_param.sharded_param._local_tensor.detach().as_subclass(
+            GathersItself
+        )
     assert _torch.fsdp_own_gathers(param_group) == [(param_group.fsdp_params[0].sharded_param, GathersItself)]
 
 
@@ -247,7 +249,7 @@ def test_autograd() -> None:
 
 
 def test_a_future_that_raises(group: dist.ProcessGroup) -> None:
-    """Whoever asks for its value gets the error, from Python or, as DDP's reducer does, from C++."""
+    """Every read of its value raises the error, from Python, and from C++ as in DDP's reducer."""
 
     def fail() -> torch.Tensor:
         raise ConnectionError("a peer is gone")
@@ -269,7 +271,7 @@ def test_a_future_that_raises(group: dist.ProcessGroup) -> None:
             read()
     with pytest.raises(RuntimeError, match="ConnectionError: a peer is gone"):
         futures[0].then(lambda done: done.value() / 2).wait()
-    # Torch looks for tensors in what a future of a GPU holds.
+    # Torch searches the value of a GPU future for tensors.
     assert _extract_tensors(_torch._Failure(ConnectionError())) == []
 
 
@@ -326,7 +328,7 @@ def test_optimizers() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_scheduler_of_an_optimizer_that_another_steps() -> None:
+def test_a_scheduler_of_an_optimizer_that_was_marked_as_stepped() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     _torch.mark_as_stepped(optimizer)
@@ -335,7 +337,7 @@ def test_a_scheduler_of_an_optimizer_that_another_steps() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"unscales": True}], ids=str)
 def test_grad_scaler(options: dict[str, bool]) -> None:
-    """Whatever looks for Inf goes through what can be replaced, and what is replaced is given back."""
+    """Every search for Inf calls the replacement, and undo restores the original."""
     unscales = options.pop("unscales", False)
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([parameter], **options), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -345,9 +347,9 @@ def test_grad_scaler(options: dict[str, bool]) -> None:
     def replace(find_inf: _torch.FindInf) -> _torch.FindInf:
         def find(*args: object, **kwargs: object) -> _torch.FoundInf:
             found = find_inf(*args, **kwargs)
-            seen.extend(float(one) for one in found.values())
-            for one in found.values():
-                one.fill_(1.0)
+            seen.extend(float(found_inf) for found_inf in found.values())
+            for found_inf in found.values():
+                found_inf.fill_(1.0)
             return found
 
         return find
@@ -373,7 +375,7 @@ def test_a_grad_scaler_of_another_kind_is_refused() -> None:
 
 
 def test_the_step_of_a_grad_scaler() -> None:
-    """The code that is looked for among the callers of a step is what calls it."""
+    """GradScaler calls a step from the code object that `scaled_step_code` returns."""
     import inspect
 
     parameter = torch.nn.Parameter(torch.ones(2))

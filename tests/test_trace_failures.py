@@ -29,7 +29,7 @@ def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert 20 < len(list(RankFile(path).events())) < whole
     (problem,) = find_files(tmp_path).problems
-    assert problem.startswith("rank0.jsonl.gz breaks off after step")
+    assert problem.startswith("rank0.jsonl.gz is truncated after step")
     assert merge_files(tmp_path, tmp_path / "all.json.gz").num_messages > 0
     assert RankFile(path).summary().figures.num_steps > 0
 
@@ -80,7 +80,7 @@ def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
         return [str(attachment.summary()) for attachment in attached]
 
     with pytest.warns(
-        RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.jsonl.gz'; give each a path"
+        RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.jsonl.gz'; give each trace a"
     ):
         (first, second) = run_ranks(1, body)[0]
     assert "another PerfettoTrace" not in first
@@ -129,7 +129,7 @@ def test_what_hangs_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(background_trace, "_MOST_WAITING", 50)
     try:
-        with pytest.warns(RuntimeWarning, match="'a disk' cannot be written to: .* so slow that 50 events wait"):
+        with pytest.warns(RuntimeWarning, match="cannot write to 'a disk': .* so slow that 50 events wait"):
             (attachment,) = train_traced(1, "bytegrad", lambda group: [HangingTrace("a disk")], num_steps=60)
     finally:
         goes_on.set()

@@ -25,7 +25,7 @@ from training import Tower, build
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1])], ids=["2", "4", "2x2"])
-def test_every_algorithm_tells_of_its_phases(name: str, size: int, nodes: list[int] | None) -> None:
+def test_every_algorithm_reports_its_phases(name: str, size: int, nodes: list[int] | None) -> None:
     ranks = record(size, name, nodes=nodes)
     sent, received = Counter(), Counter()
     for rank, events in enumerate(ranks):
@@ -60,12 +60,12 @@ def test_bits_of_an_element(name: str, bits: int) -> None:
         for event in events:
             if event.phase == "send" and event.num_elements:
                 assert event.raw_bytes == 4 * event.num_elements
-                # Rows of 32 bytes, and headers of 8 for each block, of which a parameter's last may be short.
+                # Rows of 32 bytes, and a header of 8 bytes for each block; the last block of a parameter may be short.
                 most_overhead_bytes = 32 + 8 * (event.num_elements // 2048 + 6)
                 assert bits <= event.bits_per_element <= bits + 8 * most_overhead_bytes / event.num_elements
 
 
-def test_what_is_waited_for_ends_when_the_lane_is_done() -> None:
+def test_a_wait_ends_when_the_lane_is_done() -> None:
     for events in record(2, "bytegrad"):
         for step in range(1, NUM_STEPS):
             (backward,) = (event for event in events if (event.phase, event.step) == ("backward", step))
@@ -80,22 +80,24 @@ def test_what_is_waited_for_ends_when_the_lane_is_done() -> None:
                 assert last_ns <= wait.end_ns <= whole.end_ns
 
 
-def test_samples_are_laid_out_when_an_observer_wants_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_laid_out_only_if_an_observer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out = WireLayout.beginning
     asked_for: list[str] = []
 
-    def counted(layout: WireLayout, num_elements: int) -> WireLayout:
+    def count_and_lay_out(layout: WireLayout, num_elements: int) -> WireLayout:
         asked_for.append(threading.current_thread().name)
         return lay_out(layout, num_elements)
 
-    monkeypatch.setattr(WireLayout, "beginning", counted)
+    monkeypatch.setattr(WireLayout, "beginning", count_and_lay_out)
 
     class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return step > 0
 
     for observer in (None, tb.observe.Recorder()):
-        train_traced(2, "bytegrad", lambda group, one=observer: [one] if one and group.rank() == 0 else [])
+        train_traced(
+            2, "bytegrad", lambda group, observer=observer: [observer] if observer and group.rank() == 0 else []
+        )
     assert not asked_for
     sampler = Sampler()
     train_traced(2, "bytegrad", lambda group: [sampler] if group.rank() == 0 else [])
@@ -104,7 +106,7 @@ def test_samples_are_laid_out_when_an_observer_wants_some(monkeypatch: pytest.Mo
 
 
 def test_sampled_values_are_right() -> None:
-    """Relative error of own chunk, residuals, staleness: beside what they are computed from."""
+    """Compare the local chunk's relative error, residuals and staleness with the values they are computed from."""
 
     class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
@@ -129,7 +131,7 @@ def test_sampled_values_are_right() -> None:
     for recorder in recorders:
         values = [event.values for event in recorder.events if event.phase == "measure"]
         assert len(values) == sum(event.phase == "bucket" and event.step == 4 for event in recorder.events)
-        # Half a step of a block is its range / 510, and the range of an almost normal block some 6 deviations.
+        # Half a step of a block is its range / 510, and the range of an almost normal block is about 6 deviations.
         errors = [each["left out"] / each["encoded"] for each in values if each["encoded"]]
         assert all(error < 0.02 for error in errors)
         assert max(errors) > 0.001
@@ -142,11 +144,11 @@ def test_sampled_values_are_right() -> None:
         counts = [values["rounds"] for values in rounds]
         assert counts == sorted(counts)
         staleness = [values["staleness in steps"] for values in rounds]
-        assert min(staleness) >= 0  # where a rank waits at the end for the others, and takes no steps
+        assert min(staleness) >= 0  # 0 if a rank waits at the end for the others, and takes no steps
         assert max(staleness) >= 1
 
 
-def test_behind_the_plain_hook_averaged_backward_passes_are_the_clock() -> None:
+def test_the_standalone_hook_counts_averaged_backward_passes_as_steps() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
@@ -167,7 +169,7 @@ def test_behind_the_plain_hook_averaged_backward_passes_are_the_clock() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A model of which a part runs its forward again in backward, in a backward of its own."""
+    """A model that recomputes the forward of a part in backward, in a separate backward pass."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -209,7 +211,7 @@ def test_step_and_wait_in_every_kind_of_ddp(model: nn.Module, options: dict[str,
 
 @pytest.mark.parametrize("all_threads", [False, True])
 def test_the_profiler_shows_buckets_by_name(all_threads: bool) -> None:
-    """Where it follows the training thread only, when they are handed to the lane; else every phase."""
+    """If it follows only the training thread, when buckets are passed to the lane; otherwise, every phase."""
     model = build(Tower)
     settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
 
@@ -223,7 +225,7 @@ def test_the_profiler_shows_buckets_by_name(all_threads: bool) -> None:
         impl.close()
         return {event.key for event in profile.key_averages()}
 
-    (names,) = run_ranks(1, body)  # of which there are no messages
+    (names,) = run_ranks(1, body)  # a single rank sends no messages
     assert "torchbagua: gradient bucket 0" in names
     assert ("torchbagua: gradient bucket 0 bucket" in names) == all_threads
 
@@ -249,9 +251,9 @@ def test_the_profiler_shows_every_phase() -> None:
 
 @pytest.mark.parametrize("name", ["decentralized", "shift_one", "low_precision_decentralized", "diloco", "async"])
 def test_events_end_in_their_step(name: str) -> None:
-    """Also where threads take turns far more often than they do otherwise.
+    """Also when threads switch far more often than usual.
 
-    The lane may be at what runs beside a step while the last one applies what it has waited for.
+    The lane may already work for a step while the previous step applies the result that it waited for.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -268,7 +270,7 @@ def test_events_end_in_their_step(name: str) -> None:
                 assert event.step not in ends or event.end_ns <= ends[event.step]
 
 
-def test_what_detaching_waits_for_is_no_steps() -> None:
+def test_the_wait_of_detach_belongs_to_no_step() -> None:
     def body(group: dist.ProcessGroup) -> tb.Attachment:
         ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -285,11 +287,11 @@ def test_what_detaching_waits_for_is_no_steps() -> None:
     assert figures.wait_ns < figures.step_ns
     assert figures.num_steps == 5
     assert before.summary().bytes_after > 0
-    note = r"rank 0 sent 0\.\d+ MB more after its last step, 0\.\d+ MB of it in detaching"
+    note = r"rank 0 sent 0\.\d+ MB more after its last step, 0\.\d+ MB of it during detach"
     assert re.search(note, str(before.summary()))
 
 
-def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None:
+def test_residuals_are_reported_after_the_last_of_several_backward_passes() -> None:
     class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return True
@@ -305,18 +307,18 @@ def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None
                     ddp(torch.randn(6, 10), step).square().sum().backward()
                 adam.step()
             state = attachment.state_dict()["impl"]
-        held = [values.flatten() for kind in ("sent", "mean") for values in state[kind].values()]
+        residuals = [values.flatten() for kind in ("sent", "mean") for values in state[kind].values()]
         norm = summary.figures.residual_norm
         assert norm is not None
-        return norm, torch.cat(held).double().norm().item()
+        return norm, torch.cat(residuals).double().norm().item()
 
-    for told, held in run_ranks(2, body):
-        assert told == pytest.approx(held, rel=1e-5)  # summed in another order
+    for reported, actual in run_ranks(2, body):
+        assert reported == pytest.approx(actual, rel=1e-5)  # summed in another order
 
 
 @dataclass
 class Output:
-    """What DDP finds tensors in, and pytree does not."""
+    """An output in which DDP finds tensors, but pytree does not."""
 
     loss: torch.Tensor
     name: str = "loss"

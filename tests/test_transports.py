@@ -1,4 +1,4 @@
-"""The test suite of transports: the package's own pass it, and each of several broken ones fails by the right check."""
+"""The test suite of transports: those of the package pass, and each broken transport fails the right check."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ from torchbagua.transport.suite import TransportFault, check_transport
 from transports import PlayedNccl, QueueTransport, StagedOnCpu, StagedOverGloo, play_pinned_memory
 
 DEADLINE = timedelta(seconds=1)
-TIMEOUT = timedelta(seconds=2)  # of transports that fail
+TIMEOUT = timedelta(seconds=2)  # for transports that fail
 
 MESSAGES = {"message_bits", "connect", "dtypes", "tags", "twin"}
 DEADLINES = {"missing_member", "deadline_of_messages", "abort_of_peer", "abort_by_another_thread"}
@@ -28,7 +28,7 @@ def check(maker: TransportMaker, size: int = 3) -> set[str]:
     return set(check_transport(maker, size, deadline=DEADLINE))
 
 
-# The package's own
+# Transports of the package
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -57,14 +57,14 @@ def test_staging_of_a_gpu() -> None:
 
 
 def test_collectives_in_stream_order() -> None:
-    """A host that waits for nothing has no deadlines to keep."""
+    """A host that never waits has no deadlines."""
     ran = check(functools.partial(PlayedNccl, calls=[]))
     assert ran > ENDS | COLLECTIVES | {"all_to_all", "all_to_all_single"}
     assert not ran & (MESSAGES | DEADLINES)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_pages_queue_between_threads(size: int) -> None:
+def test_the_queue_transport_of_the_docs(size: int) -> None:
     ran = check(QueueTransport, size)
     assert ran > MESSAGES | DEADLINES | ENDS
     assert not ran & COLLECTIVES
@@ -81,13 +81,13 @@ def test_deadlines_that_are_not_claimed_are_not_tested() -> None:
 
 @pytest.mark.parametrize("wrong", [{"devices": "cpu"}, {"devices": frozenset()}])
 def test_abilities_have_types_of_devices(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^Abilities: devices must be a frozenset of types of devices, .* got "):
+    with pytest.raises(ValueError, match=r"^Abilities: devices must be a frozenset of device types, .* got "):
         Abilities(**wrong)
 
 
 def test_abilities_have_known_collectives() -> None:
     known = r"\['all_gather', 'all_reduce', 'all_to_all'\], got frozenset\({'allgather'}\)"
-    with pytest.raises(ValueError, match=f"^Abilities: collectives must be a frozenset of some of {known}$"):
+    with pytest.raises(ValueError, match=f"^Abilities: collectives must be a frozenset within {known}$"):
         Abilities(frozenset({"cpu"}), collectives=frozenset({"allgather"}))
 
 
@@ -96,11 +96,11 @@ def test_one_member_is_refused() -> None:
         check_transport(GlooTransport, 1)
 
 
-# Broken ones
+# Broken transports
 
 
 class MixesTags(QueueTransport):
-    """Takes messages in the order in which they were sent."""
+    """Receives messages in the order of sends, whatever their tags."""
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         super().post_send(peer, tensor, 0)
@@ -125,7 +125,7 @@ class WritesToSent(QueueTransport):
 
 
 class SendsLater(QueueTransport):
-    """Reads what it sends when it is received, and the sender may have overwritten it by then."""
+    """Reads a sent tensor only at the receive; the sender may have overwritten it by then."""
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         super().post_send(peer, tensor, tag)
@@ -209,7 +209,7 @@ class SumsTwice(GlooTransport):
 
 
 class GathersElsewhere(GlooTransport):
-    """Clears the output before it reads this member's part, which may lie there."""
+    """Clears the output before it reads this member's part, which may be a part of the output."""
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
         output.zero_()
@@ -265,7 +265,7 @@ LONG = timedelta(seconds=2)
     ],
     ids=lambda argument: argument.__name__ if isinstance(argument, type) else "",
 )
-def test_a_broken_transport_fails_by_the_right_check(
+def test_a_broken_transport_fails_the_right_check(
     maker: TransportMaker, deadline: timedelta, failed: str, why: str
 ) -> None:
     LeavesThread.over.clear()

@@ -1,4 +1,4 @@
-"""Every tutorial runs by the commands in its docstring, and shows what it claims."""
+"""Every tutorial runs with the commands in its docstring, and its output supports its claims."""
 
 import ast
 import re
@@ -17,10 +17,10 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
 def rows_of_your_own_loop(output: str) -> dict[str, dict[str, float]]:
-    """Loss, megabytes and milliseconds of both runs; checks what holds on any network."""
+    """Return loss, megabytes and milliseconds of both runs; check the claims that hold on any network."""
     held_out = [float(loss) for loss in re.findall(r"held-out loss (\S+),", output)]
     assert len(held_out) == 4 + 4 + 2, "of the third run only what comes after the checkpoint"
-    # Of ten classes guessing gives ln 10 = 2.3 nats.
+    # Guessing among ten classes gives ln 10 = 2.3 nats.
     assert max(held_out[0], held_out[4]) < 2
     assert held_out[8:] == held_out[6:8], "resumed bit for bit"
     assert "ends with the same weights: True" in output
@@ -30,7 +30,7 @@ def rows_of_your_own_loop(output: str) -> dict[str, dict[str, float]]:
     }
     plain, bytegrad = rows["plain DDP"], rows["8-bit gradients"]
     assert bytegrad["loss"] == pytest.approx(plain["loss"], rel=0.02)
-    # 8 bits for 32, and 8 bytes of range for each block.
+    # 8 bits instead of 32, and 8 bytes of range for each block.
     assert 3.9 < plain["sent_mb"] / bytegrad["sent_mb"] < 4
     assert "ByteGradAlgorithm(" in output, "the summary"
     return rows
@@ -42,7 +42,7 @@ def check_your_own_loop(output: str) -> None:
 
 def check_your_own_loop_on_an_emulated_network(output: str) -> None:
     rows = rows_of_your_own_loop(output)
-    # What both ranks send goes through one interface of 1 Gbit/s; the rest of a step stays.
+    # Both ranks send through one interface of 1 Gbit/s; the rest of a step does not change.
     saved_ms = 2 * 8 * (rows["plain DDP"]["sent_mb"] - rows["8-bit gradients"]["sent_mb"])
     assert rows["plain DDP"]["step_ms"] - rows["8-bit gradients"]["step_ms"] > 0.5 * saved_ms
 
@@ -52,12 +52,12 @@ def check_ddp_to_bytegrad(output: str) -> None:
     last_losses = [float(loss) for loss in re.findall(r"^(?:plain DDP|ByteGrad): +loss (\S+),", output, re.MULTILINE)]
     megabytes = [float(size) for size in re.findall(r"(\S+) MB sent", output)]
 
-    # ln 256 = 5.55 nats is what guessing all bytes equally gives; 3.2 is the entropy of single bytes of source code.
+    # Guessing all bytes equally gives ln 256 = 5.55 nats; 3.2 is the entropy of single bytes of source code.
     assert first_losses == [pytest.approx(5.5, abs=0.4)] * 2
     assert len(last_losses) == 2
     assert max(last_losses) < 2
     assert last_losses[1] == pytest.approx(last_losses[0], rel=0.01), "ByteGrad promises plain DDP's loss within 1 %"
-    # 8 bits for 32, and 8 bytes of range for each block.
+    # 8 bits instead of 32, and 8 bytes of range for each block.
     assert 3.9 < megabytes[0] / megabytes[1] < 4
 
 
@@ -70,16 +70,16 @@ def check_decentralized(output: str) -> None:
     bytes_per_parameter = {name: 1000 * row[0] / num_parameters for name, row in rows.items()}
     losses = {name: row[-1] for name, row in rows.items()}
 
-    # As the algorithms' docstrings say. Chunks of whole blocks are not quite equal, and blocks have a range; the count
-    # begins and ends while a round may be in flight, which is one of 45.
-    every_rank = 8 * (num_ranks - 1) / num_ranks
-    expected = {"DDP": every_rank, "all": every_rank, "shift_one": 4, "low precision": 2}
+    # These are the figures of the algorithms' docstrings. Chunks of whole blocks are not quite equal, and blocks have a
+    # range. A round may be in flight when the count begins and when it ends, which is one of 45.
+    all_ranks = 8 * (num_ranks - 1) / num_ranks
+    expected = {"DDP": all_ranks, "all": all_ranks, "shift_one": 4, "low precision": 2}
     assert bytes_per_parameter == pytest.approx(expected, rel=0.04)
     assert rows["DDP"][1:-1] == [0] * 7
     for name in ("all", "shift_one", "low precision"):
         *apart, apart_at_end = rows[name][1:-1]
         assert len(apart) == 6
-        # One step moves the weights by about 1 %, and by then the ranks are averaged again.
+        # One step changes the weights by about 1 %, and then the ranks are averaged again.
         assert all(0.001 < distance < 0.05 for distance in apart), name
         assert apart_at_end == 0
         assert losses[name] == pytest.approx(losses["DDP"], rel=0.03), name
@@ -88,7 +88,7 @@ def check_decentralized(output: str) -> None:
 
 
 def rows_of_async(output: str) -> dict[str, list[float]]:
-    """Steps per second of both ranks, and the loss; checks what holds on any network."""
+    """Return steps per second of both ranks, and the loss; check the claims that hold on any network."""
     rows = {
         name: [float(number) for number in numbers.split()]
         for name, numbers in re.findall(
@@ -103,7 +103,7 @@ def rows_of_async(output: str) -> dict[str, list[float]]:
         assert float(difference_before) > 0
         assert float(difference_after) == 0
 
-    # Rank 1 pauses for 0.3 s in each step. Machines are noisy: ten times as fast is what the other rank easily is.
+    # Rank 1 pauses for 0.3 s in each step. The other rank is easily ten times as fast, but machines are noisy.
     slowest = 1 / 0.3
     assert max(rows["DDP, rank 1 slow"][:2]) < 1.02 * slowest, "under DDP the slow rank holds up both"
     fast, slow = rows["async, rank 1 slow"][:2]
@@ -120,7 +120,7 @@ def check_async_on_a_slow_network(output: str) -> None:
 def check_async_on_an_emulated_network(output: str) -> None:
     rows = rows_of_async(output)
 
-    # 100 Mbit/s take the 0.8 MB that each of two ranks sends 7.8 times a second; bursts go beyond.
+    # 100 Mbit/s carry the 0.8 MB that each of two ranks sends 7.8 times a second; bursts exceed the limit.
     assert max(rows["DDP, ranks alike"][:2]) < 10
     assert min(rows["async, ranks alike"][:2]) > 20, "no step waits for the network"
     assert rows["async, ranks alike"][2] < rows["DDP, ranks alike"][2]
@@ -134,17 +134,17 @@ def check_qadam(output: str) -> None:
     assert rows["QAdam"][0] == pytest.approx(rows["Adam"][0], rel=0.01), (
         "in its warm-up it averages gradients in float32"
     )
-    # 8 bits for 32, and 8 bytes of range for each block.
+    # 8 bits instead of 32, and 8 bytes of range for each block.
     assert 3.9 < rows["Adam"][1] / rows["QAdam"][1] < 4
     losses = [rows["Adam"][2], rows["QAdam"][2], *map(float, re.findall(r"from there: loss (\S+)", output))]
     assert len(losses) == 3
-    # Not the same path, since the second moment stands still; 5.55 nats is what guessing gives, and 3.2 single bytes.
+    # The path differs, because the second moment is frozen. Guessing gives 5.55 nats, single bytes 3.2.
     assert max(losses) < 1.8
     assert "ranks whose weights differ from rank 0's: 0" in output
 
 
 def tables_of(output: str) -> dict[str, dict[str, float]]:
-    """What rank 0's tables show, by the name above each."""
+    """Return the figures of rank 0's tables, by the name above each table."""
     tables = {}
     for name, row in re.findall(r"^(large_buckets|small_buckets):(?:.*\n)+?-+\n +0 +(.*)$", output, re.MULTILINE):
         steps, step_ms, waited_ms, overlap, *_, sent_mb, bits, ratio, gbit = row.split()
@@ -177,7 +177,7 @@ def check_read_a_trace_on_an_emulated_network(output: str) -> None:
     tables = tables_of(output)
     large, small = tables["large_buckets"], tables["small_buckets"]
     # One bucket, which is full when backward is done; both ranks send 2.6 MB through one interface of 1 Gbit/s. Small
-    # buckets overlap by 70 %, this one by 0 to 2, and by 6 on a machine whose processors were busy.
+    # buckets overlap by 70 %, this bucket by 0 to 2 %, and by 6 % on a machine with busy processors.
     assert large["overlap"] < 15
     assert large["waited_ms"] > 0.8 * 2 * 8 * large["sent_mb"]
     assert max(large["gbit"], small["gbit"]) < 1.1
@@ -196,7 +196,7 @@ def check_aggregation(output: str) -> None:
     assert kilobytes["all-reduce"] == pytest.approx(whole, rel=0.01)
     assert kilobytes["neighbours"] == pytest.approx(4 * num_parameters / 1e3, rel=0.01)
     assert kilobytes["sparsified"] < whole / 100
-    # Factors of two vectors each, and the biases.
+    # PowerSGD sends factors of two vectors each, and the biases.
     assert kilobytes["power"] < whole / 20
     best = rows["all-reduce"][-1]
     assert best > 96
@@ -206,17 +206,17 @@ def check_aggregation(output: str) -> None:
 
 
 def rows_of_diloco(output: str) -> dict[str, list[float]]:
-    """Loss, megabytes and seconds of each; checks what holds on any network."""
+    """Return loss, megabytes and seconds of each run; check the claims that hold on any network."""
     rows = {
         name: [float(number) for number in numbers.split()]
         for name, numbers in re.findall(r"^(DDP|DiLoCo|local SGD) +([\d. ]+)$", output, re.MULTILINE)
     }
     assert len(re.findall(r"^  step +\d+: loss", output, re.MULTILINE)) == 3 * 10
-    # 4 bits for 32 and a scale for each block, once in 30 steps; chunks of whole blocks are not quite equal.
+    # 4 bits instead of 32, and a scale for each block, once in 30 steps; chunks of whole blocks are not quite equal.
     saved = 30 * 32 / 4.25
     for name in ("DiLoCo", "local SGD"):
         assert rows["DDP"][1] / rows[name][1] == pytest.approx(saved, rel=0.03)
-        # It takes some loss: 2 and 3 % where it was measured, from 5.5 at the start.
+        # The loss is higher: by 2 and 3 % when measured, from 5.5 at the start.
         assert rows[name][0] == pytest.approx(rows["DDP"][0], rel=0.06)
     assert rows["DDP"][0] < 2.3
     return rows
@@ -228,7 +228,7 @@ def check_diloco(output: str) -> None:
 
 def check_diloco_on_an_emulated_network(output: str) -> None:
     rows = rows_of_diloco(output)
-    # 20 Mbit/s for what a rank sends; bursts go beyond.
+    # A rank sends at 20 Mbit/s; bursts exceed the limit.
     assert rows["DDP"][2] > 0.95 * 8 * rows["DDP"][1] / 20
     assert rows["DiLoCo"][2] < rows["DDP"][2] / 3
     ((after_s, loss),) = re.findall(r"; after (\S+) s DDP was at step \d+, with loss (\S+)$", output, re.MULTILINE)
@@ -237,7 +237,7 @@ def check_diloco_on_an_emulated_network(output: str) -> None:
 
 
 def rows_of_fsdp(output: str) -> dict[str, list[float]]:
-    """Loss, megabytes and milliseconds a step, and speed-up of each; checks what holds on any network."""
+    """Return loss, megabytes and milliseconds a step, and speed-up of each run; check the claims for any network."""
     ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
     rows = {
         name: [float(number) for number in numbers.split()]
@@ -246,11 +246,11 @@ def rows_of_fsdp(output: str) -> dict[str, list[float]]:
         )
     }
     assert len(re.findall(r"^  step +\d+: loss", output, re.MULTILINE)) == 3 * 10
-    # Gathered twice, and reduce-scattered by gloo, which sends twice what it must. In 8 bits a block has a range.
+    # Weights are gathered twice; gloo's reduce-scatter sends twice the minimum. In 8 bits a block has a range.
     to_others = (num_ranks - 1) / num_ranks * num_parameters
     expected = {"float32": 16, "8-bit gradients": 9, "8-bit weights too": 3}
     assert {name: 1e6 * row[1] / to_others for name, row in rows.items()} == pytest.approx(expected, rel=0.01)
-    # 3.2 nats is the entropy of single bytes of source code. The three differ by 0.2 % where it was measured.
+    # 3.2 nats is the entropy of single bytes of source code. The three losses differed by 0.2 % when measured.
     assert rows["float32"][0] < 2.9
     assert [row[0] for row in rows.values()] == pytest.approx(3 * [rows["float32"][0]], rel=0.02)
     return rows
@@ -262,9 +262,9 @@ def check_fsdp(output: str) -> None:
 
 def check_fsdp_on_an_emulated_network(output: str) -> None:
     rows = rows_of_fsdp(output)
-    # 200 Mbit/s for what a rank sends; bursts go beyond.
+    # A rank sends at 200 Mbit/s; bursts exceed the limit.
     assert rows["float32"][2] > 0.95 * 8 * rows["float32"][1] / 0.2
-    # The rest of a step stays; coding is a part of it.
+    # The rest of a step, which includes the codec, does not change.
     for name in ("8-bit gradients", "8-bit weights too"):
         saved_ms = 8 * (rows["float32"][1] - rows[name][1]) / 0.2
         assert rows["float32"][2] - rows[name][2] > 0.5 * saved_ms
@@ -289,7 +289,7 @@ CHECKS = {
 
 
 def commands_of(tutorial: Path) -> dict[tuple[str, str], str]:
-    """The commands in a tutorial's docstring, by tutorial and program."""
+    """Return the commands in a tutorial's docstring, by tutorial and program."""
     docstring = ast.get_docstring(ast.parse(tutorial.read_text(encoding="utf-8"))) or ""
     commands = re.findall(r"^    ((?:torchrun|unshare) .*(?:\n {5,}.*)*)", docstring, re.MULTILINE)
     return {(tutorial.stem, command.split()[0]): command for command in commands}
@@ -308,12 +308,12 @@ def skip_without_namespaces() -> None:
         pytest.skip(f"not permitted to shape a network of one's own: {trial.stderr.strip()}")
 
 
-# What they say of times holds where nothing else runs.
-TIMED = [key for key in CHECKS if key[0] == "03_async_on_a_slow_network" or key[1] == "unshare"]
+# Their claims about times hold only if nothing else runs.
+TIMED_KEYS = [key for key in CHECKS if key[0] == "03_async_on_a_slow_network" or key[1] == "unshare"]
 
 
 def marks_of(key: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    marks = [pytest.mark.alone if key in TIMED else pytest.mark.slow]
+    marks = [pytest.mark.alone if key in TIMED_KEYS else pytest.mark.slow]
     return [*marks, pytest.mark.network] if key[1] == "unshare" else marks
 
 
@@ -328,6 +328,6 @@ def test_tutorial(key: tuple[str, str]) -> None:
     CHECKS[key](run.stdout)
 
 
-def test_every_command_has_its_check() -> None:
+def test_every_command_has_a_check() -> None:
     assert sorted(CHECKS) == sorted(COMMANDS)
     assert {stem for stem, _ in COMMANDS} == {tutorial.stem for tutorial in TUTORIALS}

@@ -1,4 +1,4 @@
-"""Steps by gradients that no rank has averaged, while an algorithm averages gradients: one warning, or none."""
+"""Steps on gradients that are not averaged, while a gradient algorithm is attached: one warning, or none."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ def tower() -> nn.Sequential:
 
 
 class Loop:
-    """A training loop of one rank; `called` is what it calls, `backward` leaves gradients of this rank's own data."""
+    """A rank's training loop: it calls the module `called`; `backward` computes gradients of this rank's data."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1) -> None:
         self.net = copy.deepcopy(model)
@@ -58,19 +58,19 @@ def weights_of_ranks(body: Callable[[dist.ProcessGroup], torch.Tensor], size: in
 
 
 def check_one_warning(body: Callable[[dist.ProcessGroup], torch.Tensor], *parts: str) -> None:
-    """All ranks warn once, of all parts, and their weights differ indeed."""
+    """Check that each rank warns once, with all parts, and that the ranks' weights do differ."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         first, second = weights_of_ranks(body)
     messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
-    assert len(messages) == 2, messages  # one a rank
+    assert len(messages) == 2, messages  # one per rank
     for message in messages:
         assert all(part in message for part in parts), message
     assert not torch.equal(first, second)
 
 
 def check_no_warning(body: Callable[[dist.ProcessGroup], Any]) -> None:
-    """No rank warns: the suite makes errors of torchbagua's warnings, here of all."""
+    """Check that no rank warns: the suite turns torchbagua's warnings into errors, and here every RuntimeWarning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         run_ranks(2, body)
@@ -83,7 +83,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 
 
 class BaguasLoop(Loop):
-    """One that calls the module, of which `with_bagua` has made a DDP."""
+    """A loop that calls the module itself, which `with_bagua` wraps in a DDP."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
         super().__init__(group, model)
@@ -96,7 +96,7 @@ class BaguasLoop(Loop):
 
 @pytest.mark.parametrize("make_loop", [Loop, BaguasLoop])
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_a_module_that_is_converted_after_ddp_was_made(
+def test_a_module_that_is_converted_after_ddp_was_created(
     convert: Callable[[nn.Module], object], make_loop: type[Loop]
 ) -> None:
     model = build(tower)
@@ -116,7 +116,7 @@ def test_a_module_that_is_converted_after_ddp_was_made(
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "powersgd"])
-def test_the_inner_module_called_in_place_of_ddp(name: str) -> None:
+def test_the_inner_module_called_instead_of_ddp(name: str) -> None:
     model = build(tower)
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_two_bare_steps_are_enough_and_one_is_not() -> None:
 
 
 def steps_within_no_sync(loop: Loop) -> None:
-    """Local steps, and weights averaged by hand."""
+    """Take local steps, as a loop that averages weights by hand does."""
     assert loop.ddp is not None
     with loop.ddp.no_sync():
         for _ in range(NUM_STEPS):
@@ -193,7 +193,7 @@ def two_optimizers_within_no_sync(loop: Loop) -> None:
                 half.step()
 
 
-def a_flag_in_place_of_no_sync(loop: Loop) -> None:
+def a_flag_instead_of_no_sync(loop: Loop) -> None:
     assert loop.ddp is not None
     for step in range(2 * NUM_STEPS):
         loop.ddp.require_backward_grad_sync = step % 2 == 1
@@ -246,7 +246,7 @@ def skipped_steps(loop: Loop) -> None:
 
 
 def evaluation_of_the_inner_module(loop: Loop) -> None:
-    """Gradients of an attack, which no step uses."""
+    """Compute gradients of an adversarial attack, which no step uses."""
     for _ in range(NUM_STEPS):
         loop.net.eval()
         loop.backward(loop.net)
@@ -255,15 +255,15 @@ def evaluation_of_the_inner_module(loop: Loop) -> None:
 
 
 def a_generator_and_its_critic(loop: Loop) -> None:
-    """The critic is attached. The generator's loss gives it gradients too, by the inner module."""
+    """Attach the critic, which gets gradients from the generator's loss too, through the inner module."""
     generator = nn.Linear(4, 4)
-    other = torch.optim.SGD(generator.parameters(), lr=0.1)
+    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
     for _ in range(NUM_STEPS):
         for _ in range(2):
             loop.step()
-        other.zero_grad()
+        generator_optimizer.zero_grad()
         loop.net(generator(torch.randn(8, 4, generator=loop.data))).mean().backward()
-        other.step()
+        generator_optimizer.step()
 
 
 def a_closure(loop: Loop) -> None:
@@ -278,7 +278,7 @@ def a_closure(loop: Loop) -> None:
 
 LEGITIMATE: list[Callable[[Loop], None]] = [
     steps_within_no_sync,
-    a_flag_in_place_of_no_sync,
+    a_flag_instead_of_no_sync,
     accumulation,
     steps_without_gradients,
     the_same_gradients_again,
@@ -302,12 +302,12 @@ def test_no_warning(habit: Callable[[Loop], None]) -> None:
     check_no_warning(body)
 
 
-def test_no_warning_of_two_optimizers_within_no_sync() -> None:
+def test_no_warning_for_two_optimizers_within_no_sync() -> None:
     model = build(tower)
     check_no_warning(lambda group: two_optimizers_within_no_sync(Loop(group, model)))
 
 
-def test_no_warning_of_a_ddp_that_with_bagua_has_made() -> None:
+def test_no_warning_for_a_ddp_created_by_with_bagua() -> None:
     model = build(tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -322,7 +322,7 @@ def test_no_warning_of_a_ddp_that_with_bagua_has_made() -> None:
 
 
 @pytest.mark.parametrize("is_attached_first", [False, True], ids=["before attach", "after attach"])
-def test_parameters_unfrozen_after_ddp_was_made(is_attached_first: bool) -> None:
+def test_parameters_unfrozen_after_ddp_was_created(is_attached_first: bool) -> None:
     def frozen_tower() -> nn.Module:
         model = tower()
         model[0].requires_grad_(False)
@@ -344,7 +344,7 @@ def test_parameters_unfrozen_after_ddp_was_made(is_attached_first: bool) -> None
     check_one_warning(body, "2 parameters have gradients that are not averaged: 0.weight, 0.bias", "a new DDP")
 
 
-def test_parameters_added_after_ddp_was_made() -> None:
+def test_parameters_added_after_ddp_was_created() -> None:
     model = build(tower)
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -363,7 +363,7 @@ def test_parameters_added_after_ddp_was_made() -> None:
     check_one_warning(body, "2 parameters have gradients that are not averaged: 3.weight, 3.bias")
 
 
-def test_no_warning_of_parameters_that_ddp_ignores_or_that_are_not_used() -> None:
+def test_no_warning_for_parameters_that_ddp_ignores_or_that_are_not_used() -> None:
     model = build(tower)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -418,7 +418,7 @@ def test_the_warning_points_at_the_step_of_the_loop() -> None:
 
 
 def test_one_of_many_frozen_parameters_is_found() -> None:
-    """A step looks at some of them only."""
+    """A step checks only a part of them."""
 
     class FrozenLayers(nn.Module):
         def __init__(self) -> None:

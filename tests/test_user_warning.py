@@ -1,4 +1,4 @@
-"""Where warnings point: at the line of whoever uses the package."""
+"""Where warnings point: at the line of the package's user."""
 
 import copy
 import linecache
@@ -18,7 +18,7 @@ from training import Tower, build
 
 
 def line_of(warned: pytest.WarningsRecorder) -> str:
-    """The line of this file that the one warning points at."""
+    """Return the line of this file that the only warning points at."""
     (warning,) = warned
     assert warning.filename == __file__
     return linecache.getline(__file__, warning.lineno).strip()
@@ -32,7 +32,7 @@ class Failing:
 
 
 def test_an_observer_that_fails_in_a_hook_of_the_optimizer() -> None:
-    """Between the user's line and the package are torch's frames."""
+    """Torch's frames are between the user's line and the package."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:

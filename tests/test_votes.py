@@ -1,4 +1,4 @@
-"""How ranks that average at their own paces agree on when to stop."""
+"""The votes by which ranks that average at their own paces agree on when to stop."""
 
 import pytest
 import torch.distributed as dist
@@ -19,12 +19,12 @@ STOPS = Vote(stops=True, reason="detach")
         ([STOPS, STOPS, STOPS], Outcome(None, None, False)),
         ([STOPS, Vote(stops=True, wants_mean=True, reason="detach"), STOPS], Outcome(None, None, True)),
         ([Vote(), Vote(leaves=True), STOPS], Outcome(1, 1, False)),
-        # One that leaves ends it for all, whatever the others have stopped for.
+        # A rank that leaves ends the rounds for all ranks, whatever the other ranks stop for.
         ([Vote(stops=True, leaves=True), STOPS, STOPS], Outcome(0, None, False)),
         ([STOPS, Vote(stops=True, reason="abort"), Vote()], Outcome(None, 2, False)),
     ],
 )
-def test_all_ranks_come_to_the_same(votes: list[Vote], outcome: Outcome) -> None:
+def test_all_ranks_come_to_the_same_outcome(votes: list[Vote], outcome: Outcome) -> None:
     def body(group: dist.ProcessGroup) -> Outcome:
         return count_votes(tb.BaguaProcessGroup(group).world, votes[group.rank()], LayoutWatch(""), "a round")
 

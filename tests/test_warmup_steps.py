@@ -1,4 +1,4 @@
-"""What a warm-up counts: the steps that the optimizer takes, under every algorithm that has one."""
+"""A warm-up counts the optimizer's steps, with every algorithm that has a warm-up."""
 
 import copy
 import inspect
@@ -24,7 +24,7 @@ ALGORITHMS = {
 }
 PHASED = ["topk", "powersgd"]
 
-# Of each training step how many backward passes it has, all of them synchronised, and whether GradScaler skips it.
+# A training step: its number of backward passes, all of them synchronized, and whether GradScaler skips it.
 Step = tuple[int, bool]
 PLAIN: Step = (1, False)
 SKIPPED: Step = (1, True)
@@ -33,7 +33,7 @@ STEPS = [PLAIN, SKIPPED, ACCUMULATED, SKIPPED, SKIPPED, ACCUMULATED, PLAIN, PLAI
 
 
 def warm_passes(steps: Sequence[Step], num_warm: int = NUM_WARM) -> list[bool]:
-    """Of each backward whether it belongs to the warm-up, by the number of steps that were taken before it."""
+    """Return for each backward whether it belongs to the warm-up, by the number of steps before it."""
     are_warm: list[bool] = []
     num_taken = 0
     for num_passes, is_skipped in steps:
@@ -43,11 +43,11 @@ def warm_passes(steps: Sequence[Step], num_warm: int = NUM_WARM) -> list[bool]:
 
 
 class Loop:
-    """One rank's training.
+    """A rank's training loop.
 
     Attributes:
-        operations: of each backward the names of what its buckets ran, others in the warm-up than after it.
-        modes: of `AsyncModelAverageAlgorithm` in each backward.
+        operations: for each backward, the names of its buckets' operations, which change after the warm-up.
+        modes: for each backward, the mode of `AsyncModelAverageAlgorithm`.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, *, scales: bool = True) -> None:
@@ -68,7 +68,9 @@ class Loop:
         if isinstance(runner.impl, tb.algorithms.AsyncModelAverageAlgorithmImpl):
             self.modes.append(runner.impl.mode)
         self.scaler.scale(self.ddp(torch.full((4, 96), 1.0 + self.rank)).square().mean() * factor).backward()
-        self.operations.append([one.name for bucket in runner.gradient_buckets for one in bucket.operations])
+        self.operations.append(
+            [operation.name for bucket in runner.gradient_buckets for operation in bucket.operations]
+        )
 
     def train(self, runner: tb.Runner, steps: Sequence[Step]) -> None:
         for num_passes, is_skipped in steps:
@@ -82,15 +84,15 @@ class Loop:
 
     @property
     def are_warm(self) -> list[bool]:
-        """Of each backward whether it was in the warm-up; the last one was not."""
+        """Return for each backward whether it was in the warm-up; the last backward was not."""
         if self.modes:
             return [mode == "warm-up" for mode in self.modes]
         return [names != self.operations[-1] for names in self.operations]
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "qadam"])
-def test_a_warm_up_counts_the_steps_that_are_taken(name: str) -> None:
-    """Neither those that GradScaler skips, nor more than one for several synchronised backward passes."""
+def test_a_warm_up_counts_the_optimizers_steps(name: str) -> None:
+    """It does not count steps that GradScaler skips, and counts several synchronized backward passes as one step."""
 
     def body(group: dist.ProcessGroup) -> list[bool]:
         loop = Loop(group, name)
@@ -102,8 +104,8 @@ def test_a_warm_up_counts_the_steps_that_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PHASED)
-@pytest.mark.parametrize("stop", [1, 4, 7])  # DDP wants one synchronised backward in its first step
-def test_a_warm_up_goes_on_from_a_state(name: str, stop: int) -> None:
+@pytest.mark.parametrize("stop", [1, 4, 7])  # DDP needs a single synchronized backward in its first step
+def test_a_warm_up_continues_from_a_state(name: str, stop: int) -> None:
     def body(group: dist.ProcessGroup) -> list[bool]:
         first = Loop(group, name)
         with first.attach() as attachment:
@@ -144,8 +146,8 @@ def test_a_warm_up_behind_the_standalone_hook(name: str, is_watched: bool) -> No
 
 @pytest.mark.parametrize("name", PHASED)
 def test_a_rank_without_data_leaves_the_warm_up_with_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no steps (Join), and goes on in the next epoch, or from its state, where they are."""
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # of groups made by hand
+    """It takes no steps (Join). In the next epoch, or from its state, it continues where the other ranks are."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # for groups that are created by hand
 
     def body(group: dist.ProcessGroup) -> tuple[list[bool], int]:
         loop = Loop(group, name)
@@ -164,10 +166,10 @@ def test_a_rank_without_data_leaves_the_warm_up_with_the_others(name: str, monke
     assert first == warm_passes([PLAIN] * 7)
 
 
-def test_every_warm_up_says_what_it_counts() -> None:
+def test_every_warm_up_documents_what_it_counts() -> None:
     sentence = (
         "It counts the steps that the optimizer takes: accumulated backward passes are one step, and a step that "
-        "GradScaler skips is none."
+        "GradScaler skips is not counted."
     )
     for cls in (tb.QAdamOptimizer, tb.AsyncModelAverageAlgorithm, tb.TopKAlgorithm, tb.PowerSGDAlgorithm):
         assert sentence in " ".join((inspect.getdoc(cls) or "").split())

@@ -133,7 +133,7 @@ def test_ranks_compare_the_codec_of_an_algorithm() -> None:
             return self.codec
 
     with pytest.raises(
-        ValueError, match=r"ranks disagree in Plain's codec: rank 0 has 'MinMaxUInt8\(block=64\)', rank 1"
+        ValueError, match=r"ranks disagree on Plain's codec: rank 0 has 'MinMaxUInt8\(block=64\)', rank 1"
     ):
         run_ranks(2, lambda group: Plain(MinMaxUInt8(64 << group.rank())).reify(group))
     for wrong in ("minmax_uint8", None, MinMaxUInt8):

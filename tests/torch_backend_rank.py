@@ -1,4 +1,4 @@
-"""One rank that trains over TorchBackendTransport, and compares bits with the default transport; started by torchrun.
+"""Train over TorchBackendTransport on one rank, and compare with the default transport; started by torchrun.
 
 Arguments: the names of the cases.
 """
@@ -43,7 +43,7 @@ ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
 
 
 class GlooWork(dist.Work):
-    """The work of a backend that knows no timeout."""
+    """The work of a backend whose wait takes no timeout."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GlooWork(dist.Work):
 
 
 class OtherBackend(dist.ProcessGroup):
-    """gloo under another name, as a backend written in Python: it has what this package calls, and lacks `lacking`."""
+    """gloo under another name, as a Python backend: it has the operations that torchbagua calls, except `lacking`."""
 
     lacking: frozenset[str] = frozenset()
 
@@ -85,13 +85,13 @@ class OtherBackend(dist.ProcessGroup):
     def _allgather_base(self, *arguments: Any) -> GlooWork:
         return self._start("_allgather_base", *arguments)
 
-    # Their names from torch 2.13 on.
+    # The names of these operations since torch 2.13.
     all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
 
 
 class Model(nn.Sequential):
-    """Some layers, of which one has several blocks."""
+    """A few layers, one with several blocks."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ def train(
     group: dist.ProcessGroup | None = None,
     own_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Train with SGD under DDP over `group`, with an algorithm over `own_group`, and return the weights."""
+    """Train with SGD and DDP over `group`, with an algorithm over `own_group`, and return the weights."""
     assert dist.group.WORLD is not None
     group = group or dist.group.WORLD
     ddp = DistributedDataParallel(Model(), process_group=group)
@@ -133,97 +133,97 @@ def train(
     return weights_of(ddp)
 
 
-def same_bits(*arguments: Any, transport: TransportMaker = TorchBackendTransport, **options: Any) -> None:
-    """Train over the default transport and over another one, and compare the weights."""
+def check_same_weights(*arguments: Any, transport: TransportMaker = TorchBackendTransport, **options: Any) -> None:
+    """Train over the default transport and over `transport`, and check that the weights are bitwise equal."""
     expected = train(*arguments, None, **{**options, "own_group": None})
     found = train(*arguments, transport, **options)
     assert torch.equal(found, expected), (arguments, (found - expected).abs().max())
 
 
 @contextmanager
-def told_once_of_deadlines() -> Iterator[None]:
-    """The warning that a backend does not bound its waits is given, and no other."""
+def expect_one_deadline_warning() -> Iterator[None]:
+    """Check that the only warning reports that the backend does not bound its waits."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    told = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-    assert len(told) == 1, told
-    assert "backend other does not bound its waits by timeout=0:00:30" in told[0]
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+    assert len(messages) == 1, messages
+    assert "backend other does not bound its waits by timeout=0:00:30" in messages[0]
 
 
 def all_algorithms() -> None:
     assert {*ALGORITHMS, "qadam", "async"} == set(tb.algorithms.base._REGISTRY)
     for name in [*ALGORITHMS, "qadam"]:
-        same_bits(name)
+        check_same_weights(name)
 
 
 def all_algorithms_over_nodes() -> None:
     for name in [*ALGORITHMS, "qadam"]:
-        same_bits(name, nodes=nodes())
+        check_same_weights(name, nodes=nodes())
 
 
 def unequal_nodes() -> None:
-    """Of groups that torch numbers itself, ranks would not find each other: they are in groups of unequal number."""
+    """Ranks are in different numbers of groups: if torch numbered the groups, ranks would not find each other."""
     for _ in range(3):
-        same_bits("bytegrad", nodes=[int(rank > 2) for rank in range(dist.get_world_size())])
+        check_same_weights("bytegrad", nodes=[int(rank > 2) for rank in range(dist.get_world_size())])
 
 
 def suite() -> None:
-    """It passes the public test suite, over gloo and over the other backend, whose waits have no bound."""
+    """The transport passes the public test suite over gloo, and over the other backend, which bounds no waits."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    everybody = tuple(range(size))
+    all_ranks = tuple(range(size))
     for index, group in enumerate((dist.group.WORLD, dist.new_group(backend="other"))):
         assert group is not None
         for has_messages in (True, False):
             store = dist.PrefixStore(f"suite {index} {has_messages}", dist.group.WORLD.get_group_store())
-            members = Members(group, everybody, rank, store, TIMEOUT, everybody)
+            members = Members(group, all_ranks, rank, store, TIMEOUT, all_ranks)
             checks = check_member(partial(TorchBackendTransport, has_messages=has_messages), members)
             assert ("deadline_of_collectives" in checks) == (index == 0), checks
             assert {"all_gather", "all_reduce", "all_to_all", "all_to_all_single"} <= set(checks), checks
 
 
 def asynchronous() -> None:
-    """Its rounds come when they come. In the end all ranks have the same weights."""
+    """Rounds run at unpredictable steps. At the end all ranks have equal weights."""
     ALGORITHMS["async"] = partial(tb.AsyncModelAverageAlgorithm, sync_interval_ms=5)
     weights = train("async", TorchBackendTransport)
-    of_all = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, weights)
-    assert all(torch.equal(other, weights) for other in of_all)
+    gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weights)
+    assert all(torch.equal(rank_weights, weights) for rank_weights in gathered)
     assert weights.isfinite().all()
 
 
 def collectives_alone() -> None:
-    """As on an accelerator: each exchange is one collective. Of two ranks gloo's sum has the bits of rank order.
+    """As on an accelerator, each exchange is one collective. On two ranks, gloo sums in rank order.
 
-    There are four ranks.
+    Runs on four ranks.
     """
     collective = partial(TorchBackendTransport, has_messages=False)
     for name in ("bytegrad", "compressed_allreduce"):
-        same_bits(name, transport=collective, nodes=nodes())
-    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]  # whose ranks have other numbers in the job
+        check_same_weights(name, transport=collective, nodes=nodes())
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]  # ranks have other numbers in the job
     for name in [*ALGORITHMS, "qadam"]:
-        same_bits(name, transport=collective, group=halves[dist.get_rank() // 2])
+        check_same_weights(name, transport=collective, group=halves[dist.get_rank() // 2])
 
 
 def other_backend() -> None:
-    """A group of another backend has its transport by itself."""
+    """A group of another backend gets this transport by default."""
     group = dist.new_group(backend="other")
     for name in ("bytegrad", "low_precision_decentralized", "streaming_diloco"):
-        with told_once_of_deadlines():
+        with expect_one_deadline_warning():
             found = train(name, None, own_group=group)
         assert torch.equal(found, train(name, None))
-    same_bits("topk", transport=partial(TorchBackendTransport, has_messages=False), own_group=group)
+    check_same_weights("topk", transport=partial(TorchBackendTransport, has_messages=False), own_group=group)
 
 
 def refused() -> None:
-    """A missing operation is an error on all ranks, also if one of them lacks it alone."""
+    """A missing operation raises on all ranks, even if only some ranks lack it."""
     group = dist.new_group(backend="other")
     collective = partial(TorchBackendTransport, has_messages=False)
-    everybody = range(dist.get_world_size())
+    all_ranks = range(dist.get_world_size())
     for transport, lacking, operation, ranks in (
-        (None, "send", "isend", everybody),
+        (None, "send", "isend", all_ranks),
         (None, "recv", "irecv", [1]),
-        (collective, "alltoall_base", "all_to_all_single", everybody),
+        (collective, "alltoall_base", "all_to_all_single", all_ranks),
         (collective, "_allgather_base", "all_gather_into_tensor", [0]),
         (collective, "allreduce", "all_reduce", [1, 2]),
     ):
@@ -232,17 +232,19 @@ def refused() -> None:
             rf"torchbagua: backend other has no {operation}, which ByteGradAlgorithm needs for tensors on cpu: "
             f"there is no {lacking}"
         )
-        with told_once_of_deadlines(), pytest.raises(ValueError, match=expected):
+        with expect_one_deadline_warning(), pytest.raises(ValueError, match=expected):
             train("bytegrad", transport, own_group=group)
     OtherBackend.lacking = frozenset()
     by_hand = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    with pytest.raises(ValueError, match=r"process_group must be one that .* returned, got one that was made by hand"):
+    with pytest.raises(
+        ValueError, match=r"process_group must be a group that .* returned, got a manually constructed group"
+    ):
         tb.BaguaProcessGroup(by_hand, transport=TorchBackendTransport)
-    train("bytegrad", None, own_group=group)  # nothing is left of what failed
+    train("bytegrad", None, own_group=group)  # the failed attempts leave nothing behind
 
 
 def sharded() -> None:
-    """A sharded module gathers and reduces over it, the weights in 8 bits or in full precision."""
+    """A sharded module gathers and reduces over it, with weights in full precision or in 8 bits."""
 
     def run(transport: TransportMaker | None, **options: Any) -> torch.Tensor:
         model = Model()

@@ -1,4 +1,4 @@
-"""One rank, a process in a network namespace of its own, that trains with both traces and counts its interface's bytes.
+"""A rank, in a separate network namespace, that trains with both traces and counts its interface's bytes.
 
 Usage: traced_rank.py RANK NUM_RANKS ADDRESS ALGORITHM FOLDER, where ADDRESS is rank 0's.
 """
@@ -21,7 +21,7 @@ EVERY = 5
 
 
 def sent_bytes() -> int:
-    """Return what has left eth0 so far; field 9 of its line counts transmitted bytes."""
+    """Return the bytes that eth0 has sent so far; field 9 of its line counts transmitted bytes."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.split(":")[0].strip() == "eth0")
     return int(line.split(":")[1].split()[8])

@@ -1,4 +1,4 @@
-"""Short training runs with observers, and what must hold of any run's events."""
+"""Short training runs with observers, and checks of the events of any run."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -96,7 +96,7 @@ def merge_files(folder: Path, output: Path) -> Merged:
 
 
 def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> None:
-    """Check that of any two spans one lies within the other, or they do not overlap; by more than `tolerance`."""
+    """Check that any two spans are nested, or do not overlap by more than `tolerance`."""
     open_ends: list[float] = []
     for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         assert start <= end
@@ -107,7 +107,7 @@ def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> 
 
 
 def check_two_at_a_time(events: Iterable[tb.CommEvent]) -> None:
-    """Check that of events in the order of their begin, none begins before the last but one has ended."""
+    """Check that no event, in the order of starts, starts before the event two before it has ended."""
     spans = sorted((event.start_ns, event.end_ns) for event in events)
     for before, later in zip(spans, spans[2:], strict=False):
         assert before[1] <= later[0], f"{later} begins within {before}"

@@ -1,4 +1,4 @@
-"""One small training run under DDP on every rank, with the gradients that went into averaging and that came out."""
+"""A small training run with DDP on every rank, which records gradients before and after averaging."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ NUM_STEPS = 4
 
 
 class Branches(nn.Module):
-    """A model of which a part is used on some ranks and steps only, a part never, and a part is frozen."""
+    """A model with a part that only some ranks and steps use, a part that is never used, and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Branches(nn.Module):
 
 
 class Tower(nn.Module):
-    """Linear layers of odd sizes, the largest of several blocks; optionally of several dtypes."""
+    """Linear layers of odd sizes, the largest with several blocks; optionally in several dtypes."""
 
     def __init__(
         self, sizes: Sequence[int] = (10, 301, 47, 1), dtypes: Sequence[torch.dtype] = (torch.float32,) * 3
@@ -86,9 +86,9 @@ class OneElement(nn.Module):
 
 @dataclass
 class Run:
-    """What one rank saw: by step and parameter name, gradients before and after averaging; and the final weights.
+    """A rank's gradients before and after averaging, by step and parameter name, and its final weights.
 
-    All on the CPU, where the oracle is.
+    All are on the CPU, where the oracle runs.
     """
 
     local: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -97,26 +97,26 @@ class Run:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its parameters are."""
+    """Return the device of the model's parameters."""
     return next(model.parameters()).device
 
 
 def flat(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
-    """All elements in numpy, complex ones as pairs."""
+    """Return all elements as a numpy array, complex elements as pairs."""
     tensor = tensor.detach().flatten().cpu()
     array: npt.NDArray[np.floating] = (torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor).numpy()
     return array
 
 
 def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same values on the CPU."""
+    """Return the tensors on the CPU."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def gradients_in(bucket: dist.GradBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of a bucket with their gradients.
+    """Yield the parameters of a bucket with their gradients.
 
-    Not by `bucket.gradients()`, which takes all parameters for contiguous and real (torch 2.13).
+    `bucket.gradients()` would treat all parameters as contiguous and real (torch 2.13).
     """
     start = 0
     for parameter in bucket.parameters():
@@ -128,7 +128,7 @@ def gradients_in(bucket: dist.GradBucket) -> Iterator[tuple[torch.Tensor, torch.
 
 
 def build(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model from a fixed seed. Not on the ranks' threads, which share torch's global generator."""
+    """Build a model from a fixed seed. Do not call it on the ranks' threads: they share torch's global generator."""
     torch.manual_seed(0)
     return make_model()
 
@@ -146,9 +146,9 @@ def train(
     before_hook: Callable[[int], None] = lambda step: None,
     **ddp_options: Any,
 ) -> Run:
-    """Train a copy of `model`, where that is, with SGD through the standalone hook; data differ by rank and step.
+    """Train a copy of `model`, on its device, with SGD and the standalone hook; data differ by rank and step.
 
-    Without an algorithm, through torch's `allreduce_hook`.
+    Without an algorithm, train with torch's `allreduce_hook`.
     """
     rank, device = group.rank(), device_of(model)
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
@@ -181,7 +181,7 @@ def train(
         optimizer.step()
     if runner is not None:
         runner.close()
-    # Not sooner: a copy to the CPU waits for the GPU, and hides what is not waited for.
+    # Copy only at the end: a copy to the CPU waits for the GPU, and would hide missing waits.
     run.local, run.averaged = list(map(on_cpu, run.local)), list(map(on_cpu, run.averaged))
     run.weights = on_cpu({name: parameter.detach().clone() for parameter, name in names.items()})
     return run

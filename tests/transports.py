@@ -1,4 +1,4 @@
-"""Transports that tests use in place of the package's own: played on the CPU, and the one that a page of docs shows."""
+"""Transports that tests use instead of the package's: fakes on the CPU, and the transport that a page of docs shows."""
 
 import threading
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ QueueTransport: type[Transport] = names_in("extend/transport.md", "class QueueTr
 
 
 class MessagesAlone(GlooTransport):
-    """A gloo transport without collectives: all that is summed is then added in rank order, as by the oracle."""
+    """A gloo transport without collectives: sums are then computed in rank order, as the oracle computes them."""
 
     abilities = replace(GlooTransport.abilities, collectives=frozenset())
 
 
 def group_like_the_oracle(group: dist.ProcessGroup) -> tb.BaguaProcessGroup:
-    """Return a group that sums in rank order: of more than two ranks, whose sums have an order, by messages alone."""
+    """Return a group that sums in rank order: more than two ranks, whose sums have an order, use only messages."""
     return tb.BaguaProcessGroup(group, transport=MessagesAlone if group.size() > 2 else None)
 
 
 class PlayedNccl(GlooTransport):
-    """A gloo transport that does what NCCL's can, and writes down which thread asked for a collective."""
+    """A gloo transport with the abilities of NCCL's, which records the threads that call collectives."""
 
     abilities = Abilities(frozenset({"cpu"}), in_stream_order=True, has_messages=False, collectives=COLLECTIVES)
 
@@ -42,7 +42,7 @@ class PlayedNccl(GlooTransport):
         self._calls = calls
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """What NCCL does in one operation, of tensors of one type, some of them empty."""
+        """Exchange tensors of one dtype, some of them empty, as NCCL does in a single operation."""
         assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
         self._calls.append(threading.current_thread().name)
         group = self.torch_group()
@@ -67,7 +67,7 @@ class PlayedNccl(GlooTransport):
 
 
 class CollectivesAlone(PlayedNccl):
-    """A gloo transport without messages, for whose collectives the host waits."""
+    """A gloo transport without messages; the host waits for its collectives."""
 
     abilities = replace(PlayedNccl.abilities, in_stream_order=False)
     post_send, post_receive = Transport.post_send, Transport.post_receive  # which raise
@@ -77,7 +77,7 @@ class CollectivesAlone(PlayedNccl):
 
 
 class StagedOverGloo(StagedTransport):
-    """Staging that opens and closes its own transport of the host."""
+    """A staged transport that opens and closes its own host transport."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(GlooTransport(members), members.timeout)
@@ -88,7 +88,7 @@ class StagedOverGloo(StagedTransport):
 
 
 class StagedOnCpu(StagedOverGloo):
-    """Passes tensors of the CPU through other memory of the host, as those of a GPU."""
+    """Passes CPU tensors through other host memory, as a staged transport passes GPU tensors."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(members)
@@ -96,7 +96,7 @@ class StagedOnCpu(StagedOverGloo):
 
 
 class PlayedStream:
-    """A stream that does at once what is asked of it, and writes down when the host waits for it."""
+    """A stream whose work is always complete, and which records when the host waits for it."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -110,12 +110,12 @@ class PlayedStream:
 
 
 def play_pinned_memory(monkeypatch: pytest.MonkeyPatch, log: list[str], allocated: list[int]) -> None:
-    """Have staged transports work without a GPU.
+    """Make staged transports work without a GPU.
 
     Args:
-        monkeypatch: of the test.
-        log: gets an entry for each time that the host waits for a stream.
-        allocated: gets the bytes of each buffer.
+        monkeypatch: the test's.
+        log: gets an entry each time the host waits for a stream.
+        allocated: gets the number of bytes of each buffer.
     """
 
     def pinned(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Runs Python programs in forks of one process that has imported torch, which takes longer than most of them run.
+"""Runs Python programs in forks of a process that has imported torch, which takes longer than most programs run.
 
-For programs of which the start of the interpreter is not what is tested, nor what it reads then: LD_LIBRARY_PATH, a
-sitecustomize, PYTHONHASHSEED. Each is a process of its own all the same, with the environment, the folder and the
+Use it if a test depends neither on the start of the interpreter nor on what it reads then: LD_LIBRARY_PATH, a
+sitecustomize, PYTHONHASHSEED. Each program is nevertheless a separate process, with the environment, the folder and the
 `sys.path` that it would have.
 
-Run as a program, this file is the process that forks. It reads requests from stdin, and ends with it.
+Run as a program, this file is the process that forks. It reads requests from stdin, and ends when stdin ends.
 """
 
 import atexit
@@ -30,16 +30,16 @@ from typing import Any, NoReturn
 
 import programs
 
-# What programs would import from torch sooner or later: the first DDP imports _dynamo.
+# Modules that programs would import from torch sooner or later: the first DDP imports _dynamo.
 _IMPORTED = ("torch", "torch._dynamo")
 
 
 class Fork:
-    """A program that was started; nothing of it is left when it is waited for.
+    """A program that was started; after `wait`, none of its processes is left.
 
     Attributes:
-        pid: its process.
-        out: the file that has what it printed.
+        pid: its process number.
+        out: the file with its output.
     """
 
     def __init__(self, pid: int, out: Path) -> None:
@@ -48,7 +48,7 @@ class Fork:
         self._status: int | None = None
 
     def printed(self) -> str:
-        """What it has printed so far."""
+        """Returns its output so far."""
         return self.out.read_text(encoding="utf-8", errors="replace")
 
     def wait_for_line(self, line: str, timeout_s: float = 60) -> None:
@@ -59,12 +59,12 @@ class Fork:
             time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, unless it was waited for."""
+        """Sends it a signal, unless it has been waited for."""
         if self._status is None:
             os.kill(self.pid, number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, which is negative for a signal; where it takes longer than this it is killed: None."""
+        """Returns its exit status, which is negative for a signal; after `timeout_s` kills it and returns None."""
         if self._status is None:
             server = _server()
             assert server.stdout is not None
@@ -88,14 +88,14 @@ def started(
     env: Mapping[str, str] | None = None,
     ends_whole: bool = False,
 ) -> Iterator[Fork]:
-    """`python *arguments`; killed in the end with all that it has started.
+    """Starts `python *arguments`; kills it in the end with all processes that it has started.
 
     Args:
         arguments: "-c" and the code, "-m" and a module, or a script; and their own arguments.
-        out, err: new files for what it prints; both to the one by default.
-        cwd: where it runs.
-        env: in place of this process's environment.
-        ends_whole: whether how the interpreter takes its modules apart in the end is tested, too, which takes longer.
+        out, err: new files for its output; `out` for both by default.
+        cwd: its working folder.
+        env: its environment, instead of this process's.
+        ends_whole: whether the test covers the interpreter's teardown of its modules too, which takes longer.
     """
     mark = programs.new_mark()
     environment = {**(os.environ if env is None else env), programs.MARK: mark}
@@ -120,10 +120,10 @@ def run(
     """Runs `python *arguments` to its end, as `programs.run` does.
 
     Args:
-        arguments: of `started`.
-        timeout_s: what it may take.
-        check: whether another exit status than 0 is a failure.
-        options: of `started`.
+        arguments: see `started`.
+        timeout_s: the longest time that it may take.
+        check: whether an exit status other than 0 is a failure.
+        options: see `started`.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "out"), Path(folder, "err")
@@ -136,7 +136,7 @@ def run(
 
 
 def run_ranks(script: Path, *arguments: str, ranks: int = 2, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Runs `script` as `programs.forked_ranks` has it run; `options` are those of `run`."""
+    """Runs `script` as `programs.forked_ranks` does; `options` are those of `run`."""
     _, *of_launcher = programs.forked_ranks(script, *arguments, ranks=ranks)
     return run(of_launcher, **options)
 
@@ -149,11 +149,11 @@ def _ask(**request: Any) -> None:
 
 @functools.cache
 def _server() -> "subprocess.Popen[bytes]":
-    """The process that imports torch. It lives as long as this one."""
-    programs.start_reaper()  # ends what it is running then, when this process is killed
+    """Returns the process that imports torch. It lives as long as this process."""
+    programs.start_reaper()  # ends the running programs if this process is killed
     environment = {**os.environ, programs.MARK: programs.new_mark()}
     pipe = subprocess.PIPE
-    # Not buffered here: `select` would not see what is left to read.
+    # Unbuffered: `select` would not see data that is left in a buffer.
     server = subprocess.Popen(
         [sys.executable, __file__], env=environment, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True
     )
@@ -162,9 +162,9 @@ def _server() -> "subprocess.Popen[bytes]":
 
 
 def _next_start() -> dict[str, Any] | None:
-    """Forks for each request to start a program. Returns it in the fork; in this process None, when there are no more.
+    """Forks for each request to start a program. Returns it in the fork; in this process None, after the last request.
 
-    Answers with the fork's number; and with its exit status where it is to wait for it.
+    Answers with the fork's process number; to a request to wait for it, with its exit status.
     """
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
@@ -178,7 +178,7 @@ def _next_start() -> dict[str, Any] | None:
         else:
             pid = request["wait"]
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            # What it has forked. Its number is nobody else's as long as nobody has its status.
+            # Kill the processes that it has forked. Its number is not reused until its status is collected.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -186,12 +186,12 @@ def _next_start() -> dict[str, Any] | None:
 
 
 def _become(start: Mapping[str, Any], own_paths: set[str]) -> None:
-    """Turns this process into `python *arguments`, as far as that has begun by then, and runs the program."""
+    """Turns this process into `python *arguments`, in the state in which programs begin, and runs the program."""
     for descriptor, file in enumerate((os.devnull, *start["files"])):
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where pytest ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if pytest ignores it
     os.environ.clear()
     os.environ.update(start["env"])
     os.chdir(start["cwd"])
@@ -201,14 +201,14 @@ def _become(start: Mapping[str, Any], own_paths: set[str]) -> None:
     added = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = ["", *added, *(path for path in sys.path if path not in own_paths)]
     if first in ("-c", "-m"):
-        what, *arguments = arguments
+        target, *arguments = arguments
         sys.argv = [first, *arguments]
         if first == "-m":
             sys.path[0] = os.getcwd()
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(what, "<string>", "exec"), vars(main))
+            exec(compile(target, "<string>", "exec"), vars(main))
     else:
         sys.argv = [first, *arguments]
         sys.path[0] = os.path.dirname(os.path.abspath(first))
@@ -216,7 +216,7 @@ def _become(start: Mapping[str, Any], own_paths: set[str]) -> None:
 
 
 def _end_after(program: Callable[[], None]) -> NoReturn:
-    """Runs `program` and what it has left for the end, as the interpreter does, and exits with its status."""
+    """Runs `program` and its exit handlers, as the interpreter does, and exits with its status."""
     status = 0
     try:
         try:
@@ -228,7 +228,7 @@ def _end_after(program: Callable[[], None]) -> NoReturn:
         except BaseException:
             status = 1
             sys.excepthook(*sys.exc_info())
-        # No public way to end spares taking apart all that the first process has imported, which would copy it.
+        # No public way to exit skips the teardown of all modules of the first process, which would copy its memory.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

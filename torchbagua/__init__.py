@@ -1,4 +1,4 @@
-"""torchbagua: data-parallel training in plain PyTorch that sends less, or waits less."""
+"""torchbagua: communication-efficient data-parallel training in plain PyTorch."""
 
 from torchbagua import algorithms, fsdp, observe
 from torchbagua._warnings import UncompressedParametersWarning

@@ -1,4 +1,4 @@
-"""The machine and the software that a run's figures depend on."""
+"""The machine and the software versions that the measurements of a run depend on."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from torchbagua.version import __version__
 
 
 def environment() -> dict[str, str | int]:
-    """Return them by name; no host name and no path, since results are published."""
+    """Return both by name, without host names and paths, since results are published."""
     return {
         "torchbagua": __version__,
         "torch": torch.__version__,
@@ -20,5 +20,5 @@ def environment() -> dict[str, str | int]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, which a container or taskset can make fewer than there are."""
+    """Return the number of cores that this process may use; a container or taskset can limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

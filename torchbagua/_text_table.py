@@ -1,16 +1,16 @@
-"""A table of text, for the terminal."""
+"""Text tables for the terminal."""
 
 from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], *, num_head_rows: int = 1, num_left: int = 1, gap: int = 2) -> str:
-    """Return columns as wide as their longest cell, with a line under the head.
+    """Return a table with columns as wide as their longest cell, and a line below the head.
 
     Args:
-        rows: of equally many cells; those of the head come first.
-        num_head_rows: how many those are.
-        num_left: so many columns, from the first, are aligned to the left, the others to the right.
-        gap: blanks between two columns.
+        rows: lists of equally many cells; the rows of the head come first.
+        num_head_rows: the number of rows of the head.
+        num_left: the number of leading columns that are aligned to the left; the others are aligned to the right.
+        gap: the number of spaces between two columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -1,6 +1,6 @@
-"""Private names of torch that this package cannot do without: why, and in which versions of torch they were seen.
+"""Private names of torch that this package needs: why, and the versions of torch in which they were checked.
 
-tests/test_torch_private.py has a canary for each, which fails where a new torch has moved one.
+tests/test_torch_private.py has a canary for each name, which fails if a new torch has moved the name.
 """
 
 import os
@@ -23,21 +23,21 @@ FoundInf = dict[torch.device, torch.Tensor]
 FindInf = Callable[..., FoundInf]
 
 
-# torch.distributed. Groups that torch's registry does not know are made by hand: torch's own new_group wants the whole
-# world to take part. Seen in 2.11 to 2.13.
+# torch.distributed. Groups outside torch's registry are constructed directly: torch's new_group requires the whole
+# world to take part. Checked in 2.11 to 2.13.
 
 
 def unregistered_group(
     store: dist.Store, rank: int, size: int, device_type: str, kind: dist.ProcessGroup.BackendType, backend: Any
 ) -> dist.ProcessGroup:
-    """Return a group whose tensors on devices of one type `backend` moves."""
+    """Return a group in which `backend` sends the tensors on devices of one type."""
     group = dist.ProcessGroup(store, rank, size)
     add_backends(group, {device_type: (kind, backend)})
     return group
 
 
 def add_backends(group: dist.ProcessGroup, backends: Mapping[str, tuple[dist.ProcessGroup.BackendType, Any]]) -> None:
-    """Have a group that was made by hand move the tensors of each type of devices by a backend, given with its kind."""
+    """Register a backend for each device type in a directly constructed group; each backend is given with its kind."""
     for index, (device_type, (kind, backend)) in enumerate(backends.items()):
         if index == 0:
             group._set_default_backend(kind)
@@ -47,20 +47,20 @@ def add_backends(group: dist.ProcessGroup, backends: Mapping[str, tuple[dist.Pro
 def registered_group(
     ranks: Sequence[int], rank: int, backend: str, store: dist.Store, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return a group of some ranks of the job that torch's registry knows, as `torch.distributed.new_group` does.
+    """Return a group of a subset of the job's ranks, registered with torch as `torch.distributed.new_group` does.
 
-    new_group names its groups after a count of those that this process knows (`use_local_synchronization`), or wants
-    the whole world to take part. The count differs between ranks that are in groups of unequal number, and goes back
-    when a group is destroyed: ranks then wait for each other under different names, or find what an earlier group of
-    that name left in the store.
+    new_group requires the whole world to take part, or, with `use_local_synchronization`, names a group after the
+    number of groups that this process knows. This number differs between ranks that are members of different numbers of
+    groups, and decreases when a group is destroyed. Ranks then wait for each other under different names, or read the
+    keys that an earlier group of the same name left in the store.
 
     Args:
-        ranks: the members, by their numbers in the job; all of them call it.
-        rank: the index of this rank there.
+        ranks: the members, by their ranks in the job; all of them must call this function.
+        rank: the index of this rank in `ranks`.
         backend: the name of a backend.
-        store: has keys of this group alone.
-        name: the same on all members, and no other group's.
-        timeout: of the group's operations, if the backend has one.
+        store: contains keys of this group only.
+        name: the same on all members, and different from that of every other group.
+        timeout: the timeout of the group's operations, if the backend has timeouts.
     """
     group: dist.ProcessGroup
     place = len(ranks), rank, list(ranks)
@@ -70,9 +70,9 @@ def registered_group(
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return the store that the group's members share; None if there is none, as in a world that MPI has started.
+    """Return the store that the group's members share; None if there is none, as in a world started by MPI.
 
-    Torch keeps the store of a group written in Python in its registry.
+    Torch stores the store of a process group written in Python in its registry.
     """
     store: dist.Store | None = group.get_group_store()
     if store is None:
@@ -80,11 +80,11 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     bare: Any = store
     while isinstance(bare, dist.PrefixStore):
         bare = bare.underlying_store
-    return None if type(bare) is dist.Store else store  # the abstract class, of which the world of MPI has one
+    return None if type(bare) is dist.Store else store  # MPI's world has an instance of the abstract class
 
 
 def work_of(future: "torch.futures.Future[Any]") -> dist.Work:
-    """Return what a process group written in Python hands out for an operation that is done when `future` is."""
+    """Return the Work that a process group written in Python returns for an operation; it completes with `future`."""
     work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
     return work
 
@@ -109,29 +109,29 @@ COLLECTIVES_WITH_GIL = tuple(
     )
     if hasattr(dist.ProcessGroup, name)
 )
-"""The operations that a process group written in Python must define itself, if it has C++ backends.
+"""The operations that a process group written in Python must define itself if it has C++ backends.
 
-torch holds the GIL while a backend starts one that such a group inherits (PyProcessGroup.hpp, torch 2.13). A thread of
-gloo that frees a tensor needs the GIL and holds the lock that gloo takes at the start: a deadlock.
+If such a group inherits an operation, torch holds the GIL while a backend starts it (PyProcessGroup.hpp, torch 2.13). A
+gloo thread that frees a tensor needs the GIL while it holds the lock that gloo takes at the start: a deadlock.
 """
 
 
 def device_types_of(group: dist.ProcessGroup) -> list[str]:
-    """Return the types of devices for which `group` has backends; none of a process group written in Python."""
+    """Return the device types for which `group` has backends; empty for a process group written in Python."""
     return [device.type for device in group._device_types]
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> Any:
-    """Return what moves tensors of a type of devices in `group`; None where nothing does. Default: its first type."""
+    """Return the backend of a device type in `group`, or None if it has none. Default: the first device type."""
     types = device_types_of(group)
     device_type = device_type or next(iter(types), "")
     return group._get_backend(torch.device(device_type)) if device_type in types else None
 
 
 def all_gather_base(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
-    """Start to receive all ranks' `own` in `output`, one after the other, on the current stream where it is NCCL's.
+    """Start an all-gather of `own` into `output`, in rank order; NCCL runs it on the current stream.
 
-    The group's public methods take a list of tensors, into which NCCL then copies what it has received in one.
+    The group's public methods take a list of tensors, and NCCL then copies the received tensor into this list.
     """
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = False
@@ -140,9 +140,9 @@ def all_gather_base(group: dist.ProcessGroup, output: torch.Tensor, own: torch.T
 
 
 def reduce_scatter_base(group: dist.ProcessGroup, output: torch.Tensor, rows: torch.Tensor, op: Any) -> dist.Work:
-    """Start to sum, or average, own row of all ranks' `rows` into `output`.
+    """Start a reduce-scatter: sum or average this rank's row of all ranks' `rows` into `output`.
 
-    torch's own function looks the group up in torch's registry, and the public method takes a list of tensors.
+    torch's function looks the group up in torch's registry, and the public method takes a list of tensors.
     """
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
@@ -151,17 +151,17 @@ def reduce_scatter_base(group: dist.ProcessGroup, output: torch.Tensor, rows: to
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return options of a ProcessGroupNCCL whose operations may take so long."""
+    """Return options of a ProcessGroupNCCL with this timeout for its operations."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
 
 
 def gloo_devices() -> list[Any]:
-    """Return what listens for the connections of a ProcessGroupGloo: one for each interface in GLOO_SOCKET_IFNAME.
+    """Return the devices on which a ProcessGroupGloo listens: one for each interface in GLOO_SOCKET_IFNAME.
 
-    Torch's constructor makes them itself if it is given none, but such that ranks connect at their first message where
-    TORCH_GLOO_LAZY_INIT is set: closing a group of that kind may freeze the process (torch 2.13).
+    If torch's constructor is given none, it creates them. With TORCH_GLOO_LAZY_INIT, their ranks connect only at the
+    first message, and closing such a group may block forever (torch 2.13).
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if interfaces:
@@ -170,7 +170,7 @@ def gloo_devices() -> list[Any]:
 
 
 def gloo_options(timeout: timedelta, devices: Sequence[Any], *, num_threads: int) -> Any:
-    """Return options of a ProcessGroupGloo, whose `num_threads` for each device run its own collectives."""
+    """Return options of a ProcessGroupGloo with `num_threads` threads per device, which run gloo's own collectives."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(devices)
     options._threads = num_threads * len(devices)
@@ -179,33 +179,33 @@ def gloo_options(timeout: timedelta, devices: Sequence[Any], *, num_threads: int
 
 
 def is_gloo(backend: Any) -> bool:
-    """Return whether a backend is gloo's, also in what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps around it."""
+    """Return whether a backend is gloo, also inside the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     backend = getattr(backend, "wrapped_pg", backend)
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
 
 
 def is_nccl(backend: Any) -> bool:
-    """Return whether a backend is NCCL's, also in what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps around it."""
+    """Return whether a backend is NCCL, also inside the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     backend = getattr(backend, "wrapped_pg", backend)
     return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the bound on every wait of the group's operations; torch's default if its backend does not tell."""
+    """Return the timeout of the group's operations; torch's default if its backend does not expose one."""
     try:
         timeout: timedelta = backend_of(group).options._timeout
-    except (AttributeError, RuntimeError):  # there is no such backend; it is no C++ class, or has no options
+    except (AttributeError, RuntimeError):  # no backend, a backend written in Python, or no options
         return default_pg_timeout
     return timeout
 
 
-# DistributedDataParallel. Seen in 2.11 to 2.13.
+# DistributedDataParallel. Checked in 2.11 to 2.13.
 
 
 def comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
-    """Return DDP's own list of hooks and their states: there is no way to ask whether one is registered.
+    """Return DDP's list of hooks and their states: no public method tells whether a hook is registered.
 
-    It grows also where a registration fails, so whoever registers one clears it.
+    A failed registration also appends to the list, so the caller that registers a hook must clear the list.
     """
     return ddp._comm_hooks
 
@@ -216,42 +216,42 @@ def names_to_ignore(module: torch.nn.Module) -> list[str]:
 
 
 def has_delayed_all_reduce(ddp: DistributedDataParallel) -> bool:
-    """Return whether it was made with delay_all_reduce_named_params, whose gradients bypass communication hooks."""
+    """Return whether DDP was created with delay_all_reduce_named_params; these gradients bypass communication hooks."""
     return bool(ddp._delay_all_reduce_params)
 
 
 def named_bucket_bytes(ddp: DistributedDataParallel) -> int | None:
-    """Return the size of its buckets if the user has named one for all; None if it is DDP's default."""
+    """Return the bucket size if the user has set one for all buckets; None if it is DDP's default."""
     is_default = bool(ddp.bucket_bytes_cap_default) or bool(getattr(ddp, "bucket_bytes_cap_list", None))
     return None if is_default else int(ddp.bucket_bytes_cap)
 
 
 def uses_python_reducer(ddp: DistributedDataParallel) -> bool:
-    """Return whether compiled autograd reduces its gradients, which calls hooks with something else than a bucket."""
+    """Return whether compiled autograd reduces the gradients; it calls hooks with an object other than a bucket."""
     return bool(ddp._use_python_reducer)
 
 
 def is_stepped_in_backward(parameter: torch.Tensor) -> bool:
-    """Return whether `_apply_optimizer_in_backward` gave it an optimizer, which steps when its gradient is there."""
+    """Return whether `_apply_optimizer_in_backward` gave it an optimizer, which steps once its gradient is computed."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Return whether `ddp` is in a Join context, or has been in one, which torch takes for the same."""
+    """Return whether `ddp` is in a Join context, or has been in one: torch does not distinguish the two."""
     return bool(ddp._join_config.enable)
 
 
 def has_learnt_graph(ddp: DistributedDataParallel) -> bool:
-    """Return False until the first backward of a DDP with static_graph, in which it notes which parameters are used."""
+    """Return False until the first backward of a DDP with static_graph, which records the used parameters."""
     return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
 
 
-# FSDP2. A module on which fully_shard was called has a state with parameter groups, which communicate. Seen in 2.11 to
-# 2.13.
+# FSDP2. A module on which fully_shard was called has a state with parameter groups, which communicate. Checked in 2.11
+# to 2.13.
 
 
 def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
-    """Return the groups of parameters that an FSDPModule communicates together; none where it has no parameters."""
+    """Return the groups of parameters that an FSDPModule communicates together; empty if it has no parameters."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -259,7 +259,7 @@ def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
 
 
 def fsdp_shard_group(param_group: Any) -> dist.ProcessGroup | None:
-    """Return the ranks over which its parameters are sharded; None where they are replicated as well, or alone."""
+    """Return the ranks over which its parameters are sharded; None if they are also, or only, replicated."""
     mesh_info = param_group.mesh_info
     if mesh_info.replicate_mesh_dim is not None:
         return None
@@ -268,7 +268,7 @@ def fsdp_shard_group(param_group: Any) -> dist.ProcessGroup | None:
 
 
 def fsdp_replicate_group(param_group: Any) -> dist.ProcessGroup | None:
-    """Return the ranks over which its parameters are replicated; None where they are not."""
+    """Return the ranks over which its parameters are replicated; None if they are not."""
     mesh_info = param_group.mesh_info
     if mesh_info.replicate_mesh_dim is None:
         return None
@@ -277,80 +277,80 @@ def fsdp_replicate_group(param_group: Any) -> dist.ProcessGroup | None:
 
 
 def fsdp_shards(param_group: Any) -> list[tuple[torch.nn.Parameter, int]]:
-    """Return its parameters, each with the padded length of a shard, in the order in which they lie in a row."""
-    return [(one.sharded_param, one.padded_sharded_param_size.numel()) for one in param_group.fsdp_params]
+    """Return its parameters, each with the padded length of a shard, in the order of a row in memory."""
+    return [(param.sharded_param, param.padded_sharded_param_size.numel()) for param in param_group.fsdp_params]
 
 
 def fsdp_is_offloaded(param_group: Any) -> bool:
-    """Return whether its sharded parameters are kept on the CPU while they are computed with elsewhere."""
-    return any(one.offload_to_cpu for one in param_group.fsdp_params)
+    """Return whether its sharded parameters are stored on the CPU and computed with on another device."""
+    return any(param.offload_to_cpu for param in param_group.fsdp_params)
 
 
 def fsdp_reduce_scatter(param_group: Any) -> tuple[Any, bool]:
-    """Return what reduce-scatters its gradients, and whether that is torch's own."""
+    """Return the object that reduce-scatters its gradients, and whether it is torch's default."""
     comm = param_group._reduce_scatter_comm
     return comm, type(comm).__name__ == "DefaultReduceScatter"
 
 
 def fsdp_all_reduce_hook(param_group: Any) -> Any:
-    """Return what it calls with its reduce-scattered gradients, where there are no replicas of its own; or None."""
+    """Return the hook that is called with reduce-scattered gradients if FSDP2 has no replicas of its own, or None."""
     return param_group._all_reduce_hook
 
 
 def fsdp_all_reduces(param_group: Any) -> bool:
-    """Return whether gradients are to be averaged over replicas in this backward, as `set_requires_all_reduce` said."""
+    """Return whether `set_requires_all_reduce` asks to average gradients over replicas in this backward."""
     return bool(param_group.all_reduce_grads)
 
 
 def fsdp_divide_factor(param_group: Any) -> float | None:
-    """Return what `set_gradient_divide_factor` said; None for the number of ranks."""
+    """Return the factor given to `set_gradient_divide_factor`; None for the number of ranks."""
     factor: float | None = param_group.gradient_divide_factor
     return factor
 
 
 def fsdp_all_gather(param_group: Any) -> tuple[Any, bool]:
-    """Return what gathers its weights, and whether that is torch's own."""
+    """Return the object that all-gathers its weights, and whether it is torch's default."""
     comm = param_group._all_gather_comm
     return comm, type(comm).__name__ == "DefaultAllGather"
 
 
 def fsdp_gathered_dtypes(param_group: Any) -> set[torch.dtype]:
-    """Return the dtypes in which its parameters are gathered; where these are several, they are gathered as bytes."""
+    """Return the dtypes in which its parameters are gathered; if there are several, they are gathered as bytes."""
     cast = param_group.mp_policy.param_dtype
-    dtypes = {one.sharded_param.dtype for one in param_group.fsdp_params}
+    dtypes = {param.sharded_param.dtype for param in param_group.fsdp_params}
     return {cast if cast is not None and dtype.is_floating_point else dtype for dtype in dtypes}
 
 
 def fsdp_own_gathers(param_group: Any) -> list[tuple[torch.nn.Parameter, type]]:
-    """Return its parameters whose class says how they are gathered, by `fsdp_pre_all_gather`, each with that class."""
-    shards = [(one.sharded_param, one._sharded_local_tensor) for one in param_group.fsdp_params]
+    """Return its parameters of classes that define their own gather, `fsdp_pre_all_gather`, each with its class."""
+    shards = [(param.sharded_param, param._sharded_local_tensor) for param in param_group.fsdp_params]
     return [(parameter, type(shard)) for parameter, shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
 
 
 def premultiplier(op: Any) -> float | None:
-    """Return the factor of a PREMUL_SUM, None of another operation: there is no way to ask for either."""
+    """Return the factor of a PREMUL_SUM, or None for another operation: torch has no public access to either."""
     state = op.__getstate__()
     is_premultiplied = isinstance(state, tuple) and state[0] == dist.ReduceOp.PREMUL_SUM
     return float(state[1]) if is_premultiplied else None
 
 
-# Autograd and tensors. Seen in 2.11 to 2.13.
+# Autograd and tensors. Checked in 2.11 to 2.13.
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call `callback` at the end of the backward under way; without one RuntimeError."""
+    """Have the autograd engine call `callback` at the end of the current backward; RuntimeError outside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Return whether a function is called in backward when the parameter's gradient is there."""
+    """Return whether a hook is called in backward once the parameter's gradient is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward is under way on this thread: the engine has no question for it, and refuses a callback.
+    """Return whether this thread is in a backward: the engine has no query for it, but rejects callbacks outside one.
 
-    Under Join DDP calls its hook outside of one, on a rank that has run out of data.
+    With Join, DDP calls its hook outside a backward on a rank that has run out of data.
     """
     try:
         queue_callback(lambda: None)
@@ -360,19 +360,19 @@ def is_in_backward() -> bool:
 
 
 class _Failure:
-    """What a future holds in place of a tensor: whoever takes it for one gets the error."""
+    """The value of a future instead of a tensor: code that uses it as a tensor raises the error."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __str__(self) -> str:
-        """Raise the error: torch asks for these words where it finds that this is no tensor, as DDP's reducer does."""
+        """Raise the error: torch, for example DDP's reducer, calls this after it finds that this is not a tensor."""
         if isinstance(self._error, RuntimeError):
             raise self._error
         raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Hold nothing: torch pickles what a future of a GPU completes with, to find tensors in it."""
+        """Pickle as an empty object: torch pickles the value of a GPU future to find tensors in it."""
         return object, ()
 
 
@@ -382,10 +382,10 @@ def _raise_failure(value: object) -> None:
 
 
 def future_of(done: "torch.futures.Future[Any]", outcome: Callable[[], T]) -> "torch.futures.Future[T]":
-    """Return a future of what `outcome` returns when `done` is; an error is raised as a RuntimeError, if it is none.
+    """Return a future of the value of `outcome()`, called when `done` completes; errors are raised as RuntimeError.
 
-    Of a future that raises, torch makes an error of its own for DDP, whose message is the whole traceback; and of
-    Future.set_exception one that says that the error is no tensor.
+    If a future raises, torch gives DDP an error with the whole traceback as its message. After Future.set_exception,
+    the error says that the exception is not a tensor.
     """
 
     def complete(_: object) -> T | _Failure:
@@ -400,62 +400,62 @@ def future_of(done: "torch.futures.Future[Any]", outcome: Callable[[], T]) -> "t
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Return a number that grows with every write to the tensor in place."""
+    """Return a counter that increases with every in-place write to the tensor."""
     return tensor._version
 
 
 def foreach_max(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the maximum of each tensor, which stays on its device: a few launches for all of them."""
+    """Return the maximum of each tensor, on its device, with a few launches for all tensors."""
     return list(torch._foreach_max(list(tensors)))
 
 
 def write_summary(writer: Any, summary: Any, num_steps: int) -> None:
-    """Have a SummaryWriter write several points as one record, which takes far less time than add_scalar for each."""
+    """Have a SummaryWriter write several points as one record, which is far faster than one add_scalar per point."""
     writer._get_file_writer().add_summary(summary, num_steps)
 
 
 def leaves(values: Any) -> Iterable[Any]:
-    """Return what lists, tuples and mappings within each other are made of, as DDP looks for tensors in them."""
+    """Return the leaves of nested lists, tuples and mappings, as DDP does to find tensors in them."""
     return _pytree.tree_leaves(values)
 
 
 def is_profiling() -> bool:
-    """Return whether torch.profiler is at work, on whatever thread: a range that nobody sees costs microseconds."""
+    """Return whether torch.profiler is running, on any thread: a range that is not recorded costs microseconds."""
     return bool(profiler._is_profiler_enabled)
 
 
-# Optimizers and GradScaler. Seen in 2.11 to 2.13.
+# Optimizers and GradScaler. Checked in 2.11 to 2.13.
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer can be given hooks: a class that does not call Optimizer.__init__ has none."""
+    """Return whether the optimizer accepts hooks: a class that does not call Optimizer.__init__ does not."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer class's `step` without the calls of hooks that torch puts around it at the first instance."""
+    """Return an optimizer class's `step` without the hook calls that torch wraps around it at the first instance."""
     unhooked: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     return unhooked
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Keep schedulers of an optimizer that another steps in its place from warning that nobody calls its step."""
+    """Keep schedulers from warning that an optimizer never steps, if another optimizer steps instead."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def is_told_to_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused optimizer is at a step that it skips: GradScaler calls it after an overflow too."""
+    """Return whether a fused optimizer skips its current step: GradScaler calls it after an overflow too."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 
 
 def has_overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether GradScaler has found an Inf in the optimizer's gradients, since its scale was last updated."""
-    return any(bool(one) for one in scaler._found_inf_per_device(optimizer).values())
+    """Return whether GradScaler has found an Inf in the optimizer's gradients since the last update of its scale."""
+    return any(bool(found_inf) for found_inf in scaler._found_inf_per_device(optimizer).values())
 
 
 def loss_scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """Return the tensor of the loss scale, which `update` writes to; None before its first use, or if it is disabled.
+    """Return the tensor of the loss scale, which `update` writes to; None if it is unused so far, or disabled.
 
     The public `get_scale` waits for the GPU.
     """
@@ -463,21 +463,21 @@ def loss_scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
 
 
 def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Have GradScaler unscale the gradients of a fused optimizer, and skip its step, as of any other."""
+    """Have GradScaler unscale the gradients of a fused optimizer, and skip its step, as with any other optimizer."""
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def scaled_step_code() -> CodeType:
-    """Return the code with which a GradScaler that is enabled calls an optimizer that is not fused."""
+    """Return the code object in which an enabled GradScaler calls an optimizer that is not fused."""
     return torch.amp.GradScaler._maybe_opt_step.__code__
 
 
 def replace_find_inf(scaler: torch.amp.GradScaler, replace: Callable[[FindInf], FindInf]) -> Callable[[], None]:
-    """Put `replace(f)` in the place of the `f` that looks for Inf in an optimizer's gradients; returns what undoes it.
+    """Replace the `f` that finds Inf in an optimizer's gradients with `replace(f)`; return a function that undoes it.
 
-    Every way on which GradScaler does so leads through `_unscale_grads_`. The public `unscale_` is not called for fused
-    optimizers; and to put an Inf into a gradient before, so that all ranks find one, takes a pass over all gradients
-    after each backward, also of a micro-step.
+    Every path of GradScaler calls `_unscale_grads_` for it. The public `unscale_` is not called for fused optimizers.
+    The alternative, writing an Inf into a gradient so that all ranks find one, needs a pass over all gradients after
+    each backward, also after a micro-step.
 
     Raises:
         RuntimeError: this torch has no such function.
@@ -485,21 +485,21 @@ def replace_find_inf(scaler: torch.amp.GradScaler, replace: Callable[[FindInf], 
     find_inf = getattr(scaler, "_unscale_grads_", None)
     if not callable(find_inf):
         raise RuntimeError(
-            f"torchbagua: {type(scaler).__name__} of torch {torch.__version__} has no _unscale_grads_, through which "
-            "ranks agree to skip a step; attach without grad_scaler, in bfloat16, or with an earlier torch"
+            f"torchbagua: {type(scaler).__name__} of torch {torch.__version__} has no _unscale_grads_, which ranks "
+            "need to agree to skip a step; attach without grad_scaler, train in bfloat16, or use an earlier torch"
         )
     scaler._unscale_grads_ = replace(find_inf)  # type: ignore[method-assign]
     return lambda: delattr(scaler, "_unscale_grads_")
 
 
-# Devices and the dispatcher. Seen in 2.11 to 2.13.
+# Devices and the dispatcher. Checked in 2.11 to 2.13.
 
 
 def is_forked_from_cuda() -> bool:
-    """Return whether this process was forked from one that had used CUDA, and cannot use it."""
+    """Return whether this process cannot use CUDA because it was forked from a process that had used it."""
     return torch.cuda._is_in_bad_fork()
 
 
 def has_kernel(operator: str, dispatch_key: str) -> bool:
-    """Return whether a kernel of `operator`, namespace::name, is registered for that key."""
+    """Return whether a kernel of `operator`, namespace::name, is registered for this key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key))

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in the package is what warns."""
+"""Warnings that point at the user's line, however deep in the package they are raised."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ import warnings
 
 import torch
 
-# Between the user's line and this package may be torch, whose optimizers call hooks, what calls a context manager's end
-# or a thread's function, and what imports.
+# Other frames may lie between the user's line and this package: torch, because its optimizers call hooks, and the
+# modules that exit a context manager, run the function of a thread or import a module.
 _FOLDERS = tuple(os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__))
 _IMPORT = "<frozen importlib"
 _FILES = (contextlib.__file__, threading.__file__)
@@ -26,11 +26,11 @@ class UncompressedParametersWarning(RuntimeWarning):
 def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Give a warning, by default a RuntimeWarning, at the innermost line that is neither torchbagua's nor torch's.
 
-    On a thread of torchbagua's own there is none; the warning is then at the line that calls this.
+    torchbagua's own threads have no such line; the warning then points at the caller of this function.
     """
     caller = sys._getframe(1)
     frame = caller
-    # By hand: warnings.warn has skip_file_prefixes from Python 3.12 on.
+    # warnings.warn has skip_file_prefixes only since Python 3.12.
     while not _is_users(frame.f_code.co_filename):
         if frame.f_back is None:
             frame = caller
@@ -41,13 +41,13 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
         category,
         frame.f_code.co_filename,
         frame.f_lineno,
-        module=frame.f_globals.get("__name__", "<string>"),  # None would say nothing
+        module=frame.f_globals.get("__name__", "<string>"),  # with None, nothing would be shown
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
 
 
-def warn_user_beside_error(message: str) -> None:
-    """Warn as `warn_user` does, while an exception is on its way: where warnings are errors, print it instead."""
+def warn_user_during_error(message: str) -> None:
+    """Warn as `warn_user` does while an exception propagates: if warnings are errors, print the message instead."""
     try:
         warn_user(message)
     except RuntimeWarning:

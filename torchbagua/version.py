@@ -1,3 +1,3 @@
-"""The version, in the one place that the build, the package and the agreement between ranks read."""
+"""The version. The build, the package and the checks between ranks all read it from here."""
 
 __version__ = "0.1.0"

@@ -157,9 +157,9 @@ def main() -> None:
     ranks = dist.get_world_size()
     plain_mb = 2 * (ranks - 1) / ranks * 4 * finished.numel() / 1e6
     bytegrad_mb = summary.figures.bytes_sent / summary.figures.num_steps / 1e6
-    say("                 held-out loss   MB sent a step and rank   ms a step")
-    say(f"plain DDP        {plain_loss:13.5f} {plain_mb:25.3f} {plain_ms:11.1f}")
-    say(f"8-bit gradients  {bytegrad_loss:13.5f} {bytegrad_mb:25.3f} {bytegrad_ms:11.1f}")
+    say("                 held-out loss   MB sent per step and rank   ms a step")
+    say(f"plain DDP        {plain_loss:13.5f} {plain_mb:27.3f} {plain_ms:11.1f}")
+    say(f"8-bit gradients  {bytegrad_loss:13.5f} {bytegrad_mb:27.3f} {bytegrad_ms:11.1f}")
     say(f"\n{summary}")
     dist.destroy_process_group()
 

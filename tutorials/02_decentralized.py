@@ -107,7 +107,7 @@ def main(checkpoints: Path) -> None:
 
     ddp, optimizer, batches = build()
     say(f"{ranks} ranks, {len(weights_of(ddp))} parameters")
-    say("               kB a step and rank   ranks apart while training                   at the end   loss")
+    say("             kB per step and rank   ranks apart while training                   at the end   loss")
     apart = train(ddp, optimizer, batches, STEPS)
     report("DDP", 8 * (ranks - 1) / ranks * len(weights_of(ddp)), apart, ddp)  # gloo's all-reduce is a ring
 

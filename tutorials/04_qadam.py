@@ -74,7 +74,7 @@ def main() -> None:
     train(ddp, torch.optim.Adam(ddp.parameters(), lr=LR), batches, STEPS)
     num_parameters = sum(parameter.numel() for parameter in ddp.parameters())
     say(f"{ranks} ranks, {num_parameters} parameters, {STEPS} steps, {WARMUP_STEPS} of them warm-up")
-    say("          kB a step and rank: warm-up   after it     loss")
+    say("        kB per step and rank: warm-up   after it     loss")
     float32_bytes = 8 * (ranks - 1) / ranks * num_parameters  # gloo's all-reduce is a ring
     say(f"Adam   {float32_bytes / 1e3:30.1f} {float32_bytes / 1e3:10.1f} {final_loss(ddp):8.3f}")
 

@@ -11,7 +11,7 @@ what it sends, as with DDP:
     all-reduce     the mean of all gradients, in full precision
     sparsified     the mean of their largest hundredth; each rank adds the residual to its next gradient
     power          the mean as the product of two factors of two vectors each; their residual is stored too
-    neighbours     each rank steps on its own gradient; then weights are averaged with those of the other rank
+    neighbors      each rank steps on its own gradient; then weights are averaged with those of the other rank
 
 A CNN learns to read digits with each aggregation, with three seeds. The table shows the bytes that a step sends, how
 long it takes, and the percentage of unseen digits that the CNN classifies correctly.
@@ -109,7 +109,7 @@ def main() -> None:
         "avg",
     )
     report(
-        "neighbours",
+        "neighbors",
         lambda model, summary: DecentralizedAggregation(rank, neighbors, observers=[summary]),
         of_weights=True,
     )

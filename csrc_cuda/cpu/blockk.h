@@ -1,4 +1,4 @@
-// BlockK: which run of elements of a block is the largest.
+// BlockK: selects the run of elements of a block with the largest sum of squares.
 #pragma once
 
 #include "element/blockk.h"
@@ -37,7 +37,7 @@ struct LargestRun {
     }
   }
 
-  // The last run begins where no multiple of its length need be, hence rounded up.
+  // Rounded up, since the start of the last run need not be a multiple of its length.
   static TORCHBAGUA_ELEMENT void write_indices(const Kept& found, const SparseBlock& block, uint8_t* payload) {
     const long long run = (found.indices[0] + block.kept - 1) / block.kept;
     payload[0] = static_cast<uint8_t>(run);

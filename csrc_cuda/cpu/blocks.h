@@ -1,9 +1,9 @@
-// What the codecs share on the CPU: the blocks of a wire, and the loops over them that do not depend on the codec. One
-// block, or one tile of a long block, stays in the L1 cache from the first read to the last. Everything is inlined into
-// its caller, which sets the instructions that it is vectorised for.
+// Code shared by the codecs on the CPU: the blocks of a wire, and the loops over them that do not depend on the codec.
+// One block, or one tile of a long block, stays in the L1 cache from the first read to the last. Everything is inlined
+// into its caller, which determines the instructions to vectorize for.
 //
-// A codec is a struct of static members: kName, how the names of its operations begin; kHeaderBytes; payload_bytes of a
-// block of any length; and the six operations, over whole tables. DenseCodec forms some of them.
+// A codec is a struct of static members: kName, the prefix of its operations' names; kHeaderBytes; payload_bytes of a
+// block of any length; and the six operations, over whole tables. DenseCodec implements most of them.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +21,14 @@
 
 namespace torchbagua::cpu {
 
-// Elements: 16 KiB of float32, half of a small L1 cache.
+// The elements of a tile: 16 KiB of float32, half of a small L1 cache.
 constexpr long long kTile = 4096;
 
-// Independent running results: they hide the latency of one, they let a compiler vectorise without licence to reorder
-// floating-point operations, and three times as many floats still fit the 16 registers of AVX2.
+// The number of independent running results. They hide the latency of a single one and let a compiler vectorize without
+// permission to reorder floating-point operations; three times as many floats still fit the 16 registers of AVX2.
 constexpr long long kLanes = 32;
 
-// Joins the lanes in halves, down to lane 0: `join(i, j)` takes lane j into lane i.
+// Joins the lanes by halves, down to lane 0: `join(i, j)` joins lane j into lane i.
 template <typename Join>
 TORCHBAGUA_ELEMENT void fold_lanes(const Join& join) {
   for (long long width = kLanes / 2; width > 0; width /= 2) {
@@ -51,11 +51,11 @@ TORCHBAGUA_ELEMENT Header read_header(const uint8_t* at) {
   return header;
 }
 
-// Elements that most blocks of codecs with short blocks have, a whole number of cache lines.
+// The length of most blocks in codecs with short blocks, a whole number of cache lines.
 constexpr long long kPart = 128;
 
-// Calls `body` with a length, which is a constant where it is kPart: a loop over it has neither branches nor a
-// remainder then.
+// Calls `body` with a length, which is a compile-time constant if it is kPart: then a loop over it has neither branches
+// nor a remainder.
 template <typename Body>
 TORCHBAGUA_ELEMENT void with_length(long long length, const Body& body) {
   if (length == kPart) {
@@ -65,7 +65,7 @@ TORCHBAGUA_ELEMENT void with_length(long long length, const Body& body) {
   }
 }
 
-// Starts to fetch what will be read soon: the processor's own prefetchers do not see past the end of a block.
+// Prefetches values that will be read soon: hardware prefetchers do not look past the end of a block.
 template <typename T>
 TORCHBAGUA_ELEMENT void prefetch(const T* values, long long all) {
 #if defined(__GNUC__)
@@ -79,10 +79,10 @@ TORCHBAGUA_ELEMENT void prefetch(const T* values, long long all) {
 }
 
 #if TORCHBAGUA_X86_TARGETS
-// Floats in a cache line, which AVX-512 writes at once.
+// The floats in a cache line, which AVX-512 writes with one instruction.
 constexpr long long kLine = 16;
 
-// Copies so many lines, to a multiple of 64 bytes.
+// Copies `num_lines` cache lines; `to` must be a multiple of 64 bytes.
 __attribute__((target("avx512f"))) inline void write_lines_around_cache(const float* from, long long num_lines,
                                                                         float* to) {
   for (long long i = 0; i < num_lines * kLine; i += kLine) {
@@ -91,11 +91,11 @@ __attribute__((target("avx512f"))) inline void write_lines_around_cache(const fl
 }
 #endif
 
-// Copies floats that nobody reads soon: around the cache, so that what they replace is not read first.
+// Copies floats that will not be read soon. The stores bypass the cache, so the old content is not read first.
 TORCHBAGUA_ELEMENT void write_around_cache(const float* from, long long length, float* to) {
   long long done = 0;
 #if TORCHBAGUA_X86_TARGETS
-  constexpr long long kWritten = 4;  // at once, to a multiple of 16 bytes, by SSE, which every x86-64 has
+  constexpr long long kWritten = 4;  // per store, 16-byte aligned, with SSE, which every x86-64 has
   const auto before_multiple_of = [=](long long width) TORCHBAGUA_INLINED {
     return -(reinterpret_cast<uintptr_t>(to) / sizeof(float)) % width;
   };
@@ -117,21 +117,21 @@ TORCHBAGUA_ELEMENT void write_around_cache(const float* from, long long length, 
   std::copy(from + done, from + length, to + done);
 }
 
-// Whoever is told after this that they are written finds them written.
+// Makes these stores visible before any later store, such as one that signals completion.
 TORCHBAGUA_ELEMENT void finish_writes_around_cache() {
 #if TORCHBAGUA_X86_TARGETS
   _mm_sfence();
 #endif
 }
 
-// Block `b`, empty past the end of the table.
+// Block `b`, or an empty block past the end of the table.
 TORCHBAGUA_ELEMENT Block block_or_none(const Table& table, long long b) {
   return b < table.num_blocks ? table.blocks[b] : Block{0, 0, 0, 0};
 }
 
-// Starts to fetch a part of a block, in x and in the wire, one of which will be written: that reads its lines first. A
-// part now and then keeps the memory busy while others are coded from the L1 cache, where all at once would wait for
-// each other.
+// Prefetches a part of a block, in x and in the wire. One of them will be written, but a write reads its cache lines
+// first. Prefetching a part at a time keeps the memory busy while other blocks are coded from the L1 cache; prefetches
+// of everything at once would wait for each other.
 template <typename Codec, typename T>
 TORCHBAGUA_ELEMENT void prefetch_part(const Block& block, long long first, const T* x, const uint8_t* wire) {
   const long long length = std::min(kPart, block.length - first);
@@ -139,10 +139,11 @@ TORCHBAGUA_ELEMENT void prefetch_part(const Block& block, long long first, const
   prefetch(wire + block.payload + Codec::payload_bytes(first), Codec::payload_bytes(length));
 }
 
-// Blocks that are coded together, as what their headers say is worked out for several at once.
+// The most blocks that are coded together, so that vector instructions process several headers.
 constexpr long long kBatch = 32;
 
-// How many blocks, from `first` on, are coded together: they fit a tile of so many elements, or it is a single one.
+// The number of blocks from `first` on that are coded together: blocks that fit a tile of `tile` elements, or a single
+// longer block.
 TORCHBAGUA_ELEMENT long long size_of_batch(const Table& table, long long first, long long tile = kTile) {
   long long num_elements = table.blocks[first].length;
   long long num_blocks = 1;
@@ -155,22 +156,22 @@ TORCHBAGUA_ELEMENT long long size_of_batch(const Table& table, long long first, 
   return num_blocks;
 }
 
-// How many elements ahead of their use terms are fetched. Those of three tensors stay in the L1 cache beside a tile.
+// How many elements ahead of their use terms are prefetched. The L1 cache fits the terms of three tensors and a tile.
 constexpr long long kAhead = kTile / 4;
 
-// A batch of blocks whose values are formed, a part at a time: in half a tile, or in memory of their own if it is one
-// that does not fit.
+// A batch of blocks with values that are computed a part at a time: in half a tile, or in separate memory for a single
+// block that does not fit.
 struct FormedBlocks {
   float* tile;
   float* values;
   long long num_blocks;
-  Block places[kBatch];  // the blocks, where their values are
-  long long block;       // the next part to be formed is of this one
-  long long first;       // and begins here
+  Block places[kBatch];  // the blocks, with the offsets of their values
+  long long block;       // the block of the next part to compute
+  long long first;       // where that part begins in the block
   const Block* blocks;
   std::vector<float> own;
 
-  // `place` has room for the values of all blocks, or is null.
+  // `place` is a buffer for the values of all blocks, or null.
   TORCHBAGUA_ELEMENT void begin(const Table& table, long long b, float* place) {
     num_blocks = b < table.num_blocks ? size_of_batch(table, b, kTile / 2) : 0;
     blocks = table.blocks + b;
@@ -204,12 +205,13 @@ struct FormedBlocks {
   }
 };
 
-// Operations of a codec whose payload of the elements from `first` on begins payload_bytes(first) later, for any
-// multiple `first` of 64. It has Decoders, whose `read` takes up the headers of a batch of blocks in a wire, and
-// `of(i)` gives what its i-th block is decoded by; decode_payload, of one payload to any type of element; decode_each,
-// which calls `put(i, value)` with the floats of one payload; and encode_meanwhile, which encodes, and calls
-// `meanwhile(ahead, first)` for every kPart of a block: `first` is where the part begins, `ahead` a block that is coded
-// soon.
+// The operations of a codec in which the payload of the elements from `first` on begins payload_bytes(first) later, for
+// any multiple `first` of 64. The codec has:
+// - Decoders: `read` reads the headers of a batch of blocks in a wire, and `of(i)` returns the decoder of block i;
+// - decode_payload, which decodes one payload to any type of element;
+// - decode_each, which calls `put(i, value)` with the floats of one payload;
+// - encode_meanwhile, which encodes, and calls `meanwhile(ahead, first)` for every kPart of a block: `first` is the
+//   start of the part, and `ahead` is a block that will be coded soon.
 template <typename Codec>
 struct DenseCodec {
   template <typename T>
@@ -219,8 +221,8 @@ struct DenseCodec {
     });
   }
 
-  // Decodes to what `form(first, length, values)` makes of the values, in place, of a part of a block that begins at
-  // element `first`.
+  // Decodes, applies `form(first, length, values)` in place to the values of each part of a block, which begins at
+  // element `first`, and writes the result to x.
   template <typename Form>
   static TORCHBAGUA_ELEMENT void decode_formed(const uint8_t* wire, const Table& table, float* x, const Form& form) {
     alignas(64) float part[kPart];
@@ -263,8 +265,8 @@ struct DenseCodec {
     }
   }
 
-  // The mean of the blocks [b, b + num_blocks), which fit a tile, summed in row order; `place(i)` is where that of the
-  // i-th of them goes. Of a longer block, the mean of the tile that begins at `first`.
+  // Computes the mean of the blocks [b, b + num_blocks), which fit a tile, summed in row order; `place(i)` is the
+  // destination of the i-th of them. For a longer block, computes the mean of the tile that begins at `first`.
   template <typename Place>
   static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, const Table& table, float divisor, long long b,
                                          long long num_blocks, long long first, const Place& place) {
@@ -272,7 +274,7 @@ struct DenseCodec {
     const float reciprocal = 1.0f / divisor;
     for (long long row = 0; row < rows.num_rows; ++row) {
       const bool is_last = row + 1 == rows.num_rows;
-      const bool is_scaled = is_last && row > 0 && has_exact_reciprocal(divisor);  // while it is added
+      const bool is_scaled = is_last && row > 0 && has_exact_reciprocal(divisor);  // divides in the last addition
       const uint8_t* wire = rows.data + row * rows.row_bytes;
       decoders.read(wire, table.blocks + b, num_blocks);
       for (long long i = 0; i < num_blocks; ++i) {
@@ -314,14 +316,14 @@ struct DenseCodec {
     }
   }
 
-  // Encodes sums, and writes what the wire leaves out of them to left_out. `put_sums(b, num_blocks, place)` writes the
-  // sums of the blocks [b, b + num_blocks), those of the i-th to `place(i)`: in the cache, or in left_out where a block
-  // does not fit a tile. `prefetch_terms(first, length)` starts to fetch what these elements' sums are formed of.
+  // Encodes sums and writes the new residual to left_out. `put_sums(b, num_blocks, place)` writes the sums of the
+  // blocks [b, b + num_blocks), the i-th block to `place(i)`: in the cache, or in left_out if a block does not fit a
+  // tile. `prefetch_terms(first, length)` prefetches the terms of the sums of these elements.
   template <typename PutSums, typename PrefetchTerms>
   static TORCHBAGUA_ELEMENT void encode_sums(const Table& table, uint8_t* wire, float* left_out,
                                              const PutSums& put_sums, const PrefetchTerms& prefetch_terms) {
     alignas(64) float tile[kTile];
-    Block places[kBatch];  // the blocks, where their sums are
+    Block places[kBatch];  // the blocks, with the offsets of their sums
     typename Codec::Decoders decoders;
     for (long long b = 0; b < table.num_blocks;) {
       const long long num_blocks = size_of_batch(table, b);
@@ -338,7 +340,7 @@ struct DenseCodec {
       Codec::encode(static_cast<const float*>(sums), Table{places, num_blocks, table.num_fields}, wire);
       decoders.read(wire, blocks, num_blocks);
       for (long long i = 0; i < num_blocks; ++i) {
-        // Meanwhile the terms of the next blocks are fetched, a little at a time.
+        // Meanwhile, prefetch the terms of the next blocks, a part at a time.
         const Block next = block_or_none(table, b + num_blocks + i);
         const auto decoder = decoders.of(i);
         for (long long first = 0; first < blocks[i].length; first += kPart) {
@@ -357,9 +359,9 @@ struct DenseCodec {
     finish_writes_around_cache();
   }
 
-  // Encodes the values that `form(first, length, to)` writes, of a part of a block that begins at element `first`. What
-  // the wire leaves out of them goes to left_out, unless that is null. The next blocks' values are formed while these
-  // are encoded and while that is written: memory is read while the processor computes.
+  // Encodes the values that `form(first, length, to)` writes for a part of a block that begins at element `first`.
+  // Writes the new residual to left_out unless that is null. The values of the next blocks are computed while these
+  // blocks are encoded and their residual is written, so that memory accesses and computation overlap.
   template <typename Form>
   static TORCHBAGUA_ELEMENT void encode_formed(const Table& table, uint8_t* wire, float* left_out, const Form& form) {
     alignas(64) float tile[kTile];
@@ -406,7 +408,7 @@ struct DenseCodec {
     finish_writes_around_cache();
   }
 
-  // Encodes the mean of the rows + residual, and writes what the wire leaves out of that.
+  // Encodes the mean of the rows + residual, and writes the new residual to left_out.
   static TORCHBAGUA_ELEMENT void decode_mean_encode_feedback(const Rows& rows, const Table& table, float divisor,
                                                              const float* residual, uint8_t* wire, float* left_out) {
     const auto put_sums = [=](long long b, long long num_blocks, const auto& place) TORCHBAGUA_INLINED {

@@ -1,8 +1,8 @@
-// A codec's operations on the CPU. All blocks of a table are looked at before anything is written: no table and no
+// A codec's operations on the CPU. All blocks of a table are checked before anything is written: no table and no
 // content of a wire makes a kernel read or write outside its tensors.
 //
-// Codecs run on the one thread that calls: a rank encodes on the thread of its lane, beside backward, whose threads
-// would be taken from it. QAdam's update runs while nothing else does, and takes several.
+// Codecs run on the calling thread only: a rank encodes on its lane thread while backward runs, and more threads would
+// be taken from backward. QAdam's update runs while nothing else does, and uses several threads.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@
 
 namespace torchbagua::cpu {
 
-// The rows of a codec's tables: those of codecs that code all elements of a block.
+// The rows of a codec's tables. By default, for a codec that encodes all elements of a block.
 template <typename Codec, typename = void>
 struct RowsOf {
   static constexpr int64_t kFields = 4;
@@ -28,7 +28,7 @@ struct RowsOf {
   static std::string allowed_rows() { return "rows (start, length >= 1, header at a multiple of 4, payload)"; }
 };
 
-// A codec with rows of its own says this itself.
+// A codec with different rows defines these members itself.
 template <typename Codec>
 struct RowsOf<Codec, std::void_t<decltype(Codec::kFields)>> : Codec {};
 
@@ -84,7 +84,7 @@ struct OnCpu {
     });
   }
 
-  // `residual` and `left_out` without data where there is no feedback.
+  // `residual` and `left_out` have null data if there is no error feedback.
   static void encode_momenta(const Call& call, Span<const float> gradients, Span<const float> residual, Table table,
                              Span<uint8_t> wire, Span<float> left_out, const binding::Momenta& momenta) {
     check_blocks(call, table, gradients.size, wire.size);
@@ -103,7 +103,7 @@ struct OnCpu {
   }
 
   static void check_blocks(const Call& call, const Table& table, long long num_elements, long long wire_bytes) {
-#ifndef TORCHBAGUA_UNCHECKED_TABLES  // defined by the sanitizer test alone, to show that it would see an overrun
+#ifndef TORCHBAGUA_UNCHECKED_TABLES  // defined only by the sanitizer test, to show that it would detect an overrun
     for (long long b = 0; b < table.num_blocks; ++b) {
       if (!RowsOf<Codec>::is_inside_of(table, b, num_elements, wire_bytes)) {
         const auto elements = num_elements == kAnyStart ? "" : binding::text_of(num_elements, " elements of x and ");
@@ -124,7 +124,7 @@ struct OnCpu {
 
 }  // namespace torchbagua::cpu
 
-// Gives torch the operations of a codec: the last line of its file.
+// Registers the operations of a codec: the last line of its file.
 #define TORCHBAGUA_CPU_CODEC(Codec)                                                     \
   STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {                                 \
     torchbagua::binding::CodecOps<torchbagua::cpu::OnCpu<Codec>>::register_in(library); \

@@ -1,5 +1,5 @@
-// float16 to and from float32 on the CPU, by the instructions that every processor with AVX2 has for it: without them
-// it takes a dozen. They round to nearest even and keep subnormals, as element/casts.h does.
+// Conversion between float16 and float32 on the CPU, by the instructions of every processor with AVX2; without them, a
+// conversion takes a dozen instructions. They round to nearest even and preserve subnormals, like element/casts.h.
 #pragma once
 
 #include "blocks.h"
@@ -10,12 +10,12 @@
 
 namespace torchbagua::cpu {
 
-constexpr long long kConverted = 16;  // elements of the widest instruction
+constexpr long long kConverted = 16;  // the elements of the widest instruction
 constexpr long long kMostConverted = 2 * kPart;
 
 #if TORCHBAGUA_X86_TARGETS
-// These convert a multiple of kConverted. What is widened is loaded at once, by the widest instructions: a load waits
-// for the stores before it unless one of them holds all that it takes.
+// These convert a multiple of kConverted elements. Widened values are loaded again immediately, by the widest
+// instructions: a load waits for the stores before it unless a single store contains all of its bytes.
 __attribute__((target("avx,f16c"))) inline void widen_avx2(const Float16* from, long long length, float* to) {
   for (long long i = 0; i < length; i += 8) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
@@ -24,7 +24,7 @@ __attribute__((target("avx,f16c"))) inline void widen_avx2(const Float16* from, 
 
 __attribute__((target("avx512f"))) inline void widen_avx512(const Float16* from, long long length, float* to) {
   for (long long i = 0; i < length; i += 16) {
-    // With a mask, of all: without one g++ warns of a register that is not initialised.
+    // With a mask of all elements: without a mask, g++ warns about an uninitialized register.
     const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
     _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(0xffff, narrow));
   }
@@ -38,7 +38,7 @@ __attribute__((target("avx,f16c"))) inline void narrow_avx2(const float* from, l
 }
 #endif
 
-// Calls `use` with these elements, at most kMostConverted, in a type that vector instructions load fast.
+// Calls `use` with the elements, at most kMostConverted, in a type that vector instructions load fast.
 template <typename T, typename Use>
 TORCHBAGUA_ELEMENT void with_fast_elements(const T* values, long long length, const Use& use) {
 #if TORCHBAGUA_X86_TARGETS
@@ -58,8 +58,8 @@ TORCHBAGUA_ELEMENT void with_fast_elements(const T* values, long long length, co
   use(values);
 }
 
-// Calls `fill` with where to put floats, at most kMostConverted, none of which is NaN, which then become these
-// elements: with their own place, or with another.
+// Calls `fill` with the destination of up to kMostConverted floats, which must not be NaN and become the elements:
+// either `values` itself, or a buffer that is then converted.
 template <typename T, typename Fill>
 TORCHBAGUA_ELEMENT void fill_numbers(T* values, long long length, const Fill& fill) {
 #if TORCHBAGUA_X86_TARGETS

@@ -1,4 +1,4 @@
-// Which vector instructions the CPU kernels use, chosen once, and the way to run one body under each of them.
+// Selects, once, the vector instructions of the CPU kernels, and compiles a body for each instruction set.
 #pragma once
 
 #include <cstdlib>
@@ -39,8 +39,8 @@ inline InstructionSet best_of_this_cpu() {
   return InstructionSet::kDefault;
 }
 
-// ATEN_CPU_CAPABILITY, torch's own variable, lowers the choice and never raises it above what the CPU has.
-// Torch warns of a value that it does not know; here such a value changes nothing, as it does there.
+// ATEN_CPU_CAPABILITY, torch's own variable, lowers the choice and never raises it above the capability of the CPU.
+// Torch warns about an unknown value; like torch, this function ignores it.
 inline InstructionSet choose_instruction_set() {
   const InstructionSet best = best_of_this_cpu();
   const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
@@ -56,7 +56,7 @@ inline InstructionSet choose_instruction_set() {
 inline const InstructionSet kInstructionSet = choose_instruction_set();
 
 #if TORCHBAGUA_X86_TARGETS
-// The body is inlined here and so compiled, and vectorised, for the target of the function around it.
+// The body is inlined here, so it is compiled and vectorized for the target of the function around it.
 template <typename Body>
 __attribute__((target("avx2"))) void run_avx2(const Body& body) {
   body();
@@ -68,7 +68,7 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void run_avx512(co
 }
 #endif
 
-// Runs `body`, a lambda marked TORCHBAGUA_INLINED that calls nothing but inlined functions, under `set`.
+// Runs `body`, a lambda marked TORCHBAGUA_INLINED that calls only inlined functions, with the instructions of `set`.
 template <typename Body>
 void run_under(InstructionSet set, const Body& body) {
 #if TORCHBAGUA_X86_TARGETS

@@ -1,5 +1,5 @@
-// Gradients of low rank on the CPU: loops over element/low_rank.h, on several threads, as the matrix products beside
-// them are. Tables are looked at before anything is written.
+// Low-rank gradients on the CPU: loops over element/low_rank.h, on several threads, like the matrix products around
+// them. Tables are checked before anything is written.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,12 +14,12 @@ namespace torchbagua::cpu {
 
 static_assert(kLanes == kPieceLanes, "fold_lanes folds them");
 
-// Vectors of the compiler's own, of a register of AVX2: sums of them stay in registers, where sums in arrays would not.
+// The compiler's vector types, up to the width of an AVX2 register: sums stay in registers, unlike sums in arrays.
 using Floats4 = float __attribute__((vector_size(16)));
 using Floats8 = float __attribute__((vector_size(32)));
 using Doubles4 = double __attribute__((vector_size(32)));
 
-// So many elements of each of several vectors at once.
+// The elements of each vector that are processed together.
 constexpr int kStripe = 8;
 constexpr int kParts = 2;
 
@@ -31,7 +31,7 @@ TORCHBAGUA_ELEMENT void load(const float* from, Doubles4 (&values)[kParts]) {
   }
 }
 
-// Of `a` with kCount vectors, each `stride` after the one before.
+// The inner products of `a` with kCount vectors, which begin `stride` apart from `b` on.
 template <int kCount>
 TORCHBAGUA_ELEMENT void inner_products(const float* a, const float* b, long long stride, long long length,
                                        double* products) {
@@ -100,7 +100,7 @@ inline void solve(const PieceRange& range, const Grid<const double>& products, d
   }
 }
 
-// The vectors [first, first + kCount) of a stripe of a piece. All sums take their terms in the order of the vectors.
+// Combines the vectors [first, first + kCount) of a stripe of a piece. All sums are in the order of the vectors.
 template <int kCount>
 TORCHBAGUA_ELEMENT void combine_vectors(long long first, const double* coefficients, long long stride, float* vectors) {
   Doubles4 sums[kCount][kParts] = {};
@@ -132,7 +132,7 @@ TORCHBAGUA_ELEMENT void combine_vectors(long long first, const double* coefficie
   }
 }
 
-// The last vectors first: each needs those before it as they were.
+// Starts with the last vectors, since each vector needs the original vectors before it.
 TORCHBAGUA_ELEMENT void combine(const Piece& piece, const double* coefficients, float* factors) {
   constexpr int kAtOnce = 4;
   float* vectors = factors + piece.start;
@@ -157,7 +157,7 @@ TORCHBAGUA_ELEMENT void combine(const Piece& piece, const double* coefficients, 
   }
 }
 
-// 64 elements of one row of a product.
+// The elements of one row of a product that are processed together.
 constexpr int kRowStripe = 64;
 
 TORCHBAGUA_ELEMENT void multiply_stripe(const ProductRows& of, const float* left, const float* right, float* values,
@@ -181,7 +181,7 @@ TORCHBAGUA_ELEMENT void multiply_stripe(const ProductRows& of, const float* left
   }
 }
 
-// Row by row: what is read and written once goes through memory in order, where the right factor stays in the cache.
+// Row by row: data that is read and written once is accessed in memory order, and the right factor stays in the cache.
 TORCHBAGUA_ELEMENT void multiply_rows(const ProductRows& of, const float* left, const float* right, float* values,
                                       float* left_out) {
   const long long whole = of.columns / kRowStripe * kRowStripe;
@@ -248,7 +248,8 @@ struct LowRankOnCpu {
   static void check(const Call& call, const RowTable<Row>& table, const IsGood& is_good) {
     for (long long index = 0; index < table.num_rows; ++index) {
       if (!is_good(table.rows[index])) {
-        refuse(call, "table", "rows that lie within the other tensors", binding::text_of("another row ", index));
+        refuse(call, "table", "rows that lie within the other tensors",
+               binding::text_of("row ", index, " outside them"));
       }
     }
   }

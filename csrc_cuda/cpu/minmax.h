@@ -1,4 +1,4 @@
-// The loops of the min-max codecs over blocks, which a format of element/ makes a codec of.
+// The loops of the min-max codecs over blocks, templates over a format of element/.
 #pragma once
 
 #include <limits>
@@ -10,11 +10,11 @@
 
 namespace torchbagua::cpu {
 
-// The extremes of a set of floats, by their bits: of integers they can be formed in any order, which needs the fewest
-// instructions. Of positive floats the order is that of their bits, of negative ones the reverse, and NaN lies beyond
-// Inf on both sides. Empty to begin with.
+// The extremes of a set of floats, from their bits: extremes of integers can be computed in any order, which needs the
+// fewest instructions. Positive floats are in the order of their bits and negative floats in reverse order, and NaN is
+// beyond Inf on both sides. Initially empty.
 struct Extremes {
-  int smallest = std::numeric_limits<int>::max();  // formed where all have the same sign: else nothing depends on it
+  int smallest = std::numeric_limits<int>::max();  // computed only if all have the same sign
   int largest = std::numeric_limits<int>::min();
   unsigned int largest_unsigned = 0;
 
@@ -31,12 +31,12 @@ TORCHBAGUA_ELEMENT void join(Extremes& extremes, const Extremes& other) {
   extremes.largest_unsigned = std::max(extremes.largest_unsigned, other.largest_unsigned);
 }
 
-// The bits of an element, in its own width: twice as many of 16 bits are compared at once as of 32.
+// The bits of an element, in its width: one instruction compares twice as many 16-bit as 32-bit elements.
 TORCHBAGUA_ELEMENT int signed_bits_of(float value) { return static_cast<int>(bits_of(value)); }
 TORCHBAGUA_ELEMENT short signed_bits_of(BFloat16 value) { return static_cast<short>(value.bits); }
 TORCHBAGUA_ELEMENT short signed_bits_of(Float16 value) { return static_cast<short>(value.bits); }
 
-// The bits of a float from those of a T. The sign stays, and so does the order.
+// The bits of a float from the bits of a T. Preserves the sign and the order.
 template <typename T>
 TORCHBAGUA_ELEMENT unsigned int widened(std::make_unsigned_t<decltype(signed_bits_of(T{}))> bits) {
   if constexpr (std::is_same_v<T, float>) {
@@ -84,8 +84,8 @@ TORCHBAGUA_ELEMENT void quantize_each(const T* values, long long length, const C
   }
 }
 
-// The payload of values. With codes of 4 bits the first of two elements is in the lower half of their byte, and the
-// upper half of the last one is 0 where the number of elements is odd.
+// The payload of values. With 4-bit codes, the first of two elements is in the lower half of their byte, and the upper
+// half of the last byte is 0 if the number of elements is odd.
 template <typename Format, typename T>
 TORCHBAGUA_ELEMENT void quantize_all(const T* values, long long all, const Coder& coder, uint8_t* payload) {
   if constexpr (Format::kCodeBits == 8) {
@@ -109,21 +109,21 @@ TORCHBAGUA_ELEMENT void quantize_all(const T* values, long long all, const Coder
   }
 }
 
-// Of two bytes in a word, where the first one begins.
+// The bit offset of the first byte of a 16-bit word in memory.
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 constexpr int kFirstByte = 8;
 #else
 constexpr int kFirstByte = 0;
 #endif
 
-// Calls `use(first, length, codes)` with the codes of a payload, a byte each: all at once, or kPart and less.
+// Calls `use(first, length, codes)` with the codes of a payload, one byte each: all together, or up to kPart at a time.
 template <typename Format, typename Use>
 TORCHBAGUA_ELEMENT void with_codes(const uint8_t* payload, long long all, const Use& use) {
   if constexpr (Format::kCodeBits == 8) {
     with_length(all, [&](long long length) TORCHBAGUA_INLINED { use(0, length, payload); });
     return;
   }
-  alignas(64) uint16_t codes[kPart / 2];  // two of a byte each, which one instruction parts
+  alignas(64) uint16_t codes[kPart / 2];  // pairs of one-byte codes, unpacked by one instruction
   for (long long first = 0; first < all; first += kPart) {
     with_length(std::min(kPart, all - first), [&](long long length) TORCHBAGUA_INLINED {
       const uint8_t* pairs = payload + first / 2;
@@ -136,7 +136,7 @@ TORCHBAGUA_ELEMENT void with_codes(const uint8_t* payload, long long all, const 
   }
 }
 
-// The coders of a batch of blocks, formed by vector instructions.
+// The coders of a batch of blocks, computed by vector instructions.
 template <typename Format>
 struct Coders {
   float min[kBatch] = {};
@@ -168,7 +168,7 @@ struct Coders {
     form();
   }
 
-  // Forms those of blocks with these extremes, and writes their headers.
+  // Computes the coders of blocks with these extremes, and writes the headers.
   TORCHBAGUA_ELEMENT void write(const Extremes* extremes, uint8_t* wire, const Block* blocks, long long num_blocks) {
     for (long long i = 0; i < num_blocks; ++i) {
       min[i] = extremes[i].min();
@@ -290,7 +290,7 @@ struct MinMax : DenseCodec<MinMax<Format>> {
       }
       coders.write(extremes, wire, blocks, num_blocks);
       for (long long first = 0; first < blocks[0].length; first += kTile) {
-        if (blocks[0].length > kTile) {  // a long block has passed through the tile: form its means again
+        if (blocks[0].length > kTile) {  // a block longer than the tile: compute its mean again
           MinMax::mean_of(rows, table, divisor, b, num_blocks, first, place);
         }
         for (long long i = 0; i < num_blocks; ++i) {

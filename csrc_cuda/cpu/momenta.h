@@ -1,5 +1,5 @@
-// What DenseCodec::encode_formed encodes, and what decode_formed decodes to: values with a residual, the momenta that
-// QAdam sends, and the gradients that it leaves. element/qadam.h has the arithmetic.
+// The functors for DenseCodec::encode_formed and decode_formed: values with a residual, the momenta that QAdam sends,
+// and the gradients that it restores. element/qadam.h has the arithmetic.
 #pragma once
 
 #include "blocks.h"
@@ -8,7 +8,7 @@
 
 namespace torchbagua::cpu {
 
-// Not inlined into the loops of every codec and instruction set, since momenta are of float32 as a rule.
+// Not inlined into the loops of every codec and instruction set, since momenta are usually float32.
 template <typename Element>
 void widen(const void* values, long long first, long long length, float* to) {
   const auto* const elements = static_cast<const Element*>(values) + first;
@@ -18,8 +18,8 @@ void widen(const void* values, long long first, long long length, float* to) {
   }
 }
 
-// Calls `body(form, momentum, begin, end)` with the momenta of the elements [first, first + length), of one part of a
-// block, tensor by tensor.
+// Calls `body(form, momentum, begin, end)` with the momenta of the elements [first, first + length), which are one part
+// of a block, tensor by tensor.
 template <typename Body>
 TORCHBAGUA_ELEMENT void for_each_momentum(const binding::Momenta& momenta, long long first, long long length,
                                           const Body& body) {
@@ -41,8 +41,8 @@ TORCHBAGUA_ELEMENT void for_each_momentum(const binding::Momenta& momenta, long 
   }
 }
 
-// What is sent of values: they themselves, or the momenta formed of them where there are momenta; with the residual
-// where there is one.
+// The values to send: the given values, or, if momenta is not null, the momenta computed from them; plus the residual,
+// unless it is null.
 struct Sent {
   const float* values;
   const binding::Momenta* momenta;
@@ -76,7 +76,7 @@ struct Sent {
   }
 };
 
-// Makes gradients of averages, in place.
+// Converts averaged momenta to gradients, in place.
 struct Gradients {
   const binding::Momenta& momenta;
 

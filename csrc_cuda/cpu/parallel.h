@@ -1,4 +1,4 @@
-// Loops over elements on several threads, under the chosen instruction set.
+// Loops over elements on several threads, with the selected instruction set.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -7,8 +7,8 @@
 
 namespace torchbagua::cpu {
 
-// Calls `body(begin, end)`, a lambda marked TORCHBAGUA_INLINED, on several threads, each of which takes so many
-// elements at least: fewer are not worth waking it.
+// Calls `body(begin, end)`, a lambda marked TORCHBAGUA_INLINED, on several threads. Each thread takes at least kGrain
+// elements: fewer are not worth waking a thread.
 template <typename Body>
 void in_parallel(int64_t num_elements, const Body& body) {
   constexpr int64_t kGrain = 1 << 15;

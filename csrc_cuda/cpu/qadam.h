@@ -19,7 +19,7 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<E
   }
 }
 
-// Gradients to momenta, or averaged momenta to gradients, in place.
+// Converts gradients to momenta, or averaged momenta to gradients, in place.
 template <bool kToMomenta, typename Element>
 TORCHBAGUA_ELEMENT void change_form(const QAdamForm& form, const FormTensors<Element>& of, long long begin,
                                     long long end) {

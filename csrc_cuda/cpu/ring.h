@@ -1,5 +1,5 @@
 // The ring of compressed differences on the dispatcher, over LibTorch's stable ABI, for CPUs: loops over
-// element/ring.h. torchbagua/native/ring.py says what they do.
+// element/ring.h. torchbagua/native/ring.py documents the operations.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -19,7 +19,7 @@ inline void ring_difference(const binding::Tensor& weights, const binding::Tenso
   const auto of_right = binding::span_of<const float>(call, {"right", right, x.size});
   const auto result = binding::span_of<float>(call, {"difference", difference, x.size});
   in_parallel(x.size, [=](long long begin, long long end) TORCHBAGUA_INLINED {
-    if (of_left.data == of_right.data) {  // a ring of two: division is what takes the time
+    if (of_left.data == of_right.data) {  // a ring of two: saves a division, the most expensive step
 #pragma omp simd
       for (long long i = begin; i < end; ++i) {
         const float third = of_left.data[i] / 3.0f;

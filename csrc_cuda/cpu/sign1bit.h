@@ -1,5 +1,5 @@
-// The loops of Sign1Bit over blocks: signs are packed and magnitudes are added in one pass. Signs are handled 32 at a
-// time, a word of which bit i is the sign of element i, and that goes to and from the wire with its lowest byte first.
+// The loops of Sign1Bit over blocks: one pass packs the signs and sums the magnitudes. Signs are processed 32 at a
+// time, as a word: bit i is the sign of element i, and its lowest byte comes first in the wire.
 #pragma once
 
 #include "codec.h"
@@ -8,9 +8,9 @@
 
 namespace torchbagua::cpu {
 
-static_assert(kLanes == kSignLanes && kTile % kLanes == 0, "a lane's sum goes on from tile to tile");
+static_assert(kLanes == kSignLanes && kTile % kLanes == 0, "a lane's sum continues from tile to tile");
 
-// Bit `lane` alone. A table, because not every instruction set shifts each element by its own number.
+// Only bit `lane` is set. A table, since not every instruction set can shift each element by a different number.
 struct LaneBits {
   uint32_t bits[kLanes];
 };
@@ -25,7 +25,7 @@ constexpr LaneBits make_lane_bits() {
 
 constexpr LaneBits kLaneBit = make_lane_bits();
 
-// The first `num_bytes` bytes, 4 at most, of the signs of up to 32 elements.
+// The first `num_bytes` bytes, at most 4, of the signs of up to 32 elements.
 TORCHBAGUA_ELEMENT uint32_t read_signs(const uint8_t* from, long long num_bytes) {
   uint32_t signs = 0;
   for (long long i = 0; i < num_bytes; ++i) {
@@ -40,7 +40,7 @@ TORCHBAGUA_ELEMENT void write_signs(uint32_t signs, long long num_bytes, uint8_t
   }
 }
 
-// Running sums of magnitudes, of a block that may come in parts; zero to begin with.
+// Running sums of the magnitudes of a block that may be processed in parts; initially zero.
 struct MagnitudeSums {
   float lanes[kLanes] = {};
 };
@@ -71,11 +71,11 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
 
   static TORCHBAGUA_ELEMENT long long payload_bytes(long long length) { return length / 8 + (length % 8 != 0); }
 
-  // Adds the magnitudes of the values to the sums, and writes their signs. All parts of a block but the last must be
-  // multiples of kLanes.
+  // Adds the magnitudes of the values to the sums and writes their signs. The lengths of all parts of a block except
+  // the last must be multiples of kLanes.
   template <typename T>
   static TORCHBAGUA_ELEMENT void scan(const T* values, long long length, MagnitudeSums& sums, uint8_t* payload) {
-    MagnitudeSums running = sums;  // in registers
+    MagnitudeSums running = sums;  // a copy, in registers
     long long first = 0;
     for (; first + kLanes <= length; first += kLanes) {
       uint32_t signs = 0;
@@ -99,7 +99,7 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
     sums = running;
   }
 
-  // Writes the header of a block whose payload is written, and takes the payload back where it means nothing.
+  // Writes the header of a block after its payload, and zeroes the payload if the scale is not usable.
   static TORCHBAGUA_ELEMENT void finish(const Block& block, MagnitudeSums& sums, uint8_t* wire) {
     const float scale = make_scale(total_of(sums), static_cast<float>(block.length));
     write_header(wire + block.header, scale);
@@ -111,7 +111,7 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
   template <typename T, typename Meanwhile>
   static TORCHBAGUA_ELEMENT void encode_meanwhile(const T* x, const Table& table, uint8_t* wire,
                                                   const Meanwhile& meanwhile) {
-    constexpr long long kScanned = kPart * sizeof(float) / sizeof(T);  // of any type as many bytes at a time
+    constexpr long long kScanned = kPart * sizeof(float) / sizeof(T);  // an equal number of bytes for every type
     for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
       MagnitudeSums sums;

@@ -8,15 +8,15 @@
 
 namespace torchbagua::cpu {
 
-static_assert(kLongestSparseBlock <= kTile, "what is worked out of a block stays in the L1 cache");
+static_assert(kLongestSparseBlock <= kTile, "the intermediate results of a block stay in the L1 cache");
 
-// What is worked out of a block.
+// The intermediate results of a block.
 struct Kept {
   alignas(64) int magnitudes[kLongestSparseBlock];
-  alignas(64) int indices[kLongestSparseBlock];  // of what is kept, ascending
+  alignas(64) int indices[kLongestSparseBlock];  // of the elements that are sent, ascending
 };
 
-// As an integer, see magnitude_of.
+// The largest magnitude, as an integer; see magnitude_of.
 template <typename T>
 TORCHBAGUA_ELEMENT int largest_magnitude(const T* x, long long length) {
   int largest = 0;
@@ -28,10 +28,10 @@ TORCHBAGUA_ELEMENT int largest_magnitude(const T* x, long long length) {
   return largest;
 }
 
-// `Choice` says which elements are kept: Format; kName, how the names of the operations begin; and
-// - select, which finds the indices, and returns the largest magnitude of what is kept, or, if there is a magnitude in
-//   the block that cannot be coded, that one, and finds nothing;
-// - write_indices and read_indices, in a payload; the second returns whether they are ones that an encoder writes.
+// `Choice` selects the elements to send. It has Format; kName, the prefix of the operations' names; and
+// - select, which finds the indices and returns the largest magnitude that is sent; or, if a magnitude in the block
+//   cannot be encoded, finds nothing and returns that magnitude;
+// - write_indices and read_indices, for the indices in a payload; the latter returns whether an encoder writes them.
 template <typename Choice>
 struct SparseCodec {
   using Format = typename Choice::Format;
@@ -49,7 +49,7 @@ struct SparseCodec {
                             ", header at a multiple of 4, payload, kept from 1 to length)");
   }
 
-  // Writes a block whose elements begin at `x`, and returns how its values are coded.
+  // Encodes the block that begins at `x`, and returns the coder of its values.
   template <typename T>
   static TORCHBAGUA_ELEMENT ValueCoder encode_block(const T* x, const SparseBlock& block, Kept& found, uint8_t* wire) {
     const ValueCoder coder = make_value_coder(Choice::select(x, block, found));
@@ -67,8 +67,8 @@ struct SparseCodec {
     return coder;
   }
 
-  // Calls `put(index, value)` for the kept elements of a block, and returns whether its bytes are ones that an encoder
-  // may write; calls nothing where they are not.
+  // Calls `put(index, value)` for the sent elements of a block and returns true; if no encoder can have written its
+  // bytes, returns false without any call.
   template <typename Put>
   static TORCHBAGUA_ELEMENT bool decode_block(const uint8_t* wire, const SparseBlock& block, Kept& found,
                                               const Put& put) {
@@ -114,7 +114,7 @@ struct SparseCodec {
     }
   }
 
-  // The mean of a block, summed in row order, to `mean`.
+  // Writes the mean of a block, summed in row order, to `mean`.
   static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, const SparseBlock& block, float divisor, Kept& found,
                                          float* mean) {
     fill(mean, block.length, 0.0f);
@@ -168,7 +168,7 @@ struct SparseCodec {
     }
   }
 
-  // Writes a block whose elements are in `sum`, and leaves there what the wire leaves out of them.
+  // Encodes the block in `sum`, and replaces it by the new residual.
   static TORCHBAGUA_ELEMENT void encode_sum(float* sum, const SparseBlock& block, Kept& found, uint8_t* wire) {
     const ValueCoder coder = encode_block(sum, block, found, wire);
     if (!is_usable(coder)) {

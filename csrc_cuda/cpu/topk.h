@@ -1,4 +1,4 @@
-// TopK: which elements of a block are the largest.
+// TopK: selects the elements of a block with the largest magnitudes.
 #pragma once
 
 #include "element/topk.h"
@@ -20,8 +20,8 @@ struct LargestElements {
     return count;
   }
 
-  // The smallest one that is kept is found bit by bit, from the highest: a bit is set where enough magnitudes are no
-  // smaller. To count them all again is faster than to sort some.
+  // The threshold for the magnitudes to send is determined bit by bit, from the highest: a bit is set if enough
+  // magnitudes are no smaller than the result. Counting all of them again is faster than sorting.
   template <typename T>
   static TORCHBAGUA_ELEMENT float select(const T* x, const SparseBlock& block, Kept& found) {
     const long long length = block.length;
@@ -46,7 +46,7 @@ struct LargestElements {
         break;
       }
     }
-    // Of equal magnitudes as many are kept, the first of them, as the larger ones leave room for.
+    // Of the magnitudes equal to the threshold, sends the first ones, as many as the larger ones leave room for.
     long long room = block.kept - num_not_below(magnitudes, length, smallest + 1);
     long long written = 0;
     const auto add = [&](long long i) TORCHBAGUA_INLINED {

@@ -1,5 +1,5 @@
-// A codec's operations on CUDA: each launches one kernel over the rows of its table and waits for nothing. What a table
-// holds is checked by the kernel, which traps.
+// A codec's operations on CUDA: each launches one kernel over the rows of its table and does not wait. The kernel
+// checks the content of the table, and traps if it is invalid.
 #pragma once
 
 #include "codec_ops.h"
@@ -8,7 +8,7 @@
 
 namespace torchbagua::cuda {
 
-// One kernel for each type of element.
+// One kernel per element type.
 template <typename Float32, typename Brain16, typename Half16>
 struct KernelOfType {
   Float32* float32;
@@ -24,8 +24,8 @@ struct KernelOfType {
 #define TORCHBAGUA_KERNEL_OF_TYPE(name) \
   torchbagua::cuda::KernelOfType(&name##_float32, &name##_bfloat16, &name##_float16)
 
-// Of a codec with `Kernels`, which TORCHBAGUA_CUDA_CODEC declares: kNumTeams says how many blocks a thread block takes
-// at once.
+// The operations of a codec with `Kernels`, which TORCHBAGUA_CUDA_CODEC declares; kNumTeams is the number of blocks
+// that a thread block processes concurrently.
 template <typename Kernels>
 struct OnCuda {
   using Call = binding::Call;
@@ -33,7 +33,7 @@ struct OnCuda {
   static constexpr const char* kName = Kernels::kName;
   static constexpr auto kDevice = binding::DeviceType::CUDA;
   static constexpr int64_t kFields = Kernels::kFields;
-  static constexpr bool kCodesMomenta = false;  // a GPU takes the operations in turn
+  static constexpr bool kCodesMomenta = false;  // on a GPU, callers run the operations one after the other
 
   static int64_t num_thread_blocks(const Table& table) {
     return (table.num_blocks + Kernels::kNumTeams - 1) / Kernels::kNumTeams;
@@ -65,7 +65,7 @@ struct OnCuda {
 
 }  // namespace torchbagua::cuda
 
-// Gives torch the operations of a codec: the last line of its file below kernels/, where NVRTC makes nothing of it.
+// Registers the operations of a codec: the last line of its file in kernels/, which expands to nothing in NVRTC.
 #undef TORCHBAGUA_CUDA_CODEC
 #undef TORCHBAGUA_CUDA_CODEC_OF_FIELDS
 #define TORCHBAGUA_CUDA_CODEC(codec, num_teams) TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, 4)

@@ -1,4 +1,4 @@
-// Launches a kernel where its first tensor is, and says what is wrong where it cannot be launched.
+// Launches a kernel on the device of its first tensor, and explains why if the launch fails.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace torchbagua::cuda {
 
-// As the runtime counts it: 13020 is 13.2.
+// The version is in the encoding of the CUDA runtime: 13020 is 13.2.
 inline std::string text_of_version(int version) { return binding::text_of(version / 1000, ".", version % 1000 / 10); }
 
 inline std::string why_no_kernel_image() {
@@ -23,22 +23,22 @@ inline std::string why_no_kernel_image() {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   const std::string capability = binding::text_of("cuda:", device, " has compute capability ", major, ".", minor);
   if (major * 10 + minor < 75) {
-    return capability + ", the kernels need 7.5 or newer; TORCHBAGUA_NATIVE=reference runs without them";
+    return capability + ", but the kernels need 7.5 or newer; set TORCHBAGUA_NATIVE=reference to run without them";
   }
-  return capability + ", for which this library was not built; TORCHBAGUA_NATIVE=nvrtc compiles the kernels for it";
+  return capability +
+         ", for which this library was not built; set TORCHBAGUA_NATIVE=nvrtc to compile the kernels for it";
 }
 
 inline std::string why_old_driver() {
   int driver = 0;
   cudaDriverGetVersion(&driver);
-  return binding::text_of(
-      "the NVIDIA driver is too old: it is for CUDA ", text_of_version(driver), ", this library was built with CUDA ",
-      text_of_version(CUDART_VERSION),
-      "; TORCHBAGUA_NATIVE=nvrtc (kernels compiled by torch's own CUDA) or =reference (plain torch) "
-      "can be forced");
+  return binding::text_of("the NVIDIA driver is too old: it supports CUDA ", text_of_version(driver),
+                          ", but this library was built with CUDA ", text_of_version(CUDART_VERSION),
+                          "; set TORCHBAGUA_NATIVE=nvrtc (kernels compiled by torch's own CUDA) or "
+                          "TORCHBAGUA_NATIVE=reference (plain torch)");
 }
 
-// Raises RuntimeError where the launch before failed.
+// Raises RuntimeError if the previous launch failed.
 inline void check_launch(const binding::NativeOp& operation) {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) {
@@ -53,11 +53,11 @@ inline void check_launch(const binding::NativeOp& operation) {
   throw std::runtime_error(binding::text_of("torchbagua::", operation.family, "_", operation.name, ": ", cause));
 }
 
-// The kernels go on to further rows and chunks than these.
+// The kernels loop over any rows and chunks beyond the grid.
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 
-// Launches up to `num_blocks` thread blocks of a kernel where the call's first tensor is, on the current stream there;
-// nothing where there is nothing to do.
+// Launches up to `num_blocks` thread blocks of a kernel on the device of the call's first tensor, on its current
+// stream; does nothing if there are none.
 template <typename... Parameters>
 void launch(const binding::Call& call, int64_t num_blocks, int num_threads, void (*kernel)(Parameters...),
             const Parameters&... arguments) {

@@ -1,4 +1,4 @@
-// Gradients of low rank on CUDA: each operation launches one kernel over the rows of its table and waits for nothing.
+// Low-rank gradients on CUDA: each operation launches one kernel over the rows of its table and does not wait.
 #pragma once
 
 #include "kernels/low_rank.cuh"

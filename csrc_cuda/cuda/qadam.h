@@ -1,4 +1,4 @@
-// QAdam on CUDA: lists of tensors become the tables of launches.
+// QAdam on CUDA: converts lists of tensors to the tables of launches.
 #pragma once
 
 #include "codec.h"
@@ -11,8 +11,9 @@ namespace torchbagua::cuda {
 // As in torchbagua/native/tensor_tables.py.
 constexpr int kChunkElements = 8192;
 
-// Calls `launch(element, table, first)` for tables that hold all of `tensors`, of which one holds the next ones that
-// are alike in type and device; `pointers_of(element, i)` gives the pointers of the tensors that go with `tensors[i]`.
+// Calls `launch(element, table, first)` for tables that together contain all of `tensors`. A table contains consecutive
+// tensors of the same type and device; `pointers_of(element, i)` returns the pointers of all tensors that belong to
+// `tensors[i]`.
 template <template <typename> class Pointers, typename PointersOf, typename LaunchTable>
 void for_each_table(const std::vector<binding::Tensor>& tensors, const PointersOf& pointers_of,
                     const LaunchTable& launch) {

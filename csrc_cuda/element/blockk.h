@@ -1,4 +1,4 @@
-// Which elements of a block BlockK keeps, and how a payload says it; docs/arithmetic.md. Freestanding, as casts.h.
+// Which elements of a block BlockK sends, and their encoding; see docs/arithmetic.md. Freestanding, like casts.h.
 #pragma once
 
 #include "sparse.h"
@@ -9,8 +9,8 @@ struct BlockKFormat {
   static TORCHBAGUA_ELEMENT long long index_bytes(const SparseBlock&) { return 2; }
 };
 
-// Runs of as many elements as are kept, one after the other. The last one ends with the block, and may begin in the one
-// before it.
+// A block is divided into consecutive runs of `kept` elements. The last run ends with the block, and may begin inside
+// the run before it.
 TORCHBAGUA_ELEMENT int num_runs(const SparseBlock& block) {
   return static_cast<int>((block.length + block.kept - 1) / block.kept);
 }
@@ -21,7 +21,7 @@ TORCHBAGUA_ELEMENT int run_start(const SparseBlock& block, int run) {
   return start < last ? start : last;
 }
 
-// The sum of the squares of a run of `values`, which are exact, in the order of the elements.
+// The sum of the squares, which are exact, of a run of `values`, in the order of the elements.
 template <typename T>
 TORCHBAGUA_ELEMENT double sum_of_squares(const T* values, long long count) {
   double sum = 0.0;

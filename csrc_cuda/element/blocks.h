@@ -1,5 +1,5 @@
-// Tensors and the blocks in them, as the kernels of every device take them: each tensor as one struct of its data and
-// then the sizes of its dimensions, in the order of the operation's arguments. Freestanding, as casts.h.
+// Tensors and their blocks, as the kernels of every device take them: each tensor is one struct of its data pointer and
+// the sizes of its dimensions, in the order of the operation's arguments. Freestanding, like casts.h.
 #pragma once
 
 #include "casts.h"
@@ -12,14 +12,14 @@ struct Span {
   long long size;
 };
 
-// One wire of each sender.
+// One wire per sender.
 struct Rows {
   const unsigned char* data;
   long long num_rows;
   long long row_bytes;
 };
 
-// A row of a block table; torchbagua/native/block_format.py has the meaning of its fields.
+// A row of a block table; torchbagua/native/block_format.py documents its fields.
 struct Block {
   long long start;
   long long length;
@@ -30,17 +30,18 @@ struct Block {
 struct Table {
   const Block* blocks;
   long long num_blocks;
-  long long num_fields;  // read by nothing: here because a tensor of two dimensions comes with both its sizes
+  long long num_fields;  // unused: a two-dimensional tensor is passed with both sizes
 };
 
-// Pass kAnyStart for the number of elements where no x is indexed.
+// Pass kAnyStart as the number of elements if no x is indexed.
 constexpr long long kAnyStart = -1;
 
 TORCHBAGUA_ELEMENT bool lies_within(long long first, long long length, long long size) {
   return first >= 0 && length >= 0 && length <= size && first <= size - length;  // `first + length` might overflow
 }
 
-// Whether a block lies in an x of `num_elements` and a wire of `wire_bytes`, of which it takes the bytes given.
+// Whether a block, with a header and a payload of the given sizes, lies in an x of `num_elements` and a wire of
+// `wire_bytes`.
 TORCHBAGUA_ELEMENT bool is_inside(const Block& block, long long header_bytes, long long payload_bytes,
                                   long long num_elements, long long wire_bytes) {
   return block.length >= 1 && block.header % 4 == 0 &&

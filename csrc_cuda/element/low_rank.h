@@ -1,24 +1,24 @@
-// Gradients of low rank: the Gram-Schmidt process, and products of two factors; docs/arithmetic.md has the formulas. A
-// factor of rank r is r vectors, one after the other. Freestanding, as casts.h; the same bits everywhere.
+// Low-rank gradients: the Gram-Schmidt process and products of two factors; docs/arithmetic.md has the formulas. A
+// factor of rank r is r vectors, one after the other. Freestanding, like casts.h; bitwise equal results everywhere.
 #pragma once
 
 #include "blocks.h"
 
 namespace torchbagua {
 
-// The vectors of a factor are cut into pieces of so many elements, the last may be shorter.
+// The vectors of a factor are divided into pieces of this many elements; the last piece may be shorter.
 constexpr long long kPieceElements = 1024;
 
-// What makes the sums of a piece: lane l adds up the elements l, l + 32, and so on, and the lanes are added by halves.
+// The lanes of a sum over a piece: lane l sums the elements l, l + 32, and so on; then the lanes are summed by halves.
 constexpr long long kPieceLanes = 32;
 
-// Beyond it, numbers of pairs might overflow.
+// Beyond this rank, numbers of pairs might overflow.
 constexpr long long kLargestRank = 1 << 15;
 
-// For the number of matrices where none is looked up.
+// Pass as the number of matrices if `matrix` is not used.
 constexpr long long kAnyMatrix = 1LL << 62;
 
-// The same elements of all vectors of a factor; torchbagua/native/low_rank.py has the meaning of these fields.
+// The same elements of all vectors of a factor; torchbagua/native/low_rank.py documents these fields.
 struct Piece {
   long long start;
   long long stride;
@@ -34,7 +34,7 @@ struct PieceRange {
   long long rank;
 };
 
-// Some rows of the product of two factors.
+// Consecutive rows of the product of two factors.
 struct ProductRows {
   long long start;
   long long num_rows;
@@ -45,15 +45,15 @@ struct ProductRows {
   long long right_start;
 };
 
-// Rows of a table, which is a tensor of two dimensions.
+// The rows of a table, which is a two-dimensional tensor.
 template <typename Row>
 struct RowTable {
   const Row* rows;
   long long num_rows;
-  long long num_fields;  // read by nothing, as in Table
+  long long num_fields;  // unused, as in Table
 };
 
-// A tensor of two dimensions.
+// A two-dimensional tensor.
 template <typename T>
 struct Grid {
   T* data;
@@ -63,12 +63,12 @@ struct Grid {
   TORCHBAGUA_ELEMENT T* row(long long index) const { return data + index * row_size; }
 };
 
-// Where the entry of row i and column j <= i stands in the lower triangle of a matrix.
+// The index of the entry in row i and column j <= i in the lower triangle of a matrix.
 TORCHBAGUA_ELEMENT long long entry(long long i, long long j) { return i * (i + 1) / 2 + j; }
 
 TORCHBAGUA_ELEMENT long long num_entries(long long rank) { return entry(rank, 0); }
 
-// Whether `rank` vectors of `length` elements, of which each begins `stride` after the one before, lie in `size`.
+// Whether `rank` vectors of `length` elements lie within `size` elements; each begins `stride` after the previous one.
 TORCHBAGUA_ELEMENT bool vectors_lie_within(long long start, long long stride, long long rank, long long length,
                                            long long size) {
   return rank >= 1 && rank <= kLargestRank && stride >= 0 && lies_within(start, length, size) &&
@@ -94,11 +94,11 @@ TORCHBAGUA_ELEMENT bool is_inside(const ProductRows& rows, long long left_size, 
          vectors_lie_within(rows.right_start, rows.columns, rows.rank, rows.columns, right_size);
 }
 
-// Of floats it is exact.
+// Exact, since the factors are floats.
 TORCHBAGUA_ELEMENT double product(float a, float b) { return static_cast<double>(a) * static_cast<double>(b); }
 
-// Of a vector, one by the length of the part that is orthogonal to the vectors before it; 0 where that is too short to
-// be more than rounding, which takes the vector out; NaN where a vector has Inf or NaN.
+// The reciprocal length of the part of a vector that is orthogonal to the vectors before it; 0, which removes the
+// vector, if that part is too short to be more than rounding; NaN if a vector has Inf or NaN.
 TORCHBAGUA_ELEMENT double inverse_length(double square_of_part, double square) {
   constexpr double kLargest = 1.7976931348623157e308;
   constexpr double kShortest = 9.094947017729282e-13;  // 2^-40: the part's length is 2^-20 of the vector's
@@ -115,8 +115,8 @@ TORCHBAGUA_ELEMENT double inverse_length(double square_of_part, double square) {
 #endif
 }
 
-// The Cholesky decomposition G = L L^T, in place of the lower triangle of G, column by column: what is left of the
-// entry (i, j) when the columns before j are done.
+// The Cholesky decomposition G = L L^T, in place in the lower triangle of G, column by column: the remainder of the
+// entry (i, j) after the columns before j.
 TORCHBAGUA_ELEMENT double rest_of_entry(const double* triangle, long long i, long long j) {
   double rest = triangle[entry(i, j)];
   for (long long k = 0; k < j; ++k) {
@@ -125,7 +125,7 @@ TORCHBAGUA_ELEMENT double rest_of_entry(const double* triangle, long long i, lon
   return rest;
 }
 
-// Column j of the inverse of L, of which the diagonal is there already.
+// Computes column j of the inverse of L; its diagonal must already be there.
 TORCHBAGUA_ELEMENT void invert_column(const double* triangle, double* inverse, long long rank, long long j) {
   for (long long i = j + 1; i < rank; ++i) {
     double sum = 0.0;

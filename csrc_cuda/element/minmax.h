@@ -1,19 +1,19 @@
-// The min-max codecs, one element and one block header at a time; docs/arithmetic.md has the formulas. What differs
-// between them is a format: minmax_uint8.h, minmax_uint4.h. Every operation is one float32 operation rounded to nearest
-// even, never a fused multiply-add: compile with -ffp-contract=off or --fmad=false. Freestanding, as casts.h.
+// The min-max codecs, one element and one block header at a time; docs/arithmetic.md has the formulas. Their
+// differences are in a format: minmax_uint8.h, minmax_uint4.h. Every operation is one float32 operation rounded to
+// nearest even, never a fused multiply-add: compile with -ffp-contract=off or --fmad=false. Freestanding, like casts.h.
 #pragma once
 
 #include "casts.h"
 
 namespace torchbagua {
 
-// Adding 1.5 * 2^23 to a float below 2^22 rounds it to an integer, which then stands in the low bits of the sum.
+// Adding 1.5 * 2^23 to a float below 2^22 rounds it to an integer, which is then in the low bits of the sum.
 constexpr float kRoundingShift = 12582912.0f;
 
 // A narrower range (2^-118) would need a reciprocal or a step outside the normal floats.
 constexpr float kNarrowestRange = 0x1p-118f;
 
-// What the header of a block says.
+// The range in the header of a block.
 struct Range {
   float min;
   float max;
@@ -31,13 +31,13 @@ struct Coder {
 
 TORCHBAGUA_ELEMENT float round_half_even(float value) { return (value + kRoundingShift) - kRoundingShift; }
 
-// The range that the header of a block holds, from its extremes; NaN twice where `magnitude`, the largest in it, is
-// unusable.
+// The range for the header of a block, from the extremes of the block; (NaN, NaN) if `magnitude`, its largest
+// magnitude, is unusable.
 template <typename Format>
 TORCHBAGUA_ELEMENT Range make_range(float min, float max, int magnitude) {
   const bool usable = magnitude < Format::kUnusable;
   const unsigned int nan = bits_of(not_a_number());
-  const Range range = Format::widened(Range{min + 0.0f, max + 0.0f});  // no -0: which a minimum gives is not defined
+  const Range range = Format::widened(Range{min + 0.0f, max + 0.0f});  // removes -0: the sign of a zero is undefined
   return Range{float_of(select(usable, bits_of(range.min), nan)), float_of(select(usable, bits_of(range.max), nan))};
 }
 
@@ -46,7 +46,7 @@ TORCHBAGUA_ELEMENT bool is_usable(Range range) {
          (range.min <= range.max);
 }
 
-// Any range is accepted; one that no encoder writes gives a coder that decodes everything to NaN.
+// Accepts any range; for a range that no encoder writes, the coder decodes everything to NaN.
 template <typename Format>
 TORCHBAGUA_ELEMENT Coder make_coder(Range range) {
   const bool usable = is_usable(range);
@@ -68,18 +68,19 @@ TORCHBAGUA_ELEMENT Coder make_coder(Range range) {
 
 TORCHBAGUA_ELEMENT bool is_usable(const Coder& coder) { return coder.lowest == coder.lowest; }
 
-// `value` must lie in the block that the coder's range describes, and the range be usable. No code is too large then:
-// what is done to `value` has been done to the range's maximum, and it never changes the order of two numbers.
+// `value` must be an element of the block that the coder's range describes, and the range must be usable. Then no code
+// is too large: the range's maximum undergoes the same operations as `value`, and they preserve the order of two
+// numbers.
 template <typename Format>
 TORCHBAGUA_ELEMENT unsigned int quantize(float value, const Coder& coder) {
-  // Compared and subtracted while shifted, where both are exact: the difference of the bits is the code.
+  // Compares and subtracts shifted values, for which both are exact: the difference of the bits is the code.
   const float lowest = coder.lowest + kRoundingShift;
   const float shifted = (value - coder.pivot) * coder.inverse + kRoundingShift;
   return bits_of(max_number(shifted, lowest)) - bits_of(lowest);
 }
 
-// A value from its code plus coder.lowest, which is an integer and exact however it is formed. The range must be
-// usable on a GPU: then the value is a number, and it is not -0, since the pivot is not.
+// A value from its code plus coder.lowest, which is an exact integer however it is computed. On a GPU, the range must
+// be usable: then the value is a number, and it is not -0 because the pivot is not.
 TORCHBAGUA_ELEMENT float dequantize_steps(float steps, const Coder& coder) {
   return min_number(max_number(coder.pivot + steps * coder.step, coder.min), coder.max);
 }

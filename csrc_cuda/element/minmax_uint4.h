@@ -1,4 +1,4 @@
-// The format of MinMaxUInt4: half a byte for each element, and a header of two bfloat16.
+// The format of MinMaxUInt4: half a byte per element, and a header of two bfloat16 values.
 #pragma once
 
 #include "minmax.h"
@@ -10,21 +10,21 @@ struct MinMaxUInt4Format {
   static constexpr int kCodeBits = 4;
   static constexpr float kSteps = 15.0f;
 
-  // Above 2^126 - 2^118, the largest bfloat16 below 2^126.
+  // Just above 2^126 - 2^118, the largest bfloat16 below 2^126.
   static constexpr int kUnusable = 0x7e7f0001;
 
   struct Header {
     unsigned int words[1];
   };
 
-  // A bfloat16 is the upper half of a float. To cut off the lower one rounds towards zero; the largest number that fits
-  // it, added before, makes that away from zero.
+  // A bfloat16 is the upper half of a float. Truncating the lower half rounds toward zero; adding the largest value of
+  // the lower half first rounds away from zero instead.
   static TORCHBAGUA_ELEMENT Range widened(Range range) {
     const unsigned int min = bits_of(range.min);
     const unsigned int max = bits_of(range.max);
     const unsigned int min_is_negative = 0u - (min >> 31);
     const unsigned int max_is_negative = 0u - (max >> 31);
-    // A maximum between -2^-133 and 0 becomes -0, and then +0.
+    // A maximum between -2^-133 and 0 becomes -0, then +0.
     return Range{float_of((min + (min_is_negative & 0xffffu)) & 0xffff0000u),
                  float_of((max + (~max_is_negative & 0xffffu)) & 0xffff0000u) + 0.0f};
   }

@@ -1,4 +1,4 @@
-// The format of MinMaxUInt8: a byte for each element, and a header of two float32.
+// The format of MinMaxUInt8: one byte per element, and a header of two float32 values.
 #pragma once
 
 #include "minmax.h"
@@ -10,15 +10,15 @@ struct MinMaxUInt8Format {
   static constexpr int kCodeBits = 8;
   static constexpr float kSteps = 255.0f;
 
-  // The bits of the smallest magnitude that a block cannot hold.
+  // The bits of the smallest magnitude that a block cannot encode.
   static constexpr int kUnusable = kUnusableMagnitude;
 
-  // Bytes that go to the wire as they lie in memory, the lowest of each word first.
+  // These bytes are copied to the wire in memory order, the lowest byte of each word first.
   struct Header {
     unsigned int words[2];
   };
 
-  // The smallest range around another that a header can hold.
+  // The smallest range that a header can store around another range.
   static TORCHBAGUA_ELEMENT Range widened(Range range) { return range; }
 
   static TORCHBAGUA_ELEMENT Header pack(Range range) { return Header{{bits_of(range.min), bits_of(range.max)}}; }

@@ -1,5 +1,5 @@
 // One element of QAdam after its warm-up; docs/arithmetic.md has the formulas. Freestanding: g++, nvcc and NVRTC
-// compile this header and nothing else, and all give the same bits.
+// compile this header without any other than casts.h, with bitwise equal results.
 #pragma once
 
 #include "casts.h"
@@ -19,7 +19,7 @@ struct QAdamTensors {
   }
 };
 
-// What changes its form, and the momentum that goes into it.
+// The values to convert between gradients and momenta, and the momentum that enters the conversion.
 template <typename Element>
 struct FormTensors {
   float* values;
@@ -28,26 +28,26 @@ struct FormTensors {
   TORCHBAGUA_ELEMENT FormTensors from(long long element) const { return {values + element, momentum + element}; }
 };
 
-// The numbers of a step that all elements of a tensor share.
+// The numbers of a step, shared by all elements of a tensor.
 struct QAdamStep {
-  float gradient_sign;  // -1 where the objective is maximised
-  float weight_decay;   // added to the gradient; 0 where it is decoupled
-  float shrink;         // what decoupled weight decay leaves of a weight, 1 - lr * weight_decay
+  float gradient_sign;  // -1 if the objective is maximized
+  float weight_decay;   // added to the gradient; 0 if weight decay is decoupled
+  float shrink;         // factor of decoupled weight decay on a weight, 1 - lr * weight_decay
   float beta1;
   float root_correction2;  // square root of the frozen bias correction of the second moment
   float eps;
-  float largest_ratio;  // bound on the magnitude of momentum over denominator
+  float largest_ratio;  // bound on the magnitude of momentum / denominator
   float step_size;      // lr / bias correction of the momentum
   float one_minus_beta1;
 };
 
-// The numbers of a change of form.
+// The numbers of a conversion between gradients and momenta.
 struct QAdamForm {
   float beta1;
   float share;  // (1 - beta1) / loss scale
 };
 
-// The step of qadam_update's numbers, see torchbagua/native/qadam.py.
+// The step from the numbers of qadam_update, see torchbagua/native/qadam.py.
 TORCHBAGUA_ELEMENT QAdamStep make_qadam_step(double gradient_sign, double weight_decay, double shrink, double beta1,
                                              double root_correction2, double eps, double largest_ratio,
                                              double step_size) {
@@ -57,7 +57,7 @@ TORCHBAGUA_ELEMENT QAdamStep make_qadam_step(double gradient_sign, double weight
       static_cast<float>(largest_ratio), static_cast<float>(step_size),        static_cast<float>(1.0 - beta1)};
 }
 
-// Correctly rounded, on both.
+// Correctly rounded on CPU and GPU.
 TORCHBAGUA_ELEMENT float square_root(float value) {
 #if defined(__CUDA_ARCH__)
   return __fsqrt_rn(value);
@@ -66,7 +66,7 @@ TORCHBAGUA_ELEMENT float square_root(float value) {
 #endif
 }
 
-// Reads all four; changes the weight and the momentum.
+// Reads all four; writes the weight and the momentum.
 template <typename Element>
 TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, Element gradient, Element second_moment, Element& momentum,
                                      Element& weight) {
@@ -81,13 +81,13 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, Element gradient, El
   from_float(kept - float_of(select(variance == 0.0f, 0u, bits_of(distance))), weight);
 }
 
-// The momentum that a rank sends, of its own gradient.
+// The momentum that a rank sends, computed from its gradient.
 template <typename Element>
 TORCHBAGUA_ELEMENT float form_momentum(const QAdamForm& form, float gradient, Element momentum) {
   return gradient * form.share + to_float(momentum) * form.beta1;
 }
 
-// The gradient that explains an averaged momentum.
+// The gradient that yields an averaged momentum.
 template <typename Element>
 TORCHBAGUA_ELEMENT float form_gradient(const QAdamForm& form, float average, Element momentum) {
   return (average - to_float(momentum) * form.beta1) / form.share;

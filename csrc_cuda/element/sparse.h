@@ -1,8 +1,8 @@
-// What the sparse codecs share, one element and one block at a time; docs/arithmetic.md has the formulas. Every
-// operation is one float32 operation rounded to nearest even. Freestanding, as casts.h.
+// Code shared by the sparse codecs, one element and one block at a time; docs/arithmetic.md has the formulas. Every
+// operation is one float32 operation rounded to nearest even. Freestanding, like casts.h.
 //
-// A codec's format is a struct with index_bytes, what the indices of a block take in its payload. A byte for each
-// element that is kept follows them.
+// A codec's format is a struct with index_bytes, the size of a block's indices in its payload. One byte per element
+// that is sent follows them.
 #pragma once
 
 #include "blocks.h"
@@ -21,7 +21,7 @@ TORCHBAGUA_ELEMENT const SparseBlock& sparse_block_of(const Table& table, long l
   return reinterpret_cast<const SparseBlock*>(table.blocks)[b];
 }
 
-// Only of a block that has_kept.
+// Only for a block for which has_kept is true.
 template <typename Format>
 TORCHBAGUA_ELEMENT long long payload_bytes_of(const SparseBlock& block) {
   return Format::index_bytes(block) + block.kept;
@@ -37,19 +37,19 @@ TORCHBAGUA_ELEMENT bool is_row_inside(const SparseBlock& block, long long num_el
          is_inside(block, kSparseHeaderBytes, payload_bytes_of<Format>(block), num_elements, wire_bytes);
 }
 
-// How values of a block are coded, by the largest magnitude of those that are kept.
+// Encodes and decodes the values of a block, given the largest magnitude of the elements that are sent.
 struct ValueCoder {
-  float largest;  // NaN where the block cannot be coded
+  float largest;  // NaN if the block cannot be encoded
   float inverse;
   float step;
 };
 
 TORCHBAGUA_ELEMENT bool is_usable(const ValueCoder& coder) {
-  // All that has the sign bit, -0 too, lies above the limit as an unsigned number.
+  // As unsigned integers, all values with the sign bit, including -0, exceed the limit.
   return bits_of(coder.largest) < static_cast<unsigned int>(kUnusableMagnitude);
 }
 
-// Any header is accepted; one that no encoder writes is not usable.
+// Accepts any header; the coder for a header that no encoder writes is not usable.
 TORCHBAGUA_ELEMENT ValueCoder make_value_coder(float largest) {
   constexpr float kNarrowest = 0x1p-118f;
   constexpr float kLargestCode = 127.0f;

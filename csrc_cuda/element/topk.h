@@ -1,11 +1,11 @@
-// The indices of TopK in a payload; docs/wire-formats.md. Freestanding, as casts.h.
+// The indices of TopK in a payload; see docs/wire-formats.md. Freestanding, like casts.h.
 #pragma once
 
 #include "sparse.h"
 
 namespace torchbagua {
 
-// How many bits an index into a block of `length` elements takes.
+// The number of bits of an index into a block of `length` elements.
 TORCHBAGUA_ELEMENT int index_bits(long long length) {
   int bits = 0;
   while ((1ll << bits) < length) {
@@ -20,8 +20,8 @@ struct TopKFormat {
   }
 };
 
-// Number `i` of a stream of numbers of `bits` bits, at most 16, the lowest bit first. Reads none of the bytes that it
-// does not reach.
+// Number `i` of a stream of numbers of `bits` bits, at most 16, the lowest bit first. Reads only the bytes that contain
+// the number.
 TORCHBAGUA_ELEMENT int read_index(const unsigned char* stream, long long i, int bits) {
   const long long first = i * bits;
   unsigned int word = 0;
@@ -31,7 +31,7 @@ TORCHBAGUA_ELEMENT int read_index(const unsigned char* stream, long long i, int 
   return static_cast<int>(word >> (first % 8) & ((1u << bits) - 1));
 }
 
-// Byte `byte` of such a stream of `count` numbers, where `at(i)` is number i.
+// Byte `byte` of such a stream of `count` numbers; `at(i)` is number i.
 template <typename At>
 TORCHBAGUA_ELEMENT unsigned char index_byte(long long byte, long long count, int bits, const At& at) {
   unsigned int result = 0;

@@ -1,4 +1,4 @@
-// All kernels: a line for each codec, for factors of low rank, and QAdam.
+// All kernels: one line for each codec, for low-rank factors and for QAdam.
 #pragma once
 
 #include "blockk.cuh"

@@ -45,7 +45,7 @@ struct LargestRun {
     return largest_of(shared, block.kept, 1, [&](int i) { return shared.indices[i]; });
   }
 
-  // The last run begins where no multiple of its length need be, hence rounded up.
+  // Rounded up, since the start of the last run need not be a multiple of its length.
   static __device__ __forceinline__ unsigned char index_byte_at(const Shared& shared, const SparseBlock& block,
                                                                 int byte) {
     const int kept = static_cast<int>(block.kept);

@@ -1,14 +1,14 @@
-// What the CUDA kernels of block-wise codecs share: who works on which block, and how threads hold a part of one.
+// Code shared by the CUDA kernels of block-wise codecs: which threads process a block, and how they store parts of it.
 //
-// A team, all threads of a thread block or a few of them, takes one block of the table after the other. It holds a tile
-// of it in registers: a block that is no longer than a tile is read from memory once. Nothing here needs a header but
-// those of csrc_cuda/element: nvcc and NVRTC compile it as it is, with --fmad=false.
+// A team, which is all threads of a thread block or a few of them, processes one block of the table after the other. It
+// stores a tile of the block in registers: a block no longer than a tile is read from memory once. This file needs no
+// headers except those of csrc_cuda/element: nvcc and NVRTC compile it unchanged, with --fmad=false.
 #pragma once
 
 #include "../element/blocks.h"
 #include "vector.cuh"
 
-// The last line of a codec's file, of which cuda/codec.h makes more.
+// The last line of a codec's file; cuda/codec.h redefines it.
 #ifndef TORCHBAGUA_CUDA_CODEC
 #define TORCHBAGUA_CUDA_CODEC(codec, num_teams)
 #define TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, num_fields)
@@ -21,8 +21,8 @@ constexpr int kWarpThreads = 32;
 constexpr int kWarps = kThreads / kWarpThreads;
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
-// The content of a table is known on the device only: a row that leads out of x or of the wire ends the kernel, as an
-// index out of bounds ends torch's own.
+// The content of a table is known only on the device: a row outside x or the wire aborts the kernel, as an index out of
+// bounds aborts torch's kernels.
 __device__ __forceinline__ void require_inside(const Block& block, int header_bytes, long long payload_bytes,
                                                long long num_elements, long long wire_bytes) {
   if (!is_inside(block, header_bytes, payload_bytes, num_elements, wire_bytes)) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void require_inside(const Block& block, int header_by
   }
 }
 
-// The number of a thread in its team, and that of the team in its thread block: a team of all threads is the only one.
+// The index of a thread in its team, and of the team in its thread block, which is 0 for a team of all threads.
 template <int kTeam>
 __device__ __forceinline__ int rank_in_team() {
   return static_cast<int>(kTeam == kThreads ? threadIdx.x : threadIdx.x % kTeam);
@@ -52,35 +52,35 @@ __device__ __forceinline__ void for_each_block(const Table& table, const Body& b
   }
 }
 
-// Byte by byte: a wire may begin anywhere.
+// Byte by byte, since a wire can have any alignment.
 __device__ __forceinline__ unsigned int read_word(const unsigned char* at) {
   return at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned int>(at[3]) << 24;
 }
 
-// Up to kLength elements of a block, as vectors of kVectorWidth that a team of kTeamThreads holds: thread t has the
-// vectors t, t + kTeam, and so on.
+// Up to kLength elements of a block, as vectors of kVectorWidth, in the registers of a team of kTeamThreads: thread t
+// has the vectors t, t + kTeam, and so on.
 template <int kTeamThreads, int kVectorWidth>
 struct Tile {
   static constexpr int kTeam = kTeamThreads;
   static constexpr int kWidth = kVectorWidth;
 
-  // Elements may begin anywhere and are loaded one by one; the last vector may lack some.
+  // Elements can have any alignment and are loaded one by one; the last vector may be incomplete.
   static constexpr bool kIsNarrow = kWidth < 4;
 
-  // Elements that one thread holds. Few where they are loaded one by one: a register for the address and the bounds of
-  // each would leave room for fewer thread blocks, and what is read again is in the L1 cache. Fewer for a team of a few
-  // threads, whose blocks are short.
+  // The elements of one thread. Few if they are loaded one by one: registers for the address and the bounds of each
+  // would leave room for fewer thread blocks, and elements that are read again are in the L1 cache. Fewer for a team of
+  // a few threads, since its blocks are short.
   static constexpr int kElements = kIsNarrow ? 4 : (kTeam == kThreads ? 32 : 16);
   static constexpr int kLength = kTeam * kElements;
 
-  long long first;  // element of the block
+  long long first;  // index in the block
   int num_vectors;
   int length;
 
-  // Calls `body(i, v)` for every vector v of this thread, of which the elements stand at i in the thread's registers.
+  // Calls `body(i, v)` for every vector v of this thread; its elements begin at index i in the thread's registers.
   template <typename Body>
   __device__ __forceinline__ void for_each_vector(const Body& body) const {
-#pragma unroll  // indices known to the compiler keep arrays in registers
+#pragma unroll  // indices known at compile time keep arrays in registers
     for (int j = 0; j < kElements / kWidth; ++j) {
       const int v = j * kTeam + rank_in_team<kTeam>();
       if (v < num_vectors) {
@@ -89,7 +89,7 @@ struct Tile {
     }
   }
 
-  // Calls `body(i, e)` for every element e of this thread, which stands at i in its registers.
+  // Calls `body(i, e)` for every element e of this thread, which is at index i in its registers.
   template <typename Body>
   __device__ __forceinline__ void for_each_element(const Body& body) const {
     for_each_vector([&](int i, int v) {
@@ -103,7 +103,7 @@ struct Tile {
   }
 };
 
-// The tile that begins at element `first` of a block. Its length must be a multiple of kWidth, unless that is narrow.
+// The tile that begins at element `first` of a block. Its length must be a multiple of kWidth unless kIsNarrow.
 template <typename Tile>
 __device__ __forceinline__ Tile tile_at(long long first, long long length) {
   const long long rest = length - first;

@@ -1,6 +1,6 @@
-// Gradients of low rank on CUDA: the Gram-Schmidt process, and products of two factors; element/low_rank.h has the
-// arithmetic. nvcc and NVRTC compile this file as it is, with --fmad=false. A thread block takes a row of the table
-// after the other; what a table holds is checked here, as by the codecs.
+// Low-rank gradients on CUDA: the Gram-Schmidt process and products of two factors; element/low_rank.h has the
+// arithmetic. nvcc and NVRTC compile this file unchanged, with --fmad=false. A thread block processes one row of the
+// table after the other. As in the codecs, the kernels check the content of tables.
 #pragma once
 
 #include "../element/low_rank.h"
@@ -8,7 +8,7 @@
 
 namespace torchbagua::cuda {
 
-static_assert(kPieceLanes == kWarpThreads, "a warp adds up the lanes of a piece");
+static_assert(kPieceLanes == kWarpThreads, "a warp sums the lanes of a piece");
 
 __device__ __forceinline__ void require(bool is_inside) {
   if (!is_inside) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void require(bool is_inside) {
   }
 }
 
-// From the thread of this warp whose number differs in the bits of `mask`.
+// The value of the thread in this warp whose lane differs in the bits of `mask`.
 __device__ __forceinline__ double exchange(double value, int mask) {
   union {
     double whole;
@@ -28,7 +28,7 @@ __device__ __forceinline__ double exchange(double value, int mask) {
   return parts.whole;
 }
 
-// By the threads of a warp; all get it.
+// Run by the threads of a warp; all of them get the result.
 __device__ __forceinline__ double inner_product(const float* a, const float* b, long long length) {
   double sum = 0.0;
   for (int i = threadIdx.x % kWarpThreads; i < length; i += kWarpThreads) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ double inner_product(const float* a, const float* b, 
   return sum;
 }
 
-// A warp takes one pair of vectors after the other.
+// Each warp processes one pair of vectors after the other.
 __device__ __forceinline__ void multiply_vectors(const Piece& piece, const float* factors, double* products) {
   const float* vectors = factors + piece.start;
   const int num_warps = blockDim.x / kWarpThreads;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void solve(const PieceRange& range, const Grid<const 
   __syncthreads();
 }
 
-// The last vectors first: each needs those before it as they were.
+// Starts with the last vector, since each vector needs the original vectors before it.
 __device__ __forceinline__ void combine(const Piece& piece, const double* coefficients, float* factors) {
   float* vectors = factors + piece.start;
   for (long long at = threadIdx.x; at < piece.length; at += blockDim.x) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply_rows(const ProductRows& of, const float
   }
 }
 
-// --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name ---
+// --- Kernels: extern "C" and not templates, since NVRTC's callers look up a kernel by its plain name ---
 
 #define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 

@@ -1,12 +1,12 @@
-// The min-max codecs on CUDA, which a format of element/ and the threads of a team make kernels of. Every element is
-// read once and written once, but for blocks that are longer than a tile: these are encoded in two passes.
+// The min-max codecs on CUDA, templates over a format of element/ and the number of threads in a team. Every element is
+// read once and written once, except in blocks longer than a tile, which are encoded in two passes.
 #pragma once
 
 #include "minmax_tile.cuh"
 
 namespace torchbagua::cuda {
 
-// --- Sources: what is encoded or decoded. They load a tile, kWidest elements at once where all addresses allow it. ---
+// --- Sources of values. They load a tile, kWidest elements at a time if the alignment of all addresses allows it. ---
 
 template <typename Format, typename Element>
 struct Plain {
@@ -20,13 +20,13 @@ struct Plain {
     for_each_loaded(tile, x + block.start, [&](int i, float value) { values[i] = value; });
   }
 
-  // Told of the codes of what has been loaded.
+  // Called with the codes of the loaded values.
   template <typename Tile>
   __device__ __forceinline__ void keep(const Tile&, const Block&, const Coder&, const Codes<Format, Tile>&,
                                        Values<Tile>&) const {}
 };
 
-// Values with a residual added; keeps what their codes leave out.
+// Values plus a residual; stores the new residual.
 template <typename Format>
 struct WithResidual {
   static constexpr int kWidest = kVectorBytes / sizeof(float);
@@ -53,7 +53,7 @@ struct WithResidual {
   }
 };
 
-// Values from their codes.
+// Values decoded from one wire.
 template <typename Format, int kWidestCodes>
 struct OneRow {
   static constexpr int kWidest = kWidestCodes;
@@ -76,13 +76,13 @@ struct OneRow {
   }
 };
 
-// The mean of the senders' copies, added in row order; NaN where a header is not usable.
+// The mean of the senders' values, summed in row order; NaN if a header is not usable.
 template <typename Format, int kWidestCodes>
 struct Mean {
   static constexpr int kWidest = kWidestCodes;
-  static constexpr int kCoders = 32;  // unpacked at once, each by one thread
+  static constexpr int kCoders = 32;  // unpacked at a time, each by one thread
   template <typename Tile>
-  static constexpr int kRowsInFlight = Tile::kIsNarrow ? 1 : 4;  // whose codes are on their way at once
+  static constexpr int kRowsInFlight = Tile::kIsNarrow ? 1 : 4;  // rows with concurrent loads of codes
   Rows rows;
   float divisor;
 
@@ -93,17 +93,17 @@ struct Mean {
 
   template <typename Tile>
   __device__ __forceinline__ void load(const Tile& tile, const Block& block, Values<Tile>& mean) const {
-    // Threads of other teams are elsewhere and cannot be waited for: there each unpacks all headers.
+    // Teams smaller than the thread block cannot synchronize: each of their threads unpacks all headers.
     constexpr bool kShares = Tile::kTeam == kThreads;
     __shared__ Coder coders[kShares ? kCoders : 1];
-    fill(mean, 0.0f);  // no value is -0, so the first sum is the value
+    fill(mean, 0.0f);  // no value is -0, so the first sum is the first value
     bool are_usable = true;
     for (long long first = 0; first < rows.num_rows; first += kCoders) {
       const unsigned char* wires = rows.data + first * rows.row_bytes;
       const long long rest = rows.num_rows - first;
       const int num_rows = static_cast<int>(rest < kCoders ? rest : kCoders);
       if constexpr (kShares) {
-        __syncthreads();  // all have read the coders of the rows before
+        __syncthreads();  // all threads have read the coders of the previous rows
         if (static_cast<int>(threadIdx.x) < num_rows) {
           coders[threadIdx.x] =
               make_coder<Format>(read_range<Format>(wires + threadIdx.x * rows.row_bytes + block.header));
@@ -112,8 +112,8 @@ struct Mean {
       }
 #pragma unroll 1
       for (int row = 0; row < num_rows; row += kRowsInFlight<Tile>) {
-        // Every row in registers of its own, so that no load waits for the sum of the row before. In the place of one
-        // that is not there another is loaded again: a branch would hold the registers of all of them longer.
+        // Each row has separate registers, so that no load waits for the sum of the row before. A missing row is
+        // replaced by loading another row again: a branch would keep the registers of all rows live for longer.
         Codes<Format, Tile> codes[kRowsInFlight<Tile>];
 #pragma unroll
         for (int i = 0; i < kRowsInFlight<Tile>; ++i) {
@@ -144,7 +144,7 @@ struct Mean {
                                        Values<Tile>&) const {}
 };
 
-// --- Encoding and decoding of one block, by a team ---
+// --- Encoding and decoding of one block by a team ---
 
 template <typename Format, typename Tile, typename Source>
 __device__ __forceinline__ void write_tile(const Source& source, const Tile& tile, const Block& block,
@@ -174,7 +174,7 @@ __device__ __forceinline__ void encode_block(const Source& source, const Block& 
   write_range<Format, Tile::kTeam>(range, wire + block.header);
   for (long long first = 0; first < block.length; first += Tile::kLength) {
     const auto tile = tile_at<Tile>(first, block.length);
-    if (block.length > Tile::kLength) {  // else they are still there
+    if (block.length > Tile::kLength) {  // otherwise they are still in registers
       source.load(tile, block, values);
     }
     write_tile<Format>(source, tile, block, range, values, wire);
@@ -191,14 +191,14 @@ __device__ __forceinline__ void decode_block(const Source& source, const Block& 
   }
 }
 
-// --- Of all blocks. Any number of thread blocks does, each of kThreads / kTeam teams. ---
+// --- Loops over all blocks, for any number of thread blocks, each with kThreads / kTeam teams ---
 
 template <typename Format>
 __device__ __forceinline__ long long payload_bytes(long long length) {
   return Format::kCodeBits == 8 ? length : length / 2 + length % 2;
 }
 
-// The tiles of blocks whose addresses fit no longer vectors: of elements whose codes are a byte.
+// Tiles for blocks with an alignment that allows no wider vectors: the codes of a vector are one byte.
 template <typename Format, int kTeam>
 using NarrowTile = Tile<kTeam, 8 / Format::kCodeBits>;
 
@@ -234,9 +234,10 @@ __device__ __forceinline__ void decode(const Source& source, long long wire_byte
 
 }  // namespace torchbagua::cuda
 
-// The kernels of a codec: "C" and no templates, for NVRTC's callers find a kernel by its plain name. They take the
-// arguments of their operation in its order, and have the type of x in their name where there is one. The mean that is
-// encoded loads 8 codes at once: 16 would fit half of all payloads, since a header has 8 bytes.
+// The kernels of a codec: extern "C" and not templates, since NVRTC's callers look up a kernel by its plain name. They
+// take the arguments of their operation in order. If the operation has an x, its type is in the name. The kernel that
+// encodes a mean loads 8 codes at a time: 16 would fit the alignment of only half of all payloads, since a header has 8
+// bytes.
 #define TORCHBAGUA_MINMAX_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 8)
 #define TORCHBAGUA_MINMAX_KERNELS(codec, Format, kTeam)                                                               \
   TORCHBAGUA_MINMAX_KERNEL torchbagua_##codec##_encode_float32(Span<const float> x, Table table,                      \

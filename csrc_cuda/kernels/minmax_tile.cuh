@@ -1,4 +1,4 @@
-// The min-max codecs on a tile: its range, its header and its codes; element/minmax.h has the arithmetic.
+// The min-max codecs on a tile: range, header and codes; element/minmax.h has the arithmetic.
 #pragma once
 
 #include "../element/minmax.h"
@@ -6,7 +6,7 @@
 
 namespace torchbagua::cuda {
 
-// What make_range needs of a set of elements; empty to begin with.
+// The inputs of make_range for a set of elements, which is initially empty.
 struct Extremes {
   float min = float_of(0x7f800000u);
   float max = float_of(0xff800000u);
@@ -24,11 +24,11 @@ __device__ __forceinline__ void join_tile(Extremes& extremes, const Tile& tile, 
   tile.for_each_element([&](int i, int) { join(extremes, values[i], values[i], magnitude_of(values[i])); });
 }
 
-// Of a team of threads, of which each has found some: those of all, on all threads.
+// Joins the extremes of all threads of a team; every thread gets the result.
 template <int kTeam>
 __device__ __forceinline__ void join_team(Extremes& extremes) {
   constexpr int kLanes = kTeam < kWarpThreads ? kTeam : kWarpThreads;
-  // Of the warp, the lanes of the team alone: the others may be elsewhere.
+  // Only the lanes of this team: other lanes of the warp may be at another point in the code.
   const unsigned int all = 0xffffffffu >> (kWarpThreads - kLanes);
   const unsigned int lanes = all << (threadIdx.x % kWarpThreads / kLanes * kLanes);
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void join_team(Extremes& extremes) {
     __shared__ float min[kWarps];
     __shared__ float max[kWarps];
     __shared__ int magnitude[kWarps];
-    __syncthreads();  // all have read what stands there of the block before
+    __syncthreads();  // all threads have read the extremes of the previous block
     if (threadIdx.x % kWarpThreads == 0) {
       const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
       min[warp] = extremes.min;
@@ -68,7 +68,7 @@ __device__ __forceinline__ Range read_range(const unsigned char* at) {
   return Format::unpack(header);
 }
 
-// By the first threads of a team, a byte each.
+// The first threads of a team write one byte each.
 template <typename Format, int kTeam>
 __device__ __forceinline__ void write_range(const Range& range, unsigned char* at) {
   const typename Format::Header header = Format::pack(range);
@@ -80,11 +80,11 @@ __device__ __forceinline__ void write_range(const Range& range, unsigned char* a
   }
 }
 
-// A thread's codes of a tile: that of element i begins at bit i * kCodeBits.
+// A thread's codes of a tile: the code of element i begins at bit i * kCodeBits.
 template <typename Format, typename Tile>
 using Codes = unsigned int[(Tile::kElements * Format::kCodeBits + 31) / 32];
 
-// Where the code of element i stands among those of a thread.
+// The position of the code of element i among the codes of a thread.
 template <typename Format>
 struct CodePlace {
   int word;
@@ -94,14 +94,14 @@ struct CodePlace {
       : word(i * Format::kCodeBits / 32), bit(i * Format::kCodeBits % 32) {}
 };
 
-// The bytes of a vector of codes: whole words, half a word, or one byte where vectors are narrow.
+// The bytes of a vector of codes: whole words, half a word, or one byte if vectors are narrow.
 template <typename Format, typename Tile>
 struct CodeBytes {
   static constexpr int kBytes = Tile::kWidth * Format::kCodeBits / 8;
   static_assert(Tile::kIsNarrow ? kBytes == 1 : kBytes == 2 || kBytes % 4 == 0, "what a payload is read by");
 };
 
-// Whether vectors of codes can be loaded from an address.
+// Whether the alignment of an address allows loading vectors of codes.
 template <typename Format, int kWidth>
 __device__ __forceinline__ bool codes_fit(const unsigned char* payload) {
   return is_aligned<kWidth * Format::kCodeBits / 8>(payload);
@@ -111,7 +111,7 @@ template <typename Format, typename Tile>
 __device__ __forceinline__ void load_codes(const Tile& tile, const unsigned char* payload, Codes<Format, Tile>& codes) {
   constexpr int kBytes = CodeBytes<Format, Tile>::kBytes;
   const unsigned char* at = payload + tile.first * Format::kCodeBits / 8;
-  fill(codes, 0u);  // else what a short tile leaves out would hold its registers from the kernel's begin on
+  fill(codes, 0u);  // else registers for the missing part of a short tile would be live from the start of the kernel
   tile.for_each_vector([&](int i, int v) {
     const CodePlace<Format> place(i);
     if constexpr (kBytes == 1) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_codes(const Tile& tile, const Codes<Format
   });
 }
 
-// The range must be usable. Bits of elements that are not there stay 0.
+// The range must be usable. The bits of missing elements stay 0.
 template <typename Format, typename Tile>
 __device__ __forceinline__ void quantize_tile(const Tile& tile, const Values<Tile>& values, const Coder& coder,
                                               Codes<Format, Tile>& codes) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void quantize_tile(const Tile& tile, const Values<Til
   });
 }
 
-// 2^23 plus a code: a float from there to 2^24 has its integer in its low bits.
+// 2^23 plus a code: a float from 2^23 to 2^24 has its integer value in its low bits.
 template <typename Format>
 __device__ __forceinline__ float shifted_code(unsigned int word, int bit) {
 #if defined(__CUDA_ARCH__)
@@ -174,7 +174,7 @@ __device__ __forceinline__ float shifted_code(unsigned int word, int bit) {
   return float_of(0x4b000000u | (word >> bit & ((1u << Format::kCodeBits) - 1u)));
 }
 
-// Calls `use(i, value)` with the values of a tile's codes; NaN of some bits where the range is not usable.
+// Calls `use(i, value)` with the values of a tile's codes; NaN, with unspecified bits, if the range is not usable.
 template <typename Format, typename Tile, typename Use>
 __device__ __forceinline__ void for_each_decoded(const Tile& tile, const Codes<Format, Tile>& codes, const Coder& coder,
                                                  const Use& use) {

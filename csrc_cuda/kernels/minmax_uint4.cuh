@@ -1,4 +1,4 @@
-// MinMaxUInt4 on CUDA: a block, 128 elements as a rule, by eight threads.
+// MinMaxUInt4 on CUDA: eight threads process one block, which usually has 128 elements.
 #pragma once
 
 #include "../element/minmax_uint4.h"

@@ -1,4 +1,4 @@
-// MinMaxUInt8 on CUDA: a block by all threads of a thread block.
+// MinMaxUInt8 on CUDA: all threads of a thread block process one block.
 #pragma once
 
 #include "../element/minmax_uint8.h"

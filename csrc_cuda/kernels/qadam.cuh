@@ -1,6 +1,6 @@
-// QAdam on CUDA: its update, and what momenta and gradients are made of; element/qadam.h has the arithmetic. nvcc and
-// NVRTC compile this file as it is. They need --fmad=false: a fused multiply-add would round otherwise than the CPU
-// does.
+// QAdam on CUDA: its update, and the conversions between momenta and gradients; element/qadam.h has the arithmetic.
+// nvcc and NVRTC compile this file unchanged. They need --fmad=false: a fused multiply-add would round differently from
+// the CPU.
 #pragma once
 
 #include "../element/qadam.h"
@@ -9,10 +9,10 @@
 
 namespace torchbagua::cuda {
 
-// What a kernel may have for arguments.
+// The limit on the size of kernel arguments.
 static_assert(sizeof(TensorTable<QAdamTensors<float>>) + sizeof(QAdamStep) <= 4096, "fewer rows");
 
-// The whole vectors of a chunk; returns how many elements they are.
+// Updates the whole vectors of a chunk; returns their number of elements.
 template <typename Element>
 __device__ __forceinline__ int update_vectors(const QAdamStep& step, const QAdamTensors<Element>& of, int length) {
   constexpr int kWidth = kVectorBytes / sizeof(Element);
@@ -24,7 +24,7 @@ __device__ __forceinline__ int update_vectors(const QAdamStep& step, const QAdam
     const V gradient = reinterpret_cast<const V*>(of.gradient)[i];
     const V second_moment = reinterpret_cast<const V*>(of.second_moment)[i];
     V momentum = momentum_place, weight = weight_place;
-#pragma unroll  // indices known to the compiler keep the four vectors in registers
+#pragma unroll  // indices known at compile time keep the four vectors in registers
     for (int k = 0; k < kWidth; ++k) {
       torchbagua::qadam_update(step, gradient.elements[k], second_moment.elements[k], momentum.elements[k],
                                weight.elements[k]);
@@ -35,7 +35,7 @@ __device__ __forceinline__ int update_vectors(const QAdamStep& step, const QAdam
   return num_vectors * kWidth;
 }
 
-// By the threads of one block.
+// Run by the threads of one thread block.
 template <typename Element>
 __device__ __forceinline__ void update_chunk(const QAdamStep& step, const QAdamTensors<Element>& of, int length) {
   constexpr int kWidth = kVectorBytes / sizeof(Element);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void update(const TensorTable<QAdamTensors<Element>>&
   for_each_chunk(table, [&](const QAdamTensors<Element>& of, int length) { update_chunk(step, of, length); });
 }
 
-// Gradients to momenta, or averaged momenta to gradients, in place.
+// Converts gradients to momenta, or averaged momenta to gradients.
 template <bool kToMomenta, typename Element>
 __device__ __forceinline__ float change_form(float value, Element momentum, const QAdamForm& form) {
   return kToMomenta ? form_momentum(form, value, momentum) : form_gradient(form, value, momentum);
@@ -86,10 +86,10 @@ __device__ __forceinline__ void change_forms(const TensorTable<FormTensors<Eleme
                  [&](const FormTensors<Element>& of, int length) { change_chunk<kToMomenta>(of, length, form); });
 }
 
-// --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name ---
+// --- Kernels: extern "C" and not templates, since NVRTC's callers look up a kernel by its plain name ---
 
 #define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kTableThreads)
-// Read where the launch has put it: a copy of its own would lie in every thread's stack.
+// Read directly from the launch arguments: a copy would be on the stack of every thread.
 #define TORCHBAGUA_TABLE const __grid_constant__ TensorTable
 
 TORCHBAGUA_KERNEL torchbagua_qadam_update_float32(TORCHBAGUA_TABLE<QAdamTensors<float>> table, QAdamStep step) {

@@ -1,6 +1,6 @@
-// Sign1Bit on CUDA. A warp takes one block of the table after the other. Its lane l holds the elements l, l + 32 and so
-// on, since the magnitudes of these are one of the 32 sums of docs/arithmetic.md. No load is a vector, but a warp's
-// loads and stores cover consecutive elements.
+// Sign1Bit on CUDA. A warp processes one block of the table after the other. Lane l has the elements l, l + 32, and so
+// on, since their magnitudes form one of the 32 sums of docs/arithmetic.md. Loads are not vectorized, but the loads and
+// stores of a warp cover consecutive elements.
 #pragma once
 
 #include "sign1bit_tile.cuh"
@@ -8,7 +8,7 @@
 namespace torchbagua::cuda {
 namespace sign1bit {
 
-// --- Sources: what is encoded. They load a tile, with zeros past its end: these change no sum. ---
+// --- Sources of values to encode. They load a tile, with zeros past its end, which do not change the sum. ---
 
 template <typename Element>
 struct Plain {
@@ -23,8 +23,8 @@ struct Plain {
   __device__ __forceinline__ void keep(const Block&, float, Tile::Values&) const {}
 };
 
-// Values with a residual added; keeps what their signs leave out. A tile is a block of 2048 elements, so that these are
-// loaded once.
+// Values plus a residual; stores the new residual. A tile fits a block of 2048 elements, so that the values of such
+// blocks are loaded once.
 struct WithResidual {
   using Tile = LaneTile<64>;
   const float* x;
@@ -41,7 +41,7 @@ struct WithResidual {
   __device__ __forceinline__ void keep(const Block& block, float scale, Tile::Values& values) const {
     for (long long first = 0; first < block.length; first += Tile::kLength) {
       const Tile tile(first, block.length);
-      if (block.length > Tile::kLength) {  // else they are still there
+      if (block.length > Tile::kLength) {  // otherwise they are still in registers
         load(tile, block, values);
       }
       float* to = tile.own(left_out, block);
@@ -54,15 +54,15 @@ struct WithResidual {
   }
 };
 
-// The mean of the senders' copies, added in row order; NaN where a header is not usable.
+// The mean of the senders' values, summed in row order; NaN if a header is not usable.
 struct Mean {
   using Tile = LaneTile<32>;
-  static constexpr int kRowsInFlight = 4;  // whose signs are on their way at once
+  static constexpr int kRowsInFlight = 4;  // rows with concurrent loads of signs
   Rows rows;
   float divisor;
 
   __device__ __forceinline__ void load(const Tile& tile, const Block& block, Tile::Values& mean) const {
-    fill(mean, -0.0f);  // the sum with it is the first row's value, be that -0
+    fill(mean, -0.0f);  // so that the first sum is the first row's value, even -0
     const LaneBytes bytes(tile, 0);
     for (long long first = 0; first < rows.num_rows; first += kWarpThreads) {
       const unsigned char* wires = rows.data + first * rows.row_bytes;
@@ -101,9 +101,9 @@ struct Mean {
   __device__ __forceinline__ void keep(const Block&, float, Tile::Values&) const {}
 };
 
-// --- Encoding of one block, by a warp ---
+// --- Encoding of one block by a warp ---
 
-// The sum over all lanes, on each of them: sum i + width is added to sum i, and to itself sum i, which is the same.
+// The sum over all lanes, on every lane. In each step, lanes i and i ^ width get the same sum.
 __device__ __forceinline__ float total_of(float sum) {
 #pragma unroll
   for (int width = kWarpThreads / 2; width > 0; width /= 2) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void encode_block(const Source& source, const Block& 
     store_signs(tile, signs, wire + block.payload);
   }
   const float scale = make_scale(total_of(sum), static_cast<float>(block.length));
-  if (lane_of_thread() < kWordBytes) {  // byte by byte, as a wire may begin anywhere
+  if (lane_of_thread() < kWordBytes) {  // byte by byte, since a wire can have any alignment
     wire[block.header + lane_of_thread()] = static_cast<unsigned char>(bits_of(scale) >> (8 * lane_of_thread()));
   }
   if (!is_usable(scale)) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void encode_block(const Source& source, const Block& 
   source.keep(block, scale, values);
 }
 
-// --- Of all blocks. Any number of thread blocks does, each of two warps. ---
+// --- Loops over all blocks, for any number of thread blocks, each with two warps ---
 
 template <typename Source>
 __device__ __forceinline__ void encode(const Source& source, long long num_elements, const Table& table,
@@ -191,7 +191,7 @@ __device__ __forceinline__ void decode_mean(const Mean& mean, const Table& table
 
 }  // namespace sign1bit
 
-// --- Kernels, as those of TORCHBAGUA_MINMAX_KERNELS ---
+// --- Kernels, like those of TORCHBAGUA_MINMAX_KERNELS ---
 
 #define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 8)
 

@@ -1,4 +1,4 @@
-// Sign1Bit on a tile: how the lanes of a warp hold its elements and their signs; element/sign1bit.h has the arithmetic.
+// Sign1Bit on a tile: the layout of elements and signs in the lanes of a warp; element/sign1bit.h has the arithmetic.
 #pragma once
 
 #include "../element/sign1bit.h"
@@ -16,8 +16,8 @@ __device__ __forceinline__ int lane_of_thread() { return rank_in_team<kWarpThrea
 
 __device__ __forceinline__ long long payload_bytes(long long length) { return length / 8 + (length % 8 != 0); }
 
-// Up to kLength elements of a block. A lane holds element lane + 32 i of them at i in its registers, and their signs in
-// words, of which bit i % 32 of word i / 32 is that of element i.
+// Up to kLength elements of a block. A lane stores element lane + 32 i at index i in its registers, and the signs of
+// its elements in words: the sign of element i is bit i % 32 of word i / 32.
 template <int kLaneElements>
 struct LaneTile {
   static constexpr int kElements = kLaneElements;
@@ -26,7 +26,7 @@ struct LaneTile {
   using Values = float[kElements];
   using Signs = unsigned int[kWords];
 
-  long long first;  // element of the block
+  long long first;  // index in the block
   int length;
   bool is_whole;
 
@@ -35,17 +35,17 @@ struct LaneTile {
         length(static_cast<int>(block_length - first < kLength ? block_length - first : kLength)),
         is_whole(block_length - first >= kLength) {}
 
-  // Where this lane's elements begin in a tensor.
+  // The first element of this lane in a tensor.
   template <typename Element>
   __device__ __forceinline__ Element* own(Element* x, const Block& block) const {
     return x + block.start + first + lane_of_thread();
   }
 
-  // Calls `body(i, step, is_there)` for each element of this lane: at i in its registers, `step` elements after the
-  // first of them. It may lie past the end.
+  // Calls `body(i, step, is_there)` for each element of this lane: at index i in its registers and `step` elements
+  // after the lane's first element. `is_there` is false past the end of the tile.
   template <typename Body>
   __device__ __forceinline__ void for_each_element(const Body& body) const {
-    const int rest = length - lane_of_thread();  // so that neither bounds nor addresses take a register for each
+    const int rest = length - lane_of_thread();  // so that bounds and addresses do not take a register per element
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       body(i, i * kWarpThreads, i * kWarpThreads < rest);
@@ -53,7 +53,7 @@ struct LaneTile {
   }
 };
 
-// Of 32 words, one of each lane, bit i of lane j becomes bit j of lane i.
+// Transposes 32 words, one per lane: bit i of lane j becomes bit j of lane i.
 __device__ __forceinline__ unsigned int transpose(unsigned int word) {
   unsigned int low = 0x0000ffffu;
 #pragma unroll
@@ -66,7 +66,7 @@ __device__ __forceinline__ unsigned int transpose(unsigned int word) {
   return word;
 }
 
-// The signs of 32 consecutive elements, of which `num_bytes` bytes are there. A payload may begin anywhere.
+// The signs of 32 consecutive elements, of which `num_bytes` bytes exist. A payload can have any alignment.
 __device__ __forceinline__ unsigned int read_signs(const unsigned char* from, int num_bytes) {
   if (num_bytes >= kWordBytes && is_aligned<kWordBytes>(from)) {
     return *reinterpret_cast<const unsigned int*>(from);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void write_signs(unsigned int signs, int num_bytes, u
   }
 }
 
-// Where the bytes of this lane lie in the payload of a tile: before the transposition lane j has those of word j.
+// The position of this lane's bytes in the payload of a tile: before the transposition, lane j has the bytes of word j.
 struct LaneBytes {
   long long offset;
   int count;  // may be negative
@@ -115,12 +115,12 @@ __device__ __forceinline__ void store_signs(const Tile& tile, const typename Til
   }
 }
 
-// `scale` with a minus where the highest of `bits` is set.
+// `scale`, negated if the highest bit of `bits` is set.
 __device__ __forceinline__ float with_sign(float scale, unsigned int bits) {
   return float_of(bits_of(scale) ^ (bits & 0x80000000u));
 }
 
-// NaN unless an encoder may have written it.
+// NaN unless an encoder can have written the scale.
 __device__ __forceinline__ float read_scale(const unsigned char* header) {
   return make_signed_scale<float>(float_of(read_word(header))).positive;
 }

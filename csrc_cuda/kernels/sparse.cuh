@@ -1,5 +1,5 @@
-// The sparse codecs on CUDA. A thread block takes one block of the table after the other, and holds its values in
-// shared memory. Nothing depends on the order in which threads run.
+// The sparse codecs on CUDA. A thread block processes one block of the table after the other and stores its values in
+// shared memory. No result depends on the order in which threads run.
 #pragma once
 
 #include "../element/sparse.h"
@@ -13,22 +13,22 @@ constexpr int kWords = kLongestSparseBlock / kWordBits;
 
 static_assert(kThreads % kWarpThreads == 0 && kWordBits == kWarpThreads, "a warp's lanes are the bits of a word");
 
-// What the threads share of a block. A bit of a word stands for an element; only TopK has words, and only
-// BlockK sums.
+// The shared memory of the threads for one block. Each bit of a word is an element. Only TopK uses the words, and only
+// BlockK uses the sums and runs.
 struct Shared {
   float values[kLongestSparseBlock];
-  unsigned short indices[kLongestSparseBlock];  // of what is kept, ascending
-  unsigned int larger[kWords];                  // than the smallest magnitude that is kept
-  unsigned int equal[kWords];                   // to it
+  unsigned short indices[kLongestSparseBlock];  // of the elements that are sent, ascending
+  unsigned int larger[kWords];                  // than the threshold of the magnitudes to send
+  unsigned int equal[kWords];                   // to that threshold
   unsigned int kept[kWords];
-  double sums[kThreads];  // the largest that each thread has found
-  int runs[kThreads];     // and of which run
+  double sums[kThreads];  // the largest sum that each thread has found
+  int runs[kThreads];     // and its run
   int counts[2][kWarps];
   bool is_spoiled;
 };
 
-// Calls `body(i)` for numbers below `count`, which the threads share out. All of a warp call it equally often where
-// `count` is a multiple of kThreads.
+// Calls `body(i)` for numbers below `count`, distributed over the threads. All threads of a warp call it equally often
+// if `count` is a multiple of kThreads.
 template <typename Body>
 __device__ __forceinline__ void for_each(long long count, const Body& body) {
   for (long long i = threadIdx.x; i < count; i += kThreads) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each(long long count, const Body& body) {
   }
 }
 
-// The sum, or the maximum, over all threads; `turn` alternates from call to call.
+// The sum, or the maximum, over all threads; the parity of `turn` alternates from call to call.
 template <typename Join>
 __device__ __forceinline__ int joined_over_threads(Shared& shared, int own, int turn, const Join& join) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ int joined_over_threads(Shared& shared, int own, int 
   return joined;
 }
 
-// The largest magnitude of shared.values at the first `count` places, of which `at(i)` is place i.
+// The largest magnitude of the elements `at(i)` of shared.values, for i below `count`.
 template <typename At>
 __device__ __forceinline__ int largest_of(Shared& shared, long long count, int turn, const At& at) {
   int largest = 0;
@@ -66,19 +66,19 @@ __device__ __forceinline__ int largest_of(Shared& shared, long long count, int t
   return joined_over_threads(shared, largest, turn, [](int a, int b) { return a > b ? a : b; });
 }
 
-// `Choice` says which elements are kept: Format, and
-// - select, which finds the indices, and returns the largest magnitude of what is kept, or, if there is a magnitude in
-//   the block that cannot be coded, that one;
-// - index_byte_at, a byte of the indices in a payload, when they are found;
-// - read_indices, which finds them in a payload, and sets is_spoiled where they are none that an encoder writes.
-// All threads call them, and have written what they write when they return from the first and the last.
+// `Choice` selects the elements to send. It has Format, and
+// - select, which finds the indices and returns the largest magnitude that is sent; or, if a magnitude in the block
+//   cannot be encoded, that magnitude;
+// - index_byte_at, which returns a byte of the indices for a payload, once they are found;
+// - read_indices, which reads the indices from a payload, and sets is_spoiled if no encoder writes them.
+// All threads call these functions. When select and read_indices return, all threads have written their results.
 
-// Writes what is kept of shared.values, and returns how it is coded. All threads have written their values.
+// Encodes shared.values and returns the coder of the values. All threads must have written their values.
 template <typename Choice>
 __device__ __forceinline__ ValueCoder encode_block(Shared& shared, const SparseBlock& block, unsigned char* wire) {
   __syncthreads();
   const ValueCoder coder = make_value_coder(float_of(static_cast<unsigned int>(Choice::select(shared, block))));
-  if (threadIdx.x < kSparseHeaderBytes) {  // byte by byte, as a wire may begin anywhere
+  if (threadIdx.x < kSparseHeaderBytes) {  // byte by byte, since a wire can have any alignment
     wire[block.header + threadIdx.x] = static_cast<unsigned char>(bits_of(coder.largest) >> (8 * threadIdx.x));
   }
   unsigned char* payload = wire + block.payload;
@@ -95,14 +95,14 @@ __device__ __forceinline__ ValueCoder encode_block(Shared& shared, const SparseB
   return coder;
 }
 
-// Calls `put(index, value)` for the kept elements of a block in a wire, each by some thread. Not where the bytes are
-// none that an encoder may write. `prepare` is told whether they are before that, on all threads.
+// Calls `put(index, value)` for the sent elements of a block in a wire, each on some thread; not if no encoder can have
+// written the bytes. Before that, calls `prepare` on all threads, with whether an encoder can have written them.
 template <typename Choice, typename Prepare, typename Put>
 __device__ __forceinline__ void decode_block(Shared& shared, const SparseBlock& block, const unsigned char* wire,
                                              const Prepare& prepare, const Put& put) {
   const ValueCoder coder = make_value_coder(float_of(read_word(wire + block.header)));
   const unsigned char* payload = wire + block.payload;
-  __syncthreads();  // all have read what was found of the wire before
+  __syncthreads();  // all threads have read the results of the previous wire
   if (threadIdx.x == 0) {
     shared.is_spoiled = !is_usable(coder);
   }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void decode_block(Shared& shared, const SparseBlock& 
   }
 }
 
-// Forms the mean of a block in shared.values, summed in row order.
+// Computes the mean of a block in shared.values, summed in row order.
 template <typename Choice>
 __device__ __forceinline__ void form_mean(Shared& shared, const SparseBlock& block, const Rows& rows, float divisor) {
   for_each(block.length, [&](int i) { shared.values[i] = 0.0f; });
@@ -140,7 +140,7 @@ __device__ __forceinline__ void for_each_row(const Table& table, long long num_e
     if (!is_row_inside<Format>(block, num_elements, wire_bytes)) {
       __trap();
     }
-    __syncthreads();  // all are done with the block before
+    __syncthreads();  // all threads have finished the previous block
     body(block);
   }
 }
@@ -203,7 +203,7 @@ __device__ __forceinline__ void encode_feedback(Shared& shared, Span<const float
 }  // namespace sparse
 }  // namespace torchbagua::cuda
 
-// The kernels of a codec, as those of TORCHBAGUA_MINMAX_KERNELS.
+// The kernels of a codec, like those of TORCHBAGUA_MINMAX_KERNELS.
 #define TORCHBAGUA_SPARSE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 #define TORCHBAGUA_SPARSE_KERNELS(codec, Choice)                                                                      \
   TORCHBAGUA_SPARSE_KERNEL torchbagua_##codec##_encode_float32(Span<const float> x, Table table,                      \

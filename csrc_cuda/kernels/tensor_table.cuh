@@ -1,31 +1,31 @@
-// One launch for many tensors, small and large. Which ones stands in the kernel's arguments: so nothing has to be
-// copied to the device before the launch, and nothing kept until it has ended.
+// One launch for many tensors, small and large. The kernel's arguments list the tensors, so nothing has to be copied to
+// the device before the launch, and nothing has to be stored until it has ended.
 #pragma once
 
 namespace torchbagua::cuda {
 
-constexpr int kTableThreads = 256;  // of a thread block, at most
+constexpr int kTableThreads = 256;  // the most in a thread block
 constexpr int kTableRows = 64;
 
-// Tensors of `num_elements` each.
+// Tensors of `num_elements` elements each.
 template <typename Pointers>
 struct TableRow {
   Pointers pointers;
   long long num_elements;
-  long long first_chunk;  // how many chunks the rows before this one have
+  long long first_chunk;  // the number of chunks in the rows before this row
 };
 
-// What a launch works through. The tensors of a row are cut into chunks of `chunk_elements`, the last may be shorter,
-// and empty ones have none: so small and large tensors share the thread blocks evenly.
+// The work of a launch. The tensors of a row are divided into chunks of `chunk_elements`; the last chunk may be
+// shorter, and empty tensors have none. This distributes small and large tensors evenly over the thread blocks.
 template <typename Pointers>
 struct TensorTable {
   TableRow<Pointers> rows[kTableRows];
   long long num_chunks;
   int num_rows;
-  int chunk_elements;  // at most 2^30; a multiple of 8 leaves the chunks of aligned tensors aligned
+  int chunk_elements;  // at most 2^30; a multiple of 8 keeps the chunks of aligned tensors aligned
 };
 
-// The row that `chunk` is of: the last that begins no later. (An empty one begins where the next does.)
+// The row of `chunk`: the last row that does not begin after it. (An empty row begins where the next row does.)
 template <typename Pointers>
 __device__ __forceinline__ const TableRow<Pointers>& row_of(const TensorTable<Pointers>& table, long long chunk) {
   int first = 0, last = table.num_rows - 1;
@@ -41,8 +41,8 @@ __device__ __forceinline__ const TableRow<Pointers>& row_of(const TensorTable<Po
 }
 
 // Calls `body(pointers, length)` for the chunks of this thread block, with pointers to their first elements. Any number
-// of thread blocks does. Pointers are moved in 64 bits, for tensors of more than 2^31 elements; within a chunk 32 are
-// enough, and faster.
+// of thread blocks works. Pointer offsets are 64-bit, for tensors of more than 2^31 elements; within a chunk, 32 bits
+// are enough, and faster.
 template <typename Pointers, typename Body>
 __device__ __forceinline__ void for_each_chunk(const TensorTable<Pointers>& table, const Body& body) {
   for (long long chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {

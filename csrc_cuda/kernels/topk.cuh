@@ -1,7 +1,7 @@
 // TopK on CUDA.
 //
-// The smallest magnitude that is kept is found bit by bit, from the highest: a bit is set where enough magnitudes are
-// no smaller.
+// The threshold for the magnitudes to send is determined bit by bit, from the highest: a bit is set if enough
+// magnitudes are no smaller than the result.
 #pragma once
 
 #include "../element/topk.h"
@@ -16,7 +16,7 @@ __device__ __forceinline__ int num_not_below(Shared& shared, long long length, i
   return joined_over_threads(shared, count, turn, [](int a, int b) { return a + b; });
 }
 
-// A magnitude of which no smaller one is kept of shared.values, and all larger ones are.
+// The threshold for the magnitudes of shared.values: all larger ones are sent, and no smaller ones.
 __device__ __forceinline__ int smallest_kept(Shared& shared, const SparseBlock& block) {
   int smallest = 0;
   for (int bit = 30; bit >= 0; --bit) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void find_largest(Shared& shared, const SparseBlock& 
     int room = static_cast<int>(block.kept) - num_larger - num_before(shared.equal, word);
     unsigned int kept = shared.larger[word];
     for (unsigned int rest = shared.equal[word]; rest != 0 && room > 0; rest &= rest - 1, --room) {
-      kept |= rest & (0u - rest);  // the lowest bit
+      kept |= rest & (0u - rest);  // the lowest set bit
     }
     shared.kept[word] = kept;
   });

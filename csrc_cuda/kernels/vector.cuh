@@ -1,9 +1,9 @@
-// Several elements that one instruction loads or stores.
+// Several elements that one instruction loads or stores together.
 #pragma once
 
 namespace torchbagua::cuda {
 
-constexpr int kVectorBytes = 16;  // the most
+constexpr int kVectorBytes = 16;  // the maximum
 
 template <typename Element, int kWidth>
 struct alignas(sizeof(Element) * kWidth) Vector {

@@ -1,4 +1,4 @@
-"""One rank of what test_accelerate.py tests; started by torchrun. Writes what each function has found to a file.
+"""A rank of test_accelerate.py, which torchrun starts. Writes each scenario's results to a file.
 
 Argument: a folder, for checkpoints and for `<rank>.json`.
 """
@@ -35,7 +35,7 @@ ALGORITHMS: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
 
 
 def model_and_optimizer(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same on all ranks."""
+    """Return a model and its optimizer, the same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 1))
     if name == "qadam":
@@ -44,19 +44,19 @@ def model_and_optimizer(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batches(rank: int, steps: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Other data on each rank and in each step."""
+    """Yield data that differ by rank and step."""
     for step in steps:
         yield torch.randn(8, 10, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    """All that a state dict has, as JSON keeps it bit for bit."""
+    """Return all tensors of the state dict as numbers that JSON stores exactly."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return {key: value.double().flatten().tolist() for key, value in inner.state_dict().items()}
 
 
-def accelerated(name: str, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Any:
-    """An accelerator with a prepared model and optimizer, and an algorithm attached."""
+def prepare(name: str, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Any:
+    """Return an accelerator, the model and optimizer that it prepared, and the raw optimizer."""
     accelerator = Accelerator(cpu=True, **{"gradient_accumulation_steps": 1, **options})
     accelerator.scaler = scaler
     raw_model, raw_optimizer = model_and_optimizer(name)
@@ -65,7 +65,7 @@ def accelerated(name: str, scaler: torch.amp.GradScaler | None = None, **options
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
-    """A loop as accelerate's pages show it."""
+    """Train in a loop as in accelerate's documentation."""
     for x in batches(accelerator.process_index, steps):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
@@ -75,7 +75,7 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def plain_loop(name: str) -> dict[str, Any]:
-    """The same without accelerate."""
+    """Train in the same loop without accelerate."""
     raw_model, optimizer = model_and_optimizer(name)
     model = DistributedDataParallel(raw_model)
     with tb.attach(model, optimizer, ALGORITHMS[name](optimizer)):
@@ -88,12 +88,12 @@ def plain_loop(name: str) -> dict[str, Any]:
 
 
 def runs() -> dict[str, Any]:
-    """Every algorithm, with and without accumulation; and the same in a plain loop."""
+    """Train with every algorithm, with and without accumulation, and in a plain loop."""
     found = {}
     for name in ALGORITHMS:
         found[name] = {"plain": plain_loop(name)}
         for accumulation in (1, 2):
-            accelerator, model, optimizer, raw = accelerated(name, gradient_accumulation_steps=accumulation)
+            accelerator, model, optimizer, raw = prepare(name, gradient_accumulation_steps=accumulation)
             recorder, threads = tb.observe.Recorder(), set(threading.enumerate())
             with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), observers=[recorder]):
                 train(accelerator, model, optimizer, range(STEPS))
@@ -109,20 +109,20 @@ def runs() -> dict[str, Any]:
 
 
 def resumed() -> dict[str, Any]:
-    """Every algorithm that goes on bit for bit, saved in the middle."""
+    """Save every algorithm's run in the middle, and resume it."""
     found = {}
     for name in ALGORITHMS:
         folder = FOLDER / name
-        accelerator, model, optimizer, raw = accelerated(name)
+        accelerator, model, optimizer, raw = prepare(name)
         with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
             train(accelerator, model, optimizer, range(STOP))
             saved = weights_of(model)
             accelerator.save_state(str(folder))
-            applied = weights_of(model)  # with a round that has ended since the last step, which the file has or not
+            applied = weights_of(model)  # with a round that has ended since the last step; the file may lack it
             accelerator.wait_for_everyone()
             train(accelerator, model, optimizer, range(STOP, STEPS))
             straight = weights_of(model)
-        accelerator, model, optimizer, raw = accelerated(name)
+        accelerator, model, optimizer, raw = prepare(name)
         with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
             train(accelerator, model, optimizer, range(1))
             accelerator.load_state(str(folder))
@@ -136,9 +136,9 @@ def resumed() -> dict[str, Any]:
 
 
 def overflow() -> dict[str, Any]:
-    """Rank 1 alone has an Inf in step 2."""
+    """Train with a GradScaler; only rank 1 has an Inf, in step 2."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    accelerator, model, optimizer, _ = accelerated("decentralized", scaler)
+    accelerator, model, optimizer, _ = prepare("decentralized", scaler)
     skipped = []
     with attach(accelerator, model, optimizer, "decentralized"):
         for step, x in enumerate(batches(RANK, range(STEPS))):
@@ -151,10 +151,10 @@ def overflow() -> dict[str, Any]:
 
 
 def forced_sync() -> dict[str, Any]:
-    """trigger_sync_in_backward under an algorithm that averages weights, and the same without it."""
+    """Run backward with and without trigger_sync_in_backward, with a weight algorithm."""
     found = {}
     for is_forced in (False, True):
-        accelerator, model, optimizer, _ = accelerated("decentralized")
+        accelerator, model, optimizer, _ = prepare("decentralized")
         with attach(accelerator, model, optimizer, "decentralized"):
             first, second = batches(RANK, range(2))
             with accelerator.no_sync(model):
@@ -170,29 +170,29 @@ def forced_sync() -> dict[str, Any]:
 
 
 def switched() -> dict[str, Any]:
-    """Two models in one accelerator, each with its algorithm; one is switched to another."""
-    accelerator, model, optimizer, _ = accelerated("decentralized")
-    other, other_optimizer = accelerator.prepare(*model_and_optimizer("bytegrad"))
+    """Train two models in one accelerator, each with its algorithm; one model switches to another algorithm."""
+    accelerator, model, optimizer, _ = prepare("decentralized")
+    second, second_optimizer = accelerator.prepare(*model_and_optimizer("bytegrad"))
     attach(accelerator, model, optimizer, "bytegrad").detach()
     with (
         attach(accelerator, model, optimizer, "decentralized"),
-        attach(accelerator, other, other_optimizer, "decentralized"),
+        attach(accelerator, second, second_optimizer, "decentralized"),
     ):
         train(accelerator, model, optimizer, range(2))
-        train(accelerator, other, other_optimizer, range(3))
-        saved = [weights_of(model), weights_of(other)]
+        train(accelerator, second, second_optimizer, range(3))
+        saved = [weights_of(model), weights_of(second)]
         accelerator.save_state(str(FOLDER / "two"))
         accelerator.wait_for_everyone()
         train(accelerator, model, optimizer, range(2))
         accelerator.load_state(str(FOLDER / "two"))
-        loaded = [weights_of(model), weights_of(other)]
+        loaded = [weights_of(model), weights_of(second)]
     files = sorted(path.name for path in (FOLDER / "two").glob("*"))
     return {"saved": saved, "loaded": loaded, "files": files}
 
 
 def freed() -> dict[str, Any]:
-    """Another model after free_memory, as find_executable_batch_size has it; with a GradScaler of its own."""
-    accelerator, model, optimizer, raw = accelerated("decentralized")
+    """Prepare another model after free_memory, as find_executable_batch_size does, with a separate GradScaler."""
+    accelerator, model, optimizer, raw = prepare("decentralized")
     module = weakref.ref(model.module)
     with attach(accelerator, model, optimizer, "decentralized"):
         train(accelerator, model, optimizer, range(1))
@@ -211,7 +211,7 @@ def freed() -> dict[str, Any]:
         accelerator.save_state(str(FOLDER / "freed"))
         found["saved"] = weights_of(model)
         accelerator.wait_for_everyone()
-    accelerator, model, optimizer, _ = accelerated("decentralized")
+    accelerator, model, optimizer, _ = prepare("decentralized")
     with attach(accelerator, model, optimizer, "decentralized"):
         accelerator.load_state(str(FOLDER / "freed"))
         found["loaded"] = weights_of(model)
@@ -219,7 +219,7 @@ def freed() -> dict[str, Any]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """What it raises."""
+    """Return the error that the call raises, as text."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -228,7 +228,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def refusals() -> dict[str, str]:
-    """What is refused, and what it says."""
+    """Return the errors of refused calls."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = None
     raw_model, raw_optimizer = model_and_optimizer("bytegrad")
@@ -254,8 +254,8 @@ def refusals() -> dict[str, str]:
 
 
 def exception() -> list[str]:
-    """The threads that are left where training raises, on all ranks."""
-    accelerator, model, optimizer, _ = accelerated("async")
+    """Return the threads that are left after training raises on all ranks."""
+    accelerator, model, optimizer, _ = prepare("async")
     before = set(threading.enumerate())
     try:
         with attach(accelerator, model, optimizer, ALGORITHMS["async"](optimizer)):

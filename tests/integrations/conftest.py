@@ -1,4 +1,4 @@
-"""Fixtures of programs that run on two ranks; each file says in its fixture `folder` what runs."""
+"""Fixtures of programs that run on two ranks; each file's fixture `folder` runs its program."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ from rank_programs import Found
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    """What each rank has found."""
+    """The results of each rank."""
     return rank_programs.found_in(folder)

@@ -1,7 +1,8 @@
-"""One rank of runs under Lightning, started by torchrun: `lightning_rank.py <folder> <scenario>...`.
+"""One rank of runs with Lightning, started by torchrun: `lightning_rank.py <folder> <scenario>...`.
 
-What a scenario returns is written to <folder>/<scenario>-rank<rank>.json, or how it failed. Scenarios follow each other
-in the same processes, which saves the seconds that importing Lightning takes; one that ends the group stands alone.
+The result of each scenario, or the traceback of its failure, is written to <folder>/<scenario>-rank<rank>.json.
+Scenarios run one after another in the same processes, which import Lightning only once (this takes seconds). A
+scenario that ends the group must be the only one.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "decentralized": {"communication_interval": 2},
     "low_precision_decentralized": {},
     "diloco": {"inner_steps": 3, "delay": 1},
-    # Which round falls between which steps is chance; in this time there is none.
+    # Rounds start at random steps; within this interval none starts.
     "async": {"sync_interval_ms": 600_000, "warmup_steps": 7},
 }
 AVERAGES_WEIGHTS = ("decentralized", "low_precision_decentralized", "diloco", "async")
@@ -80,16 +81,16 @@ class Net(lightning.LightningModule):
 
 
 def digest(module: Any) -> str:
-    """The bits of the weights; and of the buffers where these are averaged: DDP sends rank 0's before each forward."""
-    bits = hashlib.sha256()
+    """Return a digest of weights, and of buffers if they are averaged; else DDP sends rank 0's before each forward."""
+    hasher = hashlib.sha256()
     averages_buffers = getattr(module, "algorithm", "") in AVERAGES_WEIGHTS
     for tensor in module.state_dict().values() if averages_buffers else module.parameters():
-        bits.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return bits.hexdigest()
+        hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 class Watch(lightning.Callback):
-    """Notes this rank's own weights when the last batch is done, before the strategy ends the algorithm."""
+    """Records this rank's own weights after the last batch, before the strategy ends the algorithm."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.own = digest(pl_module)
@@ -123,7 +124,7 @@ def trainer_of(strategy: Any, *, package: Any = lightning, **options: Any) -> An
         "devices": 2,
     }
     settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings["use_distributed_sampler"] = False  # the loader has one
+    settings["use_distributed_sampler"] = False  # the loader has a sampler
     return package.Trainer(strategy=strategy, **{**settings, **options})
 
 
@@ -137,8 +138,8 @@ def strategy_of(algorithm: str, **options: Any) -> BaguaStrategy:
 
 
 def threads() -> list[str]:
-    """The threads besides the main one, but for that of a progress bar of Lightning's."""
-    names = [one.name for one in threading.enumerate() if one is not threading.main_thread()]
+    """Return the names of the threads, except for the main thread and the thread of Lightning's progress bar."""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return [name for name in names if name != "tqdm_monitor"]
 
 
@@ -190,7 +191,7 @@ def as_in_a_plain_loop() -> Any:
 
 
 def beside_ddp() -> Any:
-    """The distance, relative in norm, from what Lightning's own DDPStrategy trains."""
+    """Return the distance, relative in norm, from the weights that Lightning's own DDPStrategy trains."""
 
     def weights(strategy: Any) -> torch.Tensor:
         model = Net()
@@ -249,7 +250,7 @@ def validation() -> Any:
 
 
 def async_rounds() -> Any:
-    """Asynchronous averaging at its fastest, with validation and checkpoints between."""
+    """Run asynchronous averaging with the shortest interval, interrupted by validation and checkpoints."""
 
     class Rounds(lightning.Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -259,11 +260,11 @@ def async_rounds() -> Any:
             time.sleep(0.01)
 
     rounds, validations = Rounds(), Validations()
-    kept = ModelCheckpoint(FOLDER / "rounds", save_on_train_epoch_end=False)
+    checkpoint = ModelCheckpoint(FOLDER / "rounds", save_on_train_epoch_end=False)
     model = Net("async")
     trainer = trainer_of(
         BaguaStrategy("async", sync_interval_ms=1),
-        callbacks=[validations, kept, rounds],
+        callbacks=[validations, checkpoint, rounds],
         val_check_interval=5,
         enable_checkpointing=True,
     )
@@ -272,16 +273,16 @@ def async_rounds() -> Any:
 
 
 def resume() -> Any:
-    """Two epochs and one more from the file, beside three at one go."""
+    """Compare two epochs and a third epoch from the checkpoint with three uninterrupted epochs."""
 
     def run(algorithm: str, *, in_validation: bool) -> Any:
         folder = FOLDER / f"{algorithm}-{in_validation}"
 
         def fit(path: Path | None = None) -> Any:
             watch, model = Watch(), Net(algorithm)
-            kept = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=not in_validation)
+            checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=not in_validation)
             strategy = strategy_of(algorithm)
-            trainer = trainer_of(strategy, callbacks=[watch, kept], enable_checkpointing=True, max_epochs=3)
+            trainer = trainer_of(strategy, callbacks=[watch, checkpoint], enable_checkpointing=True, max_epochs=3)
             trainer.fit(model, loader(), loader(), ckpt_path=path)
             return {"own": watch.own, "end": digest(model), "steps": trainer.global_step}
 
@@ -290,7 +291,7 @@ def resume() -> Any:
         saved = torch.load(path, weights_only=True)
         states = saved["torchbagua"]
         modules = [state.get("module", saved["state_dict"]) for state in states]
-        mean = {name: torch.stack([one[name].double() for one in modules]).mean(0) for name in saved["state_dict"]}
+        mean = {name: torch.stack([state[name].double() for state in modules]).mean(0) for name in saved["state_dict"]}
         return {
             "straight": straight,
             "resumed": fit(path),
@@ -309,11 +310,11 @@ def resume() -> Any:
 
 
 def saved_by_an_exception() -> Any:
-    """What Lightning saves then, and a run that goes on from there."""
+    """Check the checkpoint that Lightning saves after an exception, and continue a run from it."""
     model = Failing("decentralized")
     model.where, model.error, model.ranks = "training", ZeroDivisionError, (0, 1)
-    kept = ModelCheckpoint(FOLDER / "exception", "last", save_on_exception=True)
-    trainer = trainer_of(strategy_of("decentralized"), callbacks=[kept], enable_checkpointing=True)
+    checkpoint = ModelCheckpoint(FOLDER / "exception", "last", save_on_exception=True)
+    trainer = trainer_of(strategy_of("decentralized"), callbacks=[checkpoint], enable_checkpointing=True)
     with contextlib.suppress(ZeroDivisionError):
         trainer.fit(model, loader())
     path = FOLDER / "exception" / "last.ckpt"
@@ -322,12 +323,12 @@ def saved_by_an_exception() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_of(strategy_of("decentralized")).fit(model, loader(), ckpt_path=path)
-    said = [str(one.message) for one in caught if "torchbagua" in str(one.message)]
-    return {"has_states": has_states, "warnings": said, "end": digest(model)}
+    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    return {"has_states": has_states, "warnings": messages, "end": digest(model)}
 
 
 def learning_rate_finder() -> Any:
-    """Lightning ends its loop of 5 steps as it ends a fit, and then trains on."""
+    """Lightning ends the finder's loop of 5 steps as it ends a fit, and then continues to train."""
     recorder = tb.observe.Recorder()
     model = Net("bytegrad")
     model.lr = 0.01
@@ -339,7 +340,7 @@ def learning_rate_finder() -> Any:
 
 
 def one_device() -> Any:
-    """Beside Lightning's strategy of one device, in one process."""
+    """Compare with Lightning's single-device strategy, in one process."""
 
     def run(algorithm: str, strategy: Any, **options: Any) -> str:
         model = Net(algorithm)
@@ -353,12 +354,12 @@ def one_device() -> Any:
             "bagua": run(algorithm, strategy_of(algorithm)),
         }
 
-    # Past its warm-up QAdamOptimizer takes no step without its algorithm.
+    # Past its warm-up, QAdamOptimizer cannot step without its algorithm.
     return {algorithm: both(algorithm) for algorithm in ALGORITHMS if algorithm != "qadam"}
 
 
 def qadam_refusals() -> Any:
-    """What is said of optimizers that QAdam does not take."""
+    """Return the errors about optimizers that QAdam does not support."""
 
     def run(choose: Callable[[Any], Any], **options: Any) -> str:
         class Wrong(Net):
@@ -388,7 +389,7 @@ def qadam_refusals() -> Any:
 
 
 def from_two_ranks() -> Any:
-    """Files of `resume`, in one process."""
+    """Load the checkpoints of `resume` in one process."""
 
     def run(algorithm: str) -> str:
         trainer = trainer_of(strategy_of(algorithm), devices=1, max_epochs=3)
@@ -411,7 +412,7 @@ class Pair(torch.nn.Module):
 
 
 class Manual(lightning.LightningModule):
-    """Two optimizers, stepped by hand, of two parts."""
+    """Steps two optimizers, each for one part of the model, with manual optimization."""
 
     def __init__(self, algorithm: str) -> None:
         super().__init__()
@@ -467,7 +468,7 @@ def manual() -> Any:
 
 
 class Overflowing(Net):
-    """In batch 3 rank 1's loss is Inf."""
+    """In batch 3, rank 1's loss is Inf."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -525,7 +526,7 @@ class Failing(Net):
         dist.all_reduce(torch.zeros(1))  # as metrics do
 
 
-def failing(where: str, error: type[BaseException], ranks: tuple[int, ...], algorithm: str) -> Any:
+def fail_in(where: str, error: type[BaseException], ranks: tuple[int, ...], algorithm: str) -> Any:
     model = Failing(algorithm)
     model.where, model.error, model.ranks = where, error, ranks
     options = {"sync_interval_ms": 1} if algorithm == "async" else ALGORITHMS[algorithm]
@@ -545,12 +546,12 @@ def failing_everywhere() -> Any:
         "validation": ("validation", ZeroDivisionError),
         "interrupt": ("training", KeyboardInterrupt),
     }
-    return each_algorithm(lambda algorithm: {kind: failing(*what, (0, 1), algorithm) for kind, what in kinds.items()})
+    return each_algorithm(lambda algorithm: {kind: fail_in(*case, (0, 1), algorithm) for kind, case in kinds.items()})
 
 
 SCENARIOS = {
-    one.__name__: one
-    for one in (
+    scenario.__name__: scenario
+    for scenario in (
         counts,
         as_in_a_plain_loop,
         beside_ddp,
@@ -571,7 +572,7 @@ SCENARIOS = {
 }
 for _where in ("training", "validation"):
     for _algorithm in ("async", "decentralized", "bytegrad"):
-        SCENARIOS[f"{_where}_{_algorithm}"] = lambda where=_where, algorithm=_algorithm: failing(
+        SCENARIOS[f"{_where}_{_algorithm}"] = lambda where=_where, algorithm=_algorithm: fail_in(
             where, ZeroDivisionError, (1,), algorithm
         )
 

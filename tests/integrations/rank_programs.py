@@ -1,4 +1,4 @@
-"""Programs that run in two processes, and write down what each rank has found."""
+"""Programs that run in two processes, and write the results of each rank."""
 
 import json
 import os
@@ -23,11 +23,11 @@ def run(program: Path, folder: Path) -> None:
 
 
 def found_in(folder: Path) -> Found:
-    """Return what each rank has written."""
+    """Return the results of each rank."""
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
 
 
 def assert_refused(found: Found, case: str, message: str) -> None:
-    """All ranks were refused in these words."""
-    for one in found:
-        assert re.search(message, one["refusals"][case]), one["refusals"][case]
+    """Check that all ranks were refused with a message that matches `message`."""
+    for results in found:
+        assert re.search(message, results["refusals"][case]), results["refusals"][case]

@@ -1,6 +1,6 @@
-"""What test_ray.py tests: the same training under Ray Train and, started by torchrun, in a plain loop.
+"""The program of test_ray.py: the same training with Ray Train and, started by torchrun, in a plain loop.
 
-Arguments: a folder, for `<rank>.json`; and "ray" where this is the program that starts Ray.
+Arguments: a folder for `<rank>.json`, and "ray" if this program is to start Ray.
 """
 
 import json
@@ -32,7 +32,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 def start(name: str, wrap: Wrap) -> tuple[nn.Module, torch.optim.Optimizer, tb.Algorithm]:
-    """The same model on all ranks."""
+    """Return a model, the same on all ranks, with its optimizer and algorithm."""
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 1)))
     if name == "qadam":
@@ -43,7 +43,7 @@ def start(name: str, wrap: Wrap) -> tuple[nn.Module, torch.optim.Optimizer, tb.A
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Sequence[int]) -> None:
-    """With other data on each rank and in each step."""
+    """Train with different data on each rank and in each step."""
     for step in steps:
         x = torch.randn(8, 10, generator=torch.Generator().manual_seed(100 * rank + step))
         optimizer.zero_grad()
@@ -52,17 +52,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    """As JSON keeps them bit for bit."""
+    """Return the weights as lists, which JSON stores bitwise."""
     return {name: weight.detach().flatten().tolist() for name, weight in model.named_parameters()}
 
 
 def write(file: str, found: dict[str, Any]) -> None:
-    """For the test to read."""
+    """Write a result for the test to read."""
     (FOLDER / file).write_text(json.dumps(found))
 
 
 def runs(rank: int, wrap: Wrap) -> dict[str, Any]:
-    """Every algorithm, from the first step to the last."""
+    """Run every algorithm, from the first step to the last."""
     found = {}
     for name in ALGORITHMS:
         model, optimizer, algorithm = start(name, wrap)
@@ -76,7 +76,7 @@ def runs(rank: int, wrap: Wrap) -> dict[str, Any]:
 
 
 def worker(save: Callable[..., None], load: Callable[..., int]) -> None:
-    """What Ray runs on each rank: every algorithm; and then one whose rank 1 dies after a checkpoint."""
+    """Run by Ray on each rank: every algorithm, and then a training whose rank 1 dies after a checkpoint."""
     import ray.train
     from ray.train.torch import prepare_model
 
@@ -91,7 +91,7 @@ def worker(save: Callable[..., None], load: Callable[..., int]) -> None:
         if not is_restart:
             train(model, optimizer, rank, range(STOP))
             save(STOP, model, optimizer, attachment)
-            ray.train.get_all_reported_checkpoints()  # returns when the controller has taken it
+            ray.train.get_all_reported_checkpoints()  # returns when the controller has registered it
             write(f"saved-{rank}.json", weights_of(model))
             if rank == 1:
                 os._exit(1)
@@ -100,8 +100,8 @@ def worker(save: Callable[..., None], load: Callable[..., int]) -> None:
         write(f"resumed-{rank}.json", {"first": first, "loaded": loaded, "during": weights_of(model)})
 
 
-def under_ray() -> None:
-    """Two workers in a session of Ray's own, which starts them once more; checkpoints as on the page of the docs."""
+def run_with_ray() -> None:
+    """Run two workers in a private Ray session, which restarts them once; checkpoints are as on the docs page."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -121,7 +121,7 @@ def under_ray() -> None:
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["ray"]:
-        under_ray()
+        run_with_ray()
     else:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""The adapter of accelerate, in two processes: what trains, what comes back from a checkpoint, and what is refused."""
+"""The adapter of accelerate, in two processes: training, states loaded from checkpoints, and refusals."""
 
 import importlib
 import importlib.metadata
@@ -25,48 +25,48 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both ranks have written."""
+    """Return the folder to which both ranks have written."""
     folder = tmp_path_factory.mktemp("accelerate")
     rank_programs.run(RANK_PROGRAM, folder)
     return folder
 
 
 def parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Without BatchNorm's buffers: DDP gives the others rank 0's in a forward, and not after a step."""
+    """Remove BatchNorm's buffers: DDP broadcasts rank 0's buffers in a forward, and not after a step."""
     return {name: value for name, value in state.items() if not name.startswith("1.") or name.endswith("t")}
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_every_step_is_heard_of(found: Found, name: str) -> None:
-    for one in found:
+def test_every_step_is_reported(found: Found, name: str) -> None:
+    for result in found:
         for accumulation in (1, 2):
-            run = one["runs"][name][f"accumulation {accumulation}"]
+            run = result["runs"][name][f"accumulation {accumulation}"]
             assert run["steps"] == STEPS / accumulation
             if name in GRADIENTS:
-                assert run["buckets"] == STEPS / accumulation  # the hook's calls: DDP makes one bucket of it
+                assert run["buckets"] == STEPS / accumulation  # the hook's calls: DDP has a single bucket
 
 
 @pytest.mark.parametrize(
     "name", [name for name in GRADIENTS + WEIGHTS if name != "async"]
-)  # rounds come when they come
+)  # its rounds start at random steps
 def test_weights_are_those_of_a_plain_loop(found: Found, name: str) -> None:
-    for one in found:
-        assert one["runs"][name]["accumulation 1"]["weights"] == one["runs"][name]["plain"]
+    for result in found:
+        assert result["runs"][name]["accumulation 1"]["weights"] == result["runs"][name]["plain"]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
 def test_ranks_are_equal_in_the_end_and_no_thread_is_left(found: Found, name: str, accumulation: int) -> None:
-    runs = [one["runs"][name][f"accumulation {accumulation}"] for one in found]
+    runs = [result["runs"][name][f"accumulation {accumulation}"] for result in found]
     assert (parameters(runs[0]["during"]) == parameters(runs[1]["during"])) == (name in GRADIENTS)
     assert parameters(runs[0]["weights"]) == parameters(runs[1]["weights"])
     assert [run["threads"] for run in runs] == [[], []]
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_each_rank_has_its_own_again(found: Found, name: str) -> None:
-    for one in found:
-        resumed = one["resumed"][name]
+def test_each_rank_restores_its_own_weights(found: Found, name: str) -> None:
+    for result in found:
+        resumed = result["resumed"][name]
         if name in GRADIENTS:
             assert parameters(resumed["loaded"]) == parameters(resumed["saved"])
         elif name == "async":
@@ -75,44 +75,44 @@ def test_each_rank_has_its_own_again(found: Found, name: str) -> None:
             assert resumed["loaded"] == resumed["saved"]
         if name != "async":
             assert resumed["again"] == resumed["straight"]
-    saved = [parameters(one["resumed"][name]["saved"]) for one in found]
+    saved = [parameters(result["resumed"][name]["saved"]) for result in found]
     assert (saved[0] == saved[1]) == (name in GRADIENTS)
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_a_checkpoint_holds_the_mean(found: Found, folder: Path, name: str) -> None:
+def test_a_checkpoint_contains_the_mean(found: Found, folder: Path, name: str) -> None:
     model = safetensors.load_file(folder / name / "model.safetensors")
-    saved = [one["resumed"][name]["saved"] for one in found]
+    saved = [result["resumed"][name]["saved"] for result in found]
     for key in parameters(saved[0]):
-        mean = torch.tensor([one[key] for one in saved], dtype=torch.float64).mean(0)
+        mean = torch.tensor([weights[key] for weights in saved], dtype=torch.float64).mean(0)
         # The mean is rounded to float32 once, and a difference to it may be added to weights that are larger.
         torch.testing.assert_close(model[key].double().flatten(), mean, rtol=1e-6, atol=1e-7)
 
 
 def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
-    for one in found:
-        assert one["overflow"]["skipped"] == [step == 2 for step in range(STEPS)]
-        assert one["overflow"]["scale"] == 2
+    for result in found:
+        assert result["overflow"]["skipped"] == [step == 2 for step in range(STEPS)]
+        assert result["overflow"]["scale"] == 2
     assert found[0]["overflow"]["weights"] == found[1]["overflow"]["weights"]
 
 
-def test_no_gradient_is_averaged_where_a_backward_is_forced_to(found: Found) -> None:
-    for one in found:
-        assert one["forced_sync"]["True"] == one["forced_sync"]["False"]
+def test_a_forced_synchronization_averages_no_gradients(found: Found) -> None:
+    for result in found:
+        assert result["forced_sync"]["True"] == result["forced_sync"]["False"]
     assert found[0]["forced_sync"]["True"] != found[1]["forced_sync"]["True"]
 
 
 def test_two_models_and_a_second_algorithm(found: Found) -> None:
-    for one in found:
-        assert one["switched"]["loaded"] == one["switched"]["saved"]
+    for result in found:
+        assert result["switched"]["loaded"] == result["switched"]["saved"]
     assert {"torchbagua_1.pt", "torchbagua_model1_1.pt"} <= set(found[0]["switched"]["files"])
 
 
 def test_memory_is_freed_and_another_model_saved_and_loaded(found: Found) -> None:
-    for one in found:
-        assert one["freed"]["is freed"]
-        assert one["freed"]["scaler is taken"]
-        assert one["freed"]["loaded"] == one["freed"]["saved"]
+    for result in found:
+        assert result["freed"]["is freed"]
+        assert result["freed"]["scaler is taken"]
+        assert result["freed"]["loaded"] == result["freed"]["saved"]
     assert found[0]["freed"]["saved"] != found[1]["freed"]["saved"]
 
 
@@ -132,8 +132,8 @@ def test_refusals(found: Found, case: str, message: str) -> None:
     rank_programs.assert_refused(found, case, message)
 
 
-def test_no_thread_is_left_where_training_is_interrupted(found: Found) -> None:
-    assert [one["exception"] for one in found] == [[], []]
+def test_no_thread_is_left_when_training_is_interrupted(found: Found) -> None:
+    assert [result["exception"] for result in found] == [[], []]
 
 
 def test_one_process_is_refused() -> None:
@@ -142,7 +142,7 @@ def test_one_process_is_refused() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     raw = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"of several processes, got DistributedType\.NO; start with torchrun"):
+    with pytest.raises(ValueError, match=r"in several processes, got DistributedType\.NO; start with torchrun"):
         attach(accelerator, model, optimizer, "bytegrad")
 
 
@@ -152,15 +152,15 @@ def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(str(ADAPTER))
 
 
-def test_an_earlier_accelerate_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_accelerate_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.2.3")
     with pytest.warns(
-        RuntimeWarning, match=r"tested with accelerate 1\.15\.0 and later, installed is accelerate 1\.2\.3"
+        RuntimeWarning, match=r"tested with accelerate 1\.15\.0 and later; installed is accelerate 1\.2\.3"
     ):
         runpy.run_path(str(ADAPTER))
 
 
-def test_the_private_names_that_are_read_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_private_names_that_the_adapter_reads_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = importlib.import_module("torchbagua.integrations.accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator._models == accelerator._optimizers == accelerator._custom_objects == []

@@ -1,4 +1,4 @@
-"""One rank of what test_transformers.py tests; started by torchrun. Writes what each function has found to a file.
+"""Run the scenarios of test_transformers.py on one rank, and write their results to a file; started by torchrun.
 
 Argument: a folder, for checkpoints, logs and `<rank>.json`.
 """
@@ -35,7 +35,7 @@ ALGORITHMS: dict[str, tb.Algorithm | str] = {
 
 
 class Regression(nn.Module):
-    """A model that computes its loss, as transformers' do."""
+    """A model that computes its loss, as the models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Regression(nn.Module):
 
 
 class OwnTrainer(Trainer):
-    """One that computes the loss and logs in its own way, as TRL's do."""
+    """A Trainer that overrides the loss and the logging, as TRL's trainers do."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return model(**inputs)["loss"]
@@ -61,13 +61,13 @@ TRAINERS = {"Seq2SeqTrainer": (Seq2SeqTrainer, Seq2SeqTrainingArguments), "OwnTr
 
 
 def data(accumulation: int = 1) -> list[dict[str, torch.Tensor]]:
-    """For so many steps of two ranks."""
+    """Return the data of STEPS steps on two ranks."""
     x = torch.randn(2 * BATCH * STEPS * accumulation, 16, generator=torch.Generator().manual_seed(1))
-    return [{"x": one, "labels": one.sum()[None]} for one in x]
+    return [{"x": row, "labels": row.sum()[None]} for row in x]
 
 
 def make(name: str, accumulation: int = 1, kind: str = "", callbacks: Any = None, **options: Any) -> Trainer:
-    """A trainer of this rank."""
+    """Return a trainer for this rank."""
     trainer_class, arguments_class = TRAINERS.get(kind, (Trainer, TrainingArguments))
     arguments = {
         "use_cpu": True,
@@ -96,12 +96,12 @@ def make(name: str, accumulation: int = 1, kind: str = "", callbacks: Any = None
 
 
 def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    """As JSON keeps them bit for bit."""
+    """Return the weights as numbers that JSON stores exactly."""
     return {key: value.double().flatten().tolist() for key, value in model.state_dict().items()}
 
 
 class Spy(TrainerCallback):
-    """Keeps the weights after each step."""
+    """Records the weights after each step."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, list[float]]] = []
@@ -111,7 +111,7 @@ class Spy(TrainerCallback):
 
 
 def runs() -> dict[str, Any]:
-    """Every algorithm, with and without accumulation; and the same in a plain loop."""
+    """Train with every algorithm, with and without accumulation, and in a plain loop."""
     found: dict[str, Any] = {}
     for name, algorithm in ALGORITHMS.items():
         found[name] = {}
@@ -133,8 +133,8 @@ def runs() -> dict[str, Any]:
 
 
 def plain_loop(name: str, algorithm: tb.Algorithm | str) -> dict[str, Any]:
-    """What a Trainer does in the same order, written down."""
-    trainer = make(name)  # for its optimizer, schedule and order of data alone
+    """Train with the same operations as a Trainer, in the same order."""
+    trainer = make(name)  # only for its optimizer, schedule and order of data
     loader, optimizer = trainer.get_train_dataloader(), trainer.create_optimizer()
     scheduler = trainer.create_scheduler(STEPS, optimizer)
     ddp = nn.parallel.DistributedDataParallel(trainer.model)
@@ -150,7 +150,7 @@ def plain_loop(name: str, algorithm: tb.Algorithm | str) -> dict[str, Any]:
 
 
 def resumed() -> dict[str, Any]:
-    """Every algorithm that goes on bit for bit, from a checkpoint in the middle."""
+    """Resume every algorithm from a checkpoint in the middle of the run."""
     found = {}
     for name, algorithm in ALGORITHMS.items():
         options = {"save_strategy": "steps", "save_steps": STOP, "output_dir": str(FOLDER / name)}
@@ -172,7 +172,7 @@ def resumed() -> dict[str, Any]:
 
 
 def logged() -> dict[str, Any]:
-    """Subclasses of Trainer, what they log, TensorBoard's files; a second training; the trainer given back."""
+    """Train subclasses of Trainer twice with TensorBoard, then detached; return logs and patched methods."""
     found: dict[str, Any] = {}
     for kind in TRAINERS:
         trainer = make("bytegrad", kind=kind, report_to=["tensorboard"], output_dir=str(FOLDER / kind))
@@ -192,7 +192,7 @@ def logged() -> dict[str, Any]:
 
 
 def evaluated() -> dict[str, Any]:
-    """Evaluations and the best model, under an algorithm that averages weights."""
+    """Evaluate, and load the best model, with an algorithm that averages weights."""
     seen: list[dict[str, list[float]]] = []
 
     class Evaluating(Trainer):
@@ -213,7 +213,7 @@ def evaluated() -> dict[str, Any]:
 
 
 class Raise(TrainerCallback):
-    """Raises at an event."""
+    """Raises an error at an event."""
 
     def __init__(self, event: str, error: type[BaseException]) -> None:
         def raise_error(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -224,7 +224,7 @@ class Raise(TrainerCallback):
 
 
 def exceptions() -> dict[str, list[str]]:
-    """The threads that are left where training, or evaluation, raises on all ranks."""
+    """Return the threads that remain after training or evaluation has raised on all ranks."""
     found = {}
     cases = ("on_step_end", RuntimeError), ("on_prediction_step", RuntimeError), ("on_step_end", KeyboardInterrupt)
     for event, error in cases:
@@ -234,12 +234,14 @@ def exceptions() -> dict[str, list[str]]:
         try:
             trainer.train()
         except error:
-            found[f"{event} {error.__name__}"] = [one.name for one in threading.enumerate() if one not in before]
+            found[f"{event} {error.__name__}"] = [
+                thread.name for thread in threading.enumerate() if thread not in before
+            ]
     return found
 
 
 def one_raises() -> dict[str, Any]:
-    """What comes of it on each rank where training raises on rank 1 alone; the last, since the group is spent."""
+    """Return the outcome on each rank if only rank 1 raises; runs last, since the group is unusable afterwards."""
     before = set(threading.enumerate())
     trainer = make("bytegrad", callbacks=[Raise("on_step_end", RuntimeError)] if RANK == 1 else [])
     attached = attach(trainer, "bytegrad")
@@ -249,13 +251,13 @@ def one_raises() -> dict[str, Any]:
         return {
             "raised": type(error).__name__,
             "is detached": attached.attachment.is_detached,
-            "threads": [one.name for one in threading.enumerate() if one not in before],
+            "threads": [thread.name for thread in threading.enumerate() if thread not in before],
         }
     return {}
 
 
 def overflow() -> dict[str, Any]:
-    """Rank 1 alone has an Inf in step 2, under a GradScaler, which on CPUs Trainer makes for nobody."""
+    """Only rank 1 has an Inf in step 2, with a GradScaler, which Trainer does not create on CPUs."""
 
     class Overflowing(OwnTrainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -269,24 +271,24 @@ def overflow() -> dict[str, Any]:
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     attach(trainer, "decentralized")
     trainer.train()
-    # Trainer counts steps that are skipped too; Adam counts its own.
+    # Trainer also counts skipped steps; Adam counts the steps that it takes.
     steps = next(iter(trainer.optimizer.state.values()))["step"].item()
     return {"steps": steps, "scale": trainer.accelerator.scaler.get_scale(), "weights": weights_of(trainer.model)}
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """What it raises, or warns of."""
+    """Return the error that `call` raises, or its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
             call()
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-    return "; ".join(str(one.message) for one in caught if "torchbagua" in str(one.message)) or "nothing"
+    return "; ".join(str(warning.message) for warning in caught if "torchbagua" in str(warning.message)) or "nothing"
 
 
 class Call(TrainerCallback):
-    """Calls something when training has begun."""
+    """Calls a function when training begins."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
@@ -296,7 +298,7 @@ class Call(TrainerCallback):
 
 
 def refusals() -> dict[str, str]:
-    """What is refused, and what it says."""
+    """Return the error of each refused call."""
     trainer = make("bytegrad")
     found = {"no trainer": error_of(lambda: attach(trainer.model, "bytegrad"))}
     attached: TrainerAttachment = attach(trainer, "bytegrad")
@@ -307,9 +309,9 @@ def refusals() -> dict[str, str]:
     found["class"] = error_of(lambda: attach(trainer, tb.ByteGradAlgorithm))
     found["option"] = error_of(lambda: attach(trainer, "bytegrad", observer=[]))
     found["no QAdamOptimizer"] = error_of(lambda: attach(trainer, "qadam"))
-    found["another optimizer"] = error_of(lambda: attach(with_sgd(), "qadam"))
+    found["another optimizer"] = error_of(lambda: attach(make_trainer_with_sgd(), "qadam"))
 
-    # In the folder of an earlier run, with an algorithm, which had saved the same steps.
+    # The folder contains the files of an earlier run with an algorithm, which saved the same steps.
     earlier, later = FOLDER / "low_precision_decentralized" / f"checkpoint-{STOP}", FOLDER / "no" / f"checkpoint-{STOP}"
     later.mkdir(parents=True, exist_ok=True)
     shutil.copy(earlier / f"torchbagua_{RANK}.pt", later)
@@ -332,8 +334,8 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def with_sgd() -> Trainer:
-    """A trainer that was given an optimizer."""
+def make_trainer_with_sgd() -> Trainer:
+    """Return a trainer with an optimizer of the user."""
     model = Regression()
     arguments = TrainingArguments(output_dir=str(FOLDER), use_cpu=True, ddp_backend="gloo", report_to=[])
     return Trainer(model, arguments, optimizers=(torch.optim.SGD(model.parameters()), None))
@@ -347,5 +349,5 @@ if __name__ == "__main__":
         print(f"rank {RANK}: {scenario.__name__}", flush=True)
         found[scenario.__name__] = scenario()
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
-    # No barrier: the ranks have made different numbers of calls, and the launcher holds the store.
+    # No barrier: ranks have made different numbers of collective calls, and the launcher hosts the store.
     torch.distributed.destroy_process_group()

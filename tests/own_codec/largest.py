@@ -1,6 +1,6 @@
-"""A codec as somebody else would add it, as torchbagua/native/largest.py: of each block its largest magnitude travels.
+"""A codec as a user would add it in torchbagua/native/largest.py: it sends the largest magnitude of each block.
 
-A payload has 8 bytes, however long its block is: where the element stands, and its value.
+A payload has 8 bytes for a block of any length: the index of the element, and its value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The algorithms, and the registry of their names.
+"""The algorithms and the registry of their names.
 
-May import runtime and what is below it; nothing here imports DDP or FSDP2.
-Begin with base.py, which describes an algorithm; then gradient/bytegrad.py, and runtime/impl.py for what an impl is.
+May import runtime and the packages below it. Nothing here imports DDP or FSDP2.
+Begin with base.py, which defines algorithms; then gradient/bytegrad.py, and runtime/impl.py, which defines impls.
 """
 
 from torchbagua.algorithms.base import Algorithm, available_algorithms, register
@@ -33,8 +33,8 @@ from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds a
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.runner import Runner
 
-# The root exports the same names: this is the one place where they are listed. What is imported `as` itself above is
-# public too, for other people's APIs, which name the classes of impls.
+# The package root exports these names; this is the only place that lists them. Names imported `as` themselves above are
+# public too, for the APIs of other projects (compat), which name the impl classes.
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",

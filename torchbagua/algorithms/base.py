@@ -1,4 +1,4 @@
-"""Algorithm and the registry: how an algorithm is described, and found by its name."""
+"""Algorithm, the base class that describes an algorithm, and the registry that finds algorithms by name."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import native
-from torchbagua._description import describe
+from torchbagua._stable_repr import stable_repr
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.binding import bind, checked_codec
 from torchbagua.codecs.base import Compressor
@@ -26,22 +26,23 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 class Algorithm:
-    """A description of what to communicate and how: frozen, printable, picklable. Subclasses are frozen dataclasses.
+    """Describes what to communicate and how: frozen, printable, picklable. Subclasses are frozen dataclasses.
 
     A subclass implements `make_impl`. The ranks compare its dataclass fields when it is attached or reified.
 
     Attributes:
-        averages_weights: whether it averages weights, by an impl that calls `Runner.average`. If not, it averages
-            gradients.
+        averages_weights: whether this is a weight algorithm, whose impl calls `Runner.average`. If False, it is a
+            gradient algorithm.
     """
 
     averages_weights: ClassVar[bool] = False
 
     @property
     def averages_gradients_within_nodes(self) -> bool:
-        """Whether, where nodes have several ranks, DDP goes on averaging gradients within each. By default not.
+        """Whether DDP keeps averaging gradients within each node that has several ranks. False by default.
 
-        For an algorithm that averages weights, among nodes. Its impl then sets `Runner.open_node_gradients`.
+        Override it in an algorithm that averages weights between nodes. Its impl then sets
+        `Runner.open_node_gradients`.
         """
         return False
 
@@ -50,50 +51,51 @@ class Algorithm:
         """Return the algorithm registered as `name`, constructed with `kwargs`.
 
         Raises:
-            KeyError: nothing is registered under `name`; lists the names.
+            KeyError: no algorithm is registered as `name`. The error lists the registered names.
         """
         return get(name)(**kwargs)
 
     @classmethod
     def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> "Algorithm":
-        """Return the algorithm for `attach(module, optimizers, name)`, where it is given by its name.
+        """Return the algorithm for `attach(module, optimizers, name)`, which specifies the algorithm by name.
 
-        Override it if the constructor needs an optimizer. `arguments` are further ones, which an adapter was given.
+        Override it if the constructor needs an optimizer. `arguments` are further constructor arguments, which an
+        adapter (an integration) received.
         """
         return cls(**arguments)
 
     def prepare(self) -> None:
-        """Do what may fail on this rank alone, before any group is opened. By default: load the native kernels.
+        """Run the steps that may fail on this rank alone, before any group is opened. By default: load native kernels.
 
-        Override it if the algorithm uses no kernels, or has more to do.
+        Override it if the algorithm uses no kernels, or needs further preparation.
         """
         native.load()
 
     def make_codec(self) -> Compressor:
-        """Return the codec of the gradients or weights that it sends: by default that of full precision."""
+        """Return the codec of the gradients or weights that the algorithm sends. By default, full precision."""
         return Identity()
 
     def make_shard_codecs(self) -> MeanCodecs | None:
-        """Return the codecs for the gradients of modules on which fully_shard was called. By default None: takes none.
+        """Return the codecs for the gradients of modules sharded by fully_shard. None (default) if not supported.
 
-        Override it if the algorithm averages gradients with the codec of `make_codec`, and without error feedback. On a
-        sharded module the mean is then formed with these codecs, and `AlgorithmImpl.init_operations` is not called.
+        Override it if the algorithm averages gradients with the codec of `make_codec` and without error feedback. For a
+        sharded module, these codecs then form the mean, and `AlgorithmImpl.init_operations` is not called.
 
         Raises:
-            ValueError: an argument of the algorithm does not suit sharded modules.
+            ValueError: an argument of the algorithm does not support sharded modules.
         """
         return None
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of `parameters` that are sent in full precision because the codec does not encode them.
+        """Return the subset of `parameters` that is sent in full precision because the codec does not encode it.
 
-        Override it if the algorithm compresses some parameters only.
+        Override it if the algorithm compresses only part of the parameters.
         """
         encodes = checked_codec(self).encodes
         return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
 
     def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Warn of those of `parameters` that are `uncompressed`, by an UncompressedParametersWarning that names them.
+        """Issue an UncompressedParametersWarning that names the `uncompressed` subset of `parameters`, if any.
 
         An override may raise ValueError if the algorithm cannot be attached to a module with these parameters.
         """
@@ -110,62 +112,63 @@ class Algorithm:
         )
 
     def arguments(self) -> dict[str, str]:
-        """Return what must be the same on all ranks, by name: the dataclass fields that `repr` shows, as text.
+        """Return the values that must be equal on all ranks, by name: the dataclass fields that `repr` shows, as text.
 
-        A function is given by its qualified name.
+        A function is represented by its qualified name.
 
         Raises:
-            TypeError: a function has no such name, a lambda for instance.
+            TypeError: a function, such as a lambda, has no qualified name.
         """
         if not dataclasses.is_dataclass(self):
             return {}
         shown = [field.name for field in dataclasses.fields(self) if field.repr]
-        return {name: describe(getattr(self, name), f"{type(self).__name__}: {name}") for name in shown}
+        return {name: stable_repr(getattr(self, name), f"{type(self).__name__}: {name}") for name in shown}
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return the arguments that a saved state depends on, by name: numbers, strings or None.
 
-        They are saved with the state, and compared when it is loaded. By default they are all dataclass fields that
-        `repr` shows. Override it to name fewer, if a state can be loaded under other arguments. It is not called for an
-        algorithm without a state.
+        They are saved with the state and compared when it is loaded. By default, these are all dataclass fields that
+        `repr` shows. Override it to return fewer if a state can be loaded with different arguments. It is not called
+        for an algorithm without state.
         """
         if not dataclasses.is_dataclass(self):
             return {}
-        # The base class's: an override may add names that are no fields, as QAdam's does.
+        # Call the base class's method, because an override may add names that are not fields, as QAdam's does.
         return {
             name: value if isinstance(value := getattr(self, name), PLAIN_TYPES) else text
             for name, text in Algorithm.arguments(self).items()
         }
 
     def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
-        """Raise ValueError if this algorithm cannot load a state; the error names the argument and both values.
+        """Raise ValueError if this algorithm cannot load a state. The error names the argument and both values.
 
         Args:
-            saved: what `state_arguments` returned when the state was saved. A name that is missing in one of the two
-                releases is not compared.
-            state: what the impl's `state_dict` returned.
-            process_group: the group of the attachment that loads it.
+            saved: the return value of `state_arguments` when the state was saved. A name that the saving or the loading
+                release lacks is not compared.
+            state: the return value of the impl's `state_dict`.
+            process_group: the group of the attachment that loads the state.
         """
         for name, own in self.state_arguments(process_group).items():
             if name in saved and saved[name] != own:
                 raise ValueError(
-                    f"{type(self).__name__}: the state was saved with {name}={saved[name]!r}, on which it depends, "
-                    f"attached is {name}={own!r}; attach as it was saved, or load the weights before attach, and no "
-                    "state"
+                    f"{type(self).__name__}: the state was saved with {name}={saved[name]!r}, but the attached "
+                    f"algorithm has {name}={own!r}; attach with the saved value, on which the state depends, or load "
+                    "only the weights, before attach"
                 )
 
     def own_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that the algorithm was constructed with. By default there are none."""
+        """Return the optimizers that the algorithm was constructed with. By default, none."""
         return []
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise ValueError if the algorithm cannot be attached with these optimizers. By default it can.
+        """Raise ValueError if the algorithm cannot be attached with these optimizers. By default, never.
 
-        `reify` calls it once with the optimizers that it was given. An override may warn of those that train badly.
+        `reify` calls it once with the optimizers that it received. An override may warn about optimizers that train
+        badly with the algorithm.
         """
 
     def make_impl(self, runner: Runner) -> AlgorithmImpl:
-        """Return the impl, which `runner` runs. Called by `reify`. A subclass must override it."""
+        """Return the impl that `runner` runs. `reify` calls it. A subclass must override it."""
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
 
     def reify(
@@ -176,29 +179,30 @@ class Algorithm:
         observers: Sequence[Observer] = (),
         timeout: timedelta | None = None,
     ) -> Runner:
-        """Bind the algorithm to a process group. Collective: the ranks compare it, and open private groups.
+        """Bind the algorithm to a process group. Collective: the ranks compare the algorithm and open private groups.
 
-        For `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. `attach` does the same itself.
+        For `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. `attach` calls it for you.
 
         Args:
-            process_group: the ranks that train together; a BaguaProcessGroup to say which rank is on which node.
-            optimizer: the optimizer or optimizers that step by what is communicated. An algorithm that keeps state by
-                parameter, error feedback for instance, commits it with each step that they take. Without them, call
-                `Runner.step_taken` after each step. QAdamAlgorithm knows its optimizer.
-            observers: are told of every phase of communication and of each training step.
-            timeout: the longest wait for another rank; by default that of `process_group`.
+            process_group: the ranks that train together. Pass a BaguaProcessGroup to specify which rank is on which
+                node.
+            optimizer: the optimizer or optimizers that step on the communicated gradients or weights. An algorithm that
+                stores state per parameter, such as error feedback, commits it with each of their steps. Without them,
+                call `Runner.step_taken` after each step. QAdamAlgorithm knows its optimizer.
+            observers: are notified of every communication phase and of each training step.
+            timeout: the longest wait for another rank. By default, the timeout of `process_group`.
 
         Returns:
-            The state of the hook, which has the algorithm's own state too. Close it when training ends.
+            The state of the hook, which also contains the algorithm's own state. Close it when training ends.
 
         Raises:
             TypeError: `process_group` is not a process group, `optimizer` is not an optimizer, or `make_impl` returned
-                something else than an impl of this kind.
-            ValueError: ranks disagree in the algorithm, its arguments or the package's version, `optimizer` does not
-                fit, or a backend lacks an operation.
+                something other than an impl of the algorithm's kind.
+            ValueError: ranks disagree on the algorithm, its arguments or the package version, the algorithm does not
+                support `optimizer`, or a backend lacks an operation.
             TimeoutError: a rank did not call it in time.
             CommunicationError: a private group could not be opened.
-            RuntimeError: the native library exists and cannot be loaded.
+            RuntimeError: the native library exists but cannot be loaded.
         """
         where = f"{type(self).__name__}.reify"
         check_observers(where, observers)
@@ -217,18 +221,21 @@ def check_flags(algorithm: Algorithm, *names: str) -> None:
 
 
 def check_codecs(algorithm: Algorithm, *names: str) -> None:
-    """Raise ValueError unless these arguments of `algorithm` are codecs. One that is a name gets its one spelling."""
+    """Raise ValueError unless these arguments of `algorithm` are codecs. Normalize the spelling of codec names."""
     for name in names:
         codec = check_compression(f"{type(algorithm).__name__}: {name}", getattr(algorithm, name))
         object.__setattr__(algorithm, name, codec)
 
 
 def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:
-    """Raise TypeError or ValueError unless this argument of `algorithm` is a number of `kind`, at least `least`."""
+    """Raise TypeError or ValueError unless this argument of `algorithm` is a number of `kind`, at least `least`.
+
+    `kind` is anything that isinstance accepts: int, or float | int.
+    """
     value = getattr(algorithm, name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        what = "an integer" if kind is int else "a number"
-        raise TypeError(f"{type(algorithm).__name__}: {name} must be {what}, got {value!r}")
+        kind_name = "an integer" if kind is int else "a number"
+        raise TypeError(f"{type(algorithm).__name__}: {name} must be {kind_name}, got {value!r}")
     if not value >= least:  # NaN compares false
         raise ValueError(f"{type(algorithm).__name__}: {name} must be at least {least}, got {value!r}")
 
@@ -243,23 +250,23 @@ _REGISTRY: dict[str, _Entry] = {}
 
 
 def register(name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
-    """Make an algorithm known by a name to `Algorithm.init` and `attach`.
+    """Register an algorithm under a name, for `Algorithm.init` and `attach`.
 
     Args:
-        name: a name that is not taken.
+        name: a name that is not registered yet.
         algorithm: the class, or a function that returns an algorithm.
-        description: one line, which `available_algorithms` returns.
+        description: a one-line description, which `available_algorithms` returns.
 
     Raises:
-        TypeError: `name` is not a string, or `algorithm` cannot be called.
-        ValueError: `name` is taken.
+        TypeError: `name` is not a string, or `algorithm` is not callable.
+        ValueError: `name` is already registered.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a string, got {name!r}")
     if not callable(algorithm):
-        raise TypeError(f"register: algorithm must be a class, or a function that makes one, got {algorithm!r}")
+        raise TypeError(f"register: algorithm must be a class or a function that returns one, got {algorithm!r}")
     if name in _REGISTRY:
-        raise ValueError(f"register: an algorithm named {name!r} is registered already")
+        raise ValueError(f"register: an algorithm named {name!r} is already registered")
     _REGISTRY[name] = _Entry(algorithm, description)
 
 
@@ -267,15 +274,15 @@ def get(name: str) -> Callable[..., Algorithm]:
     """Return the constructor registered as `name`.
 
     Raises:
-        KeyError: there is none; lists the names that there are.
+        KeyError: no algorithm is registered as `name`. The error lists the registered names.
     """
     if name not in _REGISTRY:
-        raise KeyError(f"no algorithm is named {name!r}; there are {sorted(_REGISTRY)}")
+        raise KeyError(f"no algorithm is named {name!r}; the registered names are {sorted(_REGISTRY)}")
     return _REGISTRY[name].algorithm
 
 
 def init_for(algorithm: Algorithm | str, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> Algorithm:
-    """Return what is registered by this name, to be attached with `optimizers`; an algorithm is returned as it is.
+    """Return the algorithm registered under this name, to attach with `optimizers`. Return an Algorithm unchanged.
 
     See `Algorithm.for_optimizers`.
     """

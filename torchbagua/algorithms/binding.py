@@ -1,4 +1,4 @@
-"""bind: from the description of an algorithm to its runner, over groups of its own."""
+"""bind: turns the description of an algorithm into a runner that communicates over private groups."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._description import describe
+from torchbagua._stable_repr import stable_repr
 from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run
@@ -25,20 +25,20 @@ def bind(
     observers: Sequence[Observer],
     timeout: timedelta | None,
     *,
-    must_agree: Mapping[str, Any] | None = None,
+    rank_invariants: Mapping[str, Any] | None = None,
     run_settings: Mapping[str, str] | None = None,
     refusal: str | None = None,
 ) -> Runner:
-    """Have ranks compare an algorithm, open private groups, and return what runs it there. Collective.
+    """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective.
 
     Args:
         algorithm: the algorithm.
         process_group, observers, timeout: see `Algorithm.reify`.
-        optimizers: the optimizers that step by what is communicated, if they are known.
-        must_agree: further values that must be the same on all ranks, by the name that an error gives them.
-        run_settings: what traces note of the run beside the algorithm and its group, by name.
-        refusal: an UncompressedParametersWarning that a filter makes an error on this rank. All ranks raise it,
-            before a group is opened.
+        optimizers: the optimizers that step on the communicated gradients or weights, if they are known.
+        rank_invariants: further values that must be equal on all ranks, by the names that errors use.
+        run_settings: settings that traces record in addition to the algorithm and its group, by name.
+        refusal: an UncompressedParametersWarning that a warnings filter turns into an error on this rank. All ranks
+            raise it, before a group is opened.
 
     Raises:
         UncompressedParametersWarning: a rank has a `refusal`.
@@ -50,12 +50,14 @@ def bind(
     algorithm.prepare()
     own: dict[str, Any] = {"the algorithm": type(algorithm).__qualname__}
     own |= {f"{name}'s argument {argument}": value for argument, value in algorithm.arguments().items()}
-    own[f"{name}'s codec"] = describe(checked_codec(algorithm), f"{name}: the codec")
-    own.update(must_agree or {})
+    own[f"{name}'s codec"] = stable_repr(checked_codec(algorithm), f"{name}: the codec")
+    own.update(rank_invariants or {})
     if isinstance(process_group, BaguaProcessGroup):
-        group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
+        group = process_group.duplicate(timeout=timeout, observers=observers, rank_invariants=own, refusal=refusal)
     else:
-        group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
+        group = BaguaProcessGroup(
+            process_group, timeout=timeout, observers=observers, rank_invariants=own, refusal=refusal
+        )
     close = group.close
     try:
         group.open()
@@ -73,7 +75,7 @@ def bind(
 
 
 def checked_codec(algorithm: "Algorithm") -> Compressor:
-    """Return the algorithm's codec. Raises TypeError if `make_codec` returns something else."""
+    """Return the algorithm's codec. Raises TypeError if `make_codec` does not return a Compressor."""
     codec: object = algorithm.make_codec()
     if not isinstance(codec, Compressor):
         raise TypeError(
@@ -88,7 +90,7 @@ def _describe_run(algorithm: "Algorithm", group: BaguaProcessGroup, run_settings
     return Run(
         id=group.id,
         algorithm=name,
-        description=describe(algorithm, name) if dataclasses.is_dataclass(algorithm) else repr(algorithm),
+        description=stable_repr(algorithm, name) if dataclasses.is_dataclass(algorithm) else repr(algorithm),
         rank=group.rank,
         nodes=tuple(group.nodes),
         settings=run_settings,

@@ -1,4 +1,4 @@
-"""What an attachment saves: the algorithm's state, and beside it what has to be the same where that is loaded."""
+"""The saved state of an attachment: the algorithm's state, and the values that must match when it is loaded."""
 
 import json
 from collections.abc import Mapping
@@ -10,70 +10,73 @@ from torchbagua.runtime.rank_state import check_rank_state
 from torchbagua.runtime.runner import Runner
 from torchbagua.version import __version__
 
-# Grows where an earlier release must not read what is saved. What a release adds beside it the earlier ones ignore.
+# Increment it when earlier releases must not read the new format. Earlier releases ignore additional keys.
 FORMAT_VERSION = 1
 
 _OWNER = "Attachment.load_state_dict"
 
 
 def save_state(runner: Runner) -> dict[str, Any]:
-    """Return what `load_state` takes: plain tensors and numbers, and strings.
+    """Return the state that `load_state` loads: plain tensors, numbers and strings.
 
-    "impl" is the state of the runner. "algorithm" is JSON of the format's version, the algorithm's class by name, and
-    the arguments that the state depends on (`Algorithm.state_arguments`).
+    "impl" is the state of the runner. "algorithm" is a JSON string of the format version, the name of the algorithm's
+    class, and the arguments that the state depends on (`Algorithm.state_arguments`).
     """
     described = {
         "version": FORMAT_VERSION,
         "algorithm": type(runner.algorithm).__qualname__,
         "arguments": runner.algorithm.state_arguments(runner.process_group) if _depends_on_arguments(runner) else {},
     }
-    # In one string: torch.distributed.checkpoint loads into the keys that a state has now, and refuses a checkpoint
-    # that lacks one of them: a key that a release adds would make it refuse those of the releases before.
+    # A single string, because torch.distributed.checkpoint loads into the current keys of a state and refuses a
+    # checkpoint that lacks one of them. A key added by a release would make it refuse checkpoints of earlier releases.
     return {"algorithm": json.dumps(described), "impl": runner.state_dict()}
 
 
 def load_state(runner: Runner, state: Mapping[str, Any]) -> None:
-    """Have `runner` take over what `save_state` returned.
+    """Load into `runner` the state that `save_state` returned.
 
     Raises:
-        ValueError: as `check_saved`; or its tensors are not those of this module.
+        ValueError: `check_saved` raises it, or the tensors do not match this module.
     """
     check_saved(runner, state)
     runner.load_state_dict(state["impl"])
 
 
 def check_saved(runner: Runner, state: Mapping[str, Any]) -> None:
-    """Look at what `save_state` returned before it is loaded.
+    """Check the return value of `save_state` before it is loaded.
 
-    Four places check it, in this order: here its form, the format's version and the algorithm's name;
-    `Algorithm.check_state` the arguments that it depends on; `check_rank_state` whose it is; and, when it is loaded,
-    what is kept, `ParameterState.load_state_dict` say, the names and shapes in it.
+    Four functions check it, in this order:
+
+    1. this function: its structure, the format version and the name of the algorithm;
+    2. `Algorithm.check_state`: the arguments that the state depends on;
+    3. `check_rank_state`: which rank saved it;
+    4. during the load, the owner of each part, such as `ParameterState.load_state_dict`: the names and shapes.
 
     Raises:
-        ValueError: it is nothing of the kind, of a later format, of another algorithm, or of other arguments where the
-            state depends on them.
+        ValueError: `state` was not returned by `save_state`, has a later format, or was saved by another algorithm or
+            with other arguments that the state depends on.
     """
     if not isinstance(state, Mapping) or not {"algorithm", "impl"} <= state.keys():
         raise ValueError(
             f"{_OWNER}: state must be what Attachment.state_dict returned, with the keys algorithm and impl, got "
             f"{sorted(state) if isinstance(state, Mapping) else state!r}"
         )
-    described = _read(str(state["algorithm"]))
+    described = _parse(str(state["algorithm"]))
     if described is None:
         raise ValueError(
-            f"{_OWNER}: state must be what Attachment.state_dict returned, got one whose algorithm is not described in "
-            f"JSON: {state['algorithm']!r}"
+            f"{_OWNER}: state must be what Attachment.state_dict returned, with JSON under the key algorithm, got "
+            f"{state['algorithm']!r}"
         )
     if described["version"] > FORMAT_VERSION:
         raise ValueError(
             f"{_OWNER}: state must be of format version {FORMAT_VERSION} or earlier, which torchbagua {__version__} "
-            f"reads, got {described['version']}; load it with the release that has saved it, or a later one"
+            f"reads, got {described['version']}; load it with the release that saved it, or a later release"
         )
     own_name = type(runner.algorithm).__qualname__
     if described["algorithm"] != own_name:
         raise ValueError(
-            f"{_OWNER}: the state is of {described['algorithm']}, attached is {own_name}; attach "
-            f"{described['algorithm']}, or load the weights before attach, and no state"
+            f"{_OWNER}: the state was saved by {described['algorithm']}, but {own_name} is attached; attach "
+            f"{described['algorithm']}, or load only the weights, before attach"
         )
     if _depends_on_arguments(runner):
         runner.algorithm.check_state(described["arguments"], state["impl"], runner.process_group)
@@ -82,16 +85,16 @@ def check_saved(runner: Runner, state: Mapping[str, Any]) -> None:
 
 
 def _depends_on_arguments(runner: Runner) -> bool:
-    """Return whether there is a state, or the algorithm says itself what one depends on.
+    """Return whether the algorithm has a state, or overrides `state_arguments`.
 
-    Without state there is nothing to compare.
+    An algorithm without state has nothing to compare.
     """
     has_state = runner.parameter_state is not None or type(runner.impl).state_dict is not AlgorithmImpl.state_dict
     return has_state or type(runner.algorithm).state_arguments is not Algorithm.state_arguments
 
 
-def _read(text: str) -> dict[str, Any] | None:
-    """Return what `save_state` described; None if it did not write `text`."""
+def _parse(text: str) -> dict[str, Any] | None:
+    """Return the dict that `save_state` wrote as JSON, or None if `save_state` did not write `text`."""
     try:
         described = json.loads(text)
     except json.JSONDecodeError:

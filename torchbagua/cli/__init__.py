@@ -1,4 +1,4 @@
-"""The command `torchbagua`: one module a subcommand, each with `main(arguments) -> exit status`.
+"""The `torchbagua` command: one module per subcommand, each with `main(arguments) -> exit status`.
 
 May import everything; nothing imports it.
 Begin with __main__.py, which imports and runs the subcommand; then trace.py.

@@ -17,7 +17,7 @@ from torchbagua.native.operation_status import OperationStatus, status
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Prints the report; 0 where torchbagua can be used here, 1 where not, which the last line then explains."""
+    """Prints the report; returns 0 if torchbagua is usable here, else 1. The last lines then give the reasons."""
     parser = argparse.ArgumentParser(prog="torchbagua doctor", description=__doc__)
     parser.parse_args(arguments)
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         print(table([("finding", "value"), *_findings()], num_left=2))
         print()
         with warnings.catch_warnings():
-            # The table below says what the warning would, in the column `why`.
+            # The column `why` of the table below repeats the warning.
             warnings.simplefilter("ignore", RuntimeWarning)
             loader.load()
         print(table([("operation", "device", "path", "instructions", "why"), *map(_row, status())], num_left=5))
@@ -70,11 +70,11 @@ def _findings() -> list[tuple[str, str]]:
 
 
 def _found(find: Callable[[], str]) -> str:
-    """What `find` returns, or why it is not to be had."""
+    """Returns the result of `find`, or why it is unavailable."""
     try:
         return find()
-    except Unavailable as why:
-        return str(why)
+    except Unavailable as reason:
+        return str(reason)
 
 
 def _toolkit() -> str:
@@ -87,28 +87,28 @@ def _run_time_compiler() -> str:
 
 
 def _forced() -> str:
-    forced = os.environ.get(loader.VARIABLE) or "not set: the best there is"
+    forced = os.environ.get(loader.VARIABLE) or "not set: the best available"
     has_gpu = loader.CUDA in loader.usable_devices()
-    return f"{forced}, which is for GPUs, and there is none" if forced == "nvrtc" and not has_gpu else forced
+    return f"{forced}, which needs a GPU; none is usable" if forced == "nvrtc" and not has_gpu else forced
 
 
 def _freed_memory() -> str:
-    """Whether the C library may give memory back in each step, which then causes page faults."""
+    """Describes whether the C library may return memory to the system in each step, which causes page faults."""
     if platform.libc_ver()[0] != "glibc":
-        return "the C library is not glibc: not known"
+        return "unknown: the C library is not glibc"
     unset = [name for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_") if name not in os.environ]
     if not unset:
-        return "kept, as far as the thresholds in the environment say"
+        return "kept, according to the thresholds in the environment"
     return f"page faults may take a sixth of a step on CPUs, see docs/guides/costs.md: {' and '.join(unset)} not set"
 
 
 def _origin(kernels: loader.DeviceKernels) -> str:
-    """Where the kernels of a device come from."""
+    """Returns the origin of a device's kernels."""
     path = loader.loaded_path(kernels)
     if path is None:
-        return "none, the reference runs in plain torch"
+        return "none, the reference kernels run in plain torch"
     library = loader.loaded_library(kernels)
-    return f"{path}, {library}" if library else f"{path}, kept in {build.cache_folder()}"
+    return f"{path}, {library}" if library else f"{path}, cached in {build.cache_folder()}"
 
 
 def _has_gloo() -> bool:

@@ -1,4 +1,4 @@
-"""`torchbagua trace`: what PerfettoTrace has written, as one file of all ranks, as a table, or as a picture."""
+"""`torchbagua trace`: merge the files of PerfettoTrace, show them as a table, or draw a timeline."""
 
 import argparse
 import sys
@@ -13,23 +13,23 @@ _VIEWER = "https://ui.perfetto.dev"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs `merge`, `show` or `draw`; 0 where it succeeded, 1 where the files do not serve."""
+    """Runs `merge`, `show` or `draw`; returns 0 if it succeeded, 1 if the files are unusable."""
     parser = argparse.ArgumentParser(prog="torchbagua trace", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    to_merge = commands.add_parser("merge", help="bring all ranks' files together in one, clocks aligned, for Perfetto")
-    to_show = commands.add_parser("show", help="print a table, a row for each rank")
-    to_draw = commands.add_parser("draw", help="draw the timeline of one step of all ranks")
+    to_merge = commands.add_parser("merge", help="merge the files of all ranks into one for Perfetto, clocks aligned")
+    to_show = commands.add_parser("show", help="print a table with one row per rank")
+    to_draw = commands.add_parser("draw", help="draw the timeline of one step, with all ranks")
     for command in (to_merge, to_show, to_draw):
-        command.add_argument("folder", type=Path, metavar="DIR", help="the path of PerfettoTrace")
-    to_merge.add_argument("--output", type=Path, metavar="FILE", help="gzip; default: DIR/merged.json.gz")
+        command.add_argument("folder", type=Path, metavar="DIR", help="the path given to PerfettoTrace")
+    to_merge.add_argument("--output", type=Path, metavar="FILE", help="a gzip file; default: DIR/merged.json.gz")
     to_draw.add_argument("--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf; default: DIR/timeline.png")
-    to_draw.add_argument("--step", type=int, metavar="N", help="default: the one in the middle")
+    to_draw.add_argument("--step", type=int, metavar="N", help="default: the middle step")
     options = parser.parse_args(arguments)
     try:
         return {"merge": _merge, "show": _show, "draw": _draw}[options.command](options)
     except (ValueError, OSError, ImportError) as error:
-        cure = "; pip install 'torchbagua[traces]'" if isinstance(error, ImportError) else ""
-        print(f"torchbagua trace {options.command}: {error}{cure}", file=sys.stderr)
+        fix = "; pip install 'torchbagua[traces]'" if isinstance(error, ImportError) else ""
+        print(f"torchbagua trace {options.command}: {error}{fix}", file=sys.stderr)
         return 1
 
 
@@ -40,7 +40,7 @@ def _merge(options: argparse.Namespace) -> int:
         f"{merged.clock_error_us:.0f} us; open it in {_VIEWER}"
     )
     if merged.num_backwards:
-        print(f"{merged.num_backwards} messages seem to arrive before they leave: a clock has not run evenly")
+        print(f"{merged.num_backwards} messages seem to arrive before they were sent: a clock did not run evenly")
     return 0
 
 
@@ -49,7 +49,7 @@ def _progress(files: Iterable[RankFile]) -> Iterable[RankFile]:
         from tqdm import tqdm
     except ImportError:
         return files
-    return tqdm(files, unit="rank", leave=False, disable=None)  # where it is a terminal
+    return tqdm(files, unit="rank", leave=False, disable=None)  # if stderr is a terminal
 
 
 def _show(options: argparse.Namespace) -> int:

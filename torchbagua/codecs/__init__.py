@@ -1,10 +1,10 @@
 """Codecs: functions from tensors to wire bytes and back. No group, no state, no torch.distributed.
 
-May import native and what is below it.
-Begin with base.py, then minmax_uint8.py, the smallest codec; lookup.py finds a codec by its name.
+May import native and the packages below it.
+Begin with base.py, then minmax_uint8.py, the smallest codec. lookup.py finds a codec by its name.
 
-A registered codec has a name, which stands for it with its default options: "minmax_uint8", "minmax_uint4", "bfloat16",
-"float16", and "sign1bit", "topk" and "blockk", which need error feedback. The name "MinMaxUInt8", Bagua's, is an alias.
+The name of a registered codec denotes the codec with its default options: "minmax_uint8", "minmax_uint4", "bfloat16",
+"float16", and "sign1bit", "topk" and "blockk", which need error feedback. Bagua's name "MinMaxUInt8" is an alias.
 """
 
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, register_compressor, sum_dtype

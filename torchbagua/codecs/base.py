@@ -1,4 +1,4 @@
-"""The interface of a compressor, tensor -> bytes -> tensor, and the registry of names."""
+"""The codec interface, tensor -> bytes -> tensor, and the registry of codec names."""
 
 import itertools
 import math
@@ -15,44 +15,45 @@ DEFAULT_BLOCK = 2048
 
 
 class Compressor(ABC):
-    """Turns a flat tensor into bytes and back: a codec. It keeps no state, sends nothing, and is deterministic.
+    """A codec: encodes a flat tensor into bytes and decodes it. It has no state, sends nothing, and is deterministic.
 
-    A *wire* is a contiguous uint8 tensor, which `layout` lays out. What it decodes to does not depend on how blocks are
-    assigned to chunks, unless a codec has `block=None`. All methods write into memory that they are given. It may hold
-    anything before, so do not read what you have not written.
+    A *wire* is a contiguous uint8 tensor. `layout` describes its format. The decoded values do not depend on how blocks
+    are assigned to chunks, unless a codec has `block=None`. All methods write to memory that the caller passes. That
+    memory is uninitialized: do not read it before you write it.
 
-    A subclass is a frozen dataclass and implements `wire_bytes`, `encode` and `decode`. The other methods follow from
-    these. Override them if there is a faster way, with the same bits. For a codec that works block by block, with a
-    header and a payload for each, subclass `BlockCodec`.
+    A subclass is a frozen dataclass and implements `wire_bytes`, `encode` and `decode`. The defaults of the other
+    methods call these. Override a default with a faster implementation if its result is bitwise identical. To encode
+    block by block, with a header and a payload for each block, subclass `BlockCodec`.
 
     Attributes:
-        needs_feedback: whether it leaves so much out that training fails where that is lost. Algorithms then take it
-            with error feedback alone.
+        needs_feedback: whether the residual is so large that training fails without error feedback. Algorithms then
+            accept the codec only with error feedback.
     """
 
     needs_feedback: ClassVar[bool] = False
 
     @property
     def block_elements(self) -> int:
-        """How many elements a block has. Chunks consist of blocks, and no block crosses a parameter's boundary."""
+        """The number of elements in a block. A chunk consists of blocks. No block crosses a parameter boundary."""
         return DEFAULT_BLOCK
 
     @property
     def wire_is_tensor(self) -> bool:
         """Whether the wire is the bytes of the tensor itself, so that a view of the tensor can be sent.
 
-        `decode_mean` and `decode_mean_encode` may then be given a list of R wires, of which one is such a view.
+        If so, the caller may pass a list of R wires to `decode_mean` and `decode_mean_encode`. One of them may be such
+        a view.
         """
         return False
 
     @property
     def codes_blocks(self) -> bool:
-        """Whether blocks are encoded as a whole, so that a chunk must begin where a block begins."""
+        """Whether blocks are encoded as a whole, so that a chunk must begin at a block boundary."""
         return True
 
     @property
     def codes_blocks_alone(self) -> bool:
-        """Whether a block is coded by itself, so that a chunk may be coded in pieces."""
+        """Whether each block is encoded independently, so that a chunk may be encoded in pieces."""
         return True
 
     def encodes(self, dtype: torch.dtype) -> bool:
@@ -61,18 +62,18 @@ class Compressor(ABC):
 
     @abstractmethod
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
-        """Return how many bytes the wire of one chunk takes, whatever its values.
+        """Return the size of one chunk's wire in bytes, which does not depend on the values.
 
-        It is a multiple of 32, unless the wire is the tensor itself.
+        The size is a multiple of 32, unless the wire is the tensor itself.
         """
 
     def layout(self, spec: TensorSpec, cuts: Sequence[int], *, equal_bytes: bool = False) -> WireLayout:
-        """Lay out the wire of a tensor in chunks, with `wire_bytes` for each.
+        """Lay out the wire of a tensor in chunks of `wire_bytes` bytes each.
 
         Args:
             spec: the description of the tensor.
-            cuts: at which elements chunks begin and end, see `TensorSpec.even_cuts`.
-            equal_bytes: give each chunk as many bytes as the longest one has.
+            cuts: the elements at which chunks begin and end, see `TensorSpec.even_cuts`.
+            equal_bytes: give each chunk as many bytes as the longest chunk.
 
         Raises:
             ValueError: a cut does not lie between two blocks.
@@ -101,7 +102,7 @@ class Compressor(ABC):
         )
 
     def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
-        """Return the rows of `WireLayout.table` for a chunk with these blocks, whose bytes begin at `first_byte`."""
+        """Return the rows of `WireLayout.table` for the blocks of a chunk that begins at `first_byte` of the wire."""
         return torch.zeros(0, 4, dtype=torch.int64)
 
     @abstractmethod
@@ -110,24 +111,24 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        """Decode the bytes `wire_W` into `x_N`, which has any floating-point dtype, and round to it."""
+        """Decode the bytes `wire_W` into `x_N`, and round to its dtype, which is any floating-point dtype."""
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        """Decode R wires of one chunk, add them in rank order, divide by `divisor`, and write the result to `x_N`.
+        """Decode R wires of one chunk, sum them in rank order, divide by `divisor`, and write the result to `x_N`.
 
-        Sums are formed in the dtype of `x_N`: float32, or float64 for float64.
+        The sum is accumulated in the dtype of `x_N`: float32, or float64 for float64.
         """
         self.decode(wires_RW[0], layout, x_N)
-        one_N = torch.empty_like(x_N)
+        decoded_N = torch.empty_like(x_N)
         for wire_W in wires_RW[1:]:
-            self.decode(wire_W, layout, one_N)
-            x_N.add_(one_N)
+            self.decode(wire_W, layout, decoded_N)
+            x_N.add_(decoded_N)
         divide(x_N, divisor, x_N)
 
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Encode the result of `decode_mean` into `wire_W`. It may change `wires_RW`."""
+        """Encode the result of `decode_mean` into `wire_W`. May overwrite `wires_RW`."""
         mean_N = torch.empty(layout.elements[0].stop, dtype=sum_dtype(layout.dtype), device=wire_W.device)
         self.decode_mean(wires_RW, layout, divisor, mean_N)
         self.encode(mean_N, layout, wire_W)
@@ -140,9 +141,9 @@ class Compressor(ABC):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        """Encode `x_N + residual_N`, and write what the wire leaves out of it to `left_out_N`. All are float32.
+        """Encode `x_N + residual_N` into `wire_W`, and write the new residual to `left_out_N`. All are float32.
 
-        It may change `x_N`.
+        May overwrite `x_N`.
         """
         self.encode(x_N.add_(residual_N), layout, wire_W)
         self.decode(wire_W, layout, left_out_N)
@@ -158,41 +159,42 @@ class Compressor(ABC):
         left_out_N: torch.Tensor,
         memory_N: torch.Tensor,
     ) -> None:
-        """Encode the result of `decode_mean`, float32, as `encode_feedback` does. `memory_N` is memory for it."""
+        """Encode the result of `decode_mean`, float32, as `encode_feedback` does. `memory_N` is scratch memory."""
         self.decode_mean(wires_RW, layout, divisor, memory_N)
         self.encode_feedback(memory_N, residual_N, layout, wire_W, left_out_N)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are added: float64 for float64, float32 for all others."""
+    """Return the dtype in which values of `dtype` are summed: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
-    """Write `x_N` divided by `divisor`, in the dtype of sums, to `out_N`, which may be of another."""
-    if math.frexp(divisor)[0] == 0.5:  # a power of two: its reciprocal is exact, and so the product is the quotient
+    """Divide `x_N` by `divisor` in its `sum_dtype`, and write the quotient to `out_N`, which may have another dtype."""
+    if math.frexp(divisor)[0] == 0.5:  # a power of two: its reciprocal is exact, so the product equals the quotient
         torch.mul(x_N, 1 / divisor, out=out_N)
         return
-    # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
+    # The divisor is a tensor on the device: CUDA replaces division by a Python number by multiplication by its
+    # reciprocal.
     torch.div(x_N, torch.full((1,) * x_N.dim(), divisor, dtype=sum_dtype(x_N.dtype), device=x_N.device), out=out_N)
 
 
-# By name. Filled at import: each compressor's file registers its own, and __init__.py imports the files.
+# By name. Filled at import: each codec's file registers its codec, and __init__.py imports the files.
 REGISTRY: dict[str, Callable[..., Compressor]] = {}
-# Bagua's spelling of the one codec that it has.
+# Bagua's name for its only codec.
 ALIASES = {"MinMaxUInt8": "minmax_uint8"}
 
 
 def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
-    """Make a codec known by a name, wherever a compression can be named.
+    """Register a codec under a name, for every argument that accepts the name of a codec.
 
     Args:
-        name: a name that is not taken.
-        make: the class, or a function that returns a compressor.
+        name: a name that is not registered yet.
+        make: the class, or a function that returns a codec.
 
     Raises:
-        ValueError: `name` is taken.
+        ValueError: `name` is already registered.
     """
     if name in REGISTRY or name in ALIASES:
-        raise ValueError(f"register_compressor: a compressor named {name!r} is registered already")
+        raise ValueError(f"register_compressor: a codec named {name!r} is already registered")
     REGISTRY[name] = make

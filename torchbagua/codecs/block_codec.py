@@ -1,4 +1,4 @@
-"""Compressors that code whole blocks, each with a header and a payload; and those with native kernels."""
+"""Codecs that encode whole blocks, each with a header and a payload, and codecs with native kernels."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _LARGEST_BLOCK = 2**30
 
 
 def check_block(owner: str, block: int | None) -> None:
-    """Raise TypeError or ValueError if `block` is not a block size. `owner` is the class that the error names."""
+    """Raise TypeError or ValueError if `block` is not a valid block size. The error names the class `owner`."""
     if block is None:
         return
     if not isinstance(block, int) or isinstance(block, bool):
@@ -26,21 +26,21 @@ def check_block(owner: str, block: int | None) -> None:
 
 
 class BlockBytes(Protocol):
-    """The bytes of a block in the wire of a codec."""
+    """The sizes of a block's header and payload on the wire of a codec."""
 
     @property
     def header_bytes(self) -> int:
-        """What a block's header takes."""
+        """The size of a block's header."""
         ...
 
     def payload_bytes(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return what the payloads of blocks of `lengths` elements take."""
+        """Return the payload sizes of blocks with `lengths` elements."""
         ...
 
     def most_bytes(self, num_elements: int, num_blocks: int) -> int:
-        """Return the most that headers and payloads of so many blocks, with so many elements in all, can take.
+        """Return the largest total size of the headers and payloads of `num_blocks` blocks with `num_elements` in all.
 
-        A chunk is sent in as many bytes, rounded up.
+        The message for a chunk has this size, rounded up.
         """
         ...
 
@@ -49,14 +49,14 @@ class BlockBytes(Protocol):
 class BlockCodec(Compressor):
     """A codec with a header and a payload for each block. In each chunk all headers come first, then all payloads.
 
-    A subclass returns from `block_format` how many bytes they take, and implements `encode` and `decode`. These find
-    headers and payloads by `WireLayout.table`.
+    A subclass returns the sizes of headers and payloads from `block_format`, and implements `encode` and `decode`,
+    which find headers and payloads by `WireLayout.table`.
 
     Args:
-        block: how many elements share a header, a multiple of 8; None gives one header for each chunk.
+        block: the number of elements that share a header, a multiple of 8. None gives one header for each chunk.
 
     Raises:
-        TypeError, ValueError: `block` is not such a number.
+        TypeError, ValueError: `block` is not a valid block size.
     """
 
     block: int | None = DEFAULT_BLOCK
@@ -67,7 +67,7 @@ class BlockCodec(Compressor):
     @property
     @abstractmethod
     def block_format(self) -> BlockBytes:
-        """The bytes of a block in the wire."""
+        """The sizes of a block's header and payload on the wire."""
 
     @property
     def block_elements(self) -> int:
@@ -78,7 +78,7 @@ class BlockCodec(Compressor):
         return self.block is not None
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one chunk: what headers and payloads take at most."""
+        """Return the size of one chunk in bytes: the largest size of its headers and payloads."""
         num_headers = num_blocks if self.block else min(num_blocks, 1)
         return pad_bytes(self.block_format.most_bytes(num_elements, num_headers))
 
@@ -93,19 +93,20 @@ class BlockCodec(Compressor):
         most = self.block_format.most_bytes(num_elements, len(starts))
         if needed > most:
             raise ValueError(
-                f"{type(self).__name__}: block_format.most_bytes must be at least the bytes of all headers and "
-                f"payloads, got {most} where {len(starts)} blocks of {num_elements} elements take {needed}"
+                f"{type(self).__name__}: block_format.most_bytes must be at least the size of all headers and "
+                f"payloads, got {most}, but {len(starts)} blocks with {num_elements} elements in all take {needed} "
+                "bytes; return a larger bound"
             )
         return torch.stack([starts, lengths, headers, payloads], dim=1)
 
 
 @dataclass(frozen=True)
 class NativeBlockCodec(BlockCodec):
-    """A block codec that is computed by native operations. A subclass sets `op_prefix`, how their names begin.
+    """A block codec with native operations. A subclass sets `op_prefix`, the prefix of their names.
 
-    For `op_prefix` "minmax_uint8", a key of CODECS, they are torchbagua::minmax_uint8_encode, minmax_uint8_decode,
-    minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode, minmax_uint8_encode_feedback and, for CPUs,
-    minmax_uint8_decode_mean_encode_feedback.
+    For `op_prefix` "minmax_uint8", a key of CODECS, the operations are torchbagua::minmax_uint8_encode,
+    minmax_uint8_decode, minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode, minmax_uint8_encode_feedback and,
+    for CPUs, minmax_uint8_decode_mean_encode_feedback.
     """
 
     op_prefix: ClassVar[str]
@@ -159,6 +160,6 @@ class NativeBlockCodec(BlockCodec):
         op(wires_RW, layout.table, divisor, residual_N, wire_W, left_out_N)
 
     def native_op(self, name: str) -> Callable[..., None]:
-        """Return the native operation of this codec that is called `name`, "encode" for instance."""
+        """Return the native operation `name` of this codec, for example "encode"."""
         op: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.op_prefix}_{name}")
         return op

@@ -1,8 +1,8 @@
-"""What is communicated, how it is cut into blocks and chunks, and where the chunks lie in the bytes that are sent.
+"""The description of a flat tensor, its partition into blocks and chunks, and the positions of chunks on the wire.
 
-A *segment* is one parameter's elements in a flat tensor. A *block* is a piece of a segment that a codec codes as a
-whole. A *chunk* is several blocks, which one rank owns; a *shard* is a chunk within a node. A codec with `block=None`
-codes a whole chunk as one, and blocks only say where chunks may begin.
+A *segment* is one parameter's elements in a flat tensor. A *block* is a part of a segment that a codec encodes as a
+whole. A *chunk* is a sequence of blocks that one rank owns. A *shard* is a chunk within a node. A codec with
+`block=None` encodes a whole chunk as one, and block boundaries then only determine where chunks may begin.
 
 Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a chunk, W wire bytes, R ranks.
 """
@@ -24,11 +24,11 @@ def pad_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The description of a flat tensor that is communicated, without its values.
+    """The description of a flat tensor to communicate, without its values.
 
     Attributes:
-        segment_lengths: how many elements each parameter has that lies in the tensor, one after the other. No block
-            crosses from one parameter to the next.
+        segment_lengths: the number of elements of each parameter in the tensor, in order. No block crosses a parameter
+            boundary.
         dtype: the dtype of the tensor.
         device: the device of the tensor.
         name: its name in events and errors.
@@ -41,15 +41,15 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """How many elements the tensor has."""
+        """The number of elements in the tensor."""
         return sum(self.segment_lengths)
 
     def block_bounds(self, block_elements: int) -> torch.Tensor:
         """Cut every segment into blocks of `block_elements`. The last block of a segment may be shorter.
 
         Returns:
-            An int64 tensor of B + 1 ascending numbers from 0, for B blocks: block b is the elements from number b to
-                number b + 1.
+            For B blocks, an int64 tensor of B + 1 ascending offsets, the first 0: block b extends from offset b to
+                offset b + 1.
         """
         starts = []
         offset = 0
@@ -59,11 +59,10 @@ class TensorSpec:
         return torch.cat([*starts, torch.tensor([offset], dtype=torch.int64)])
 
     def even_cuts(self, num_chunks: int, block_elements: int) -> tuple[int, ...]:
-        """Assign whole blocks to chunks in their order, with about as many elements in each. A chunk may be empty.
+        """Assign whole blocks, in order, to chunks of about equal numbers of elements. A chunk may be empty.
 
         Returns:
-            C + 1 numbers from 0 to the number of elements, for C chunks: chunk c is the elements from number c to
-                number c + 1.
+            For C chunks, C + 1 offsets from 0 to the number of elements: chunk c extends from offset c to offset c + 1.
         """
         bounds_B = self.block_bounds(block_elements)
         targets = torch.tensor([chunk * self.num_elements // num_chunks for chunk in range(num_chunks)])
@@ -71,7 +70,7 @@ class TensorSpec:
         return (*cuts, self.num_elements)
 
     def cuts_within(self, cuts: Sequence[int], num_pieces: int, block_elements: int) -> tuple[int, ...]:
-        """Cut each chunk into pieces of whole blocks, with about as many elements in each. A piece may be empty.
+        """Cut each chunk into pieces of whole blocks, with about equal numbers of elements. A piece may be empty.
 
         Returns:
             The cuts of the pieces of the first chunk, of the second, and so on.
@@ -84,7 +83,7 @@ class TensorSpec:
         return (*pieces, self.num_elements)
 
     def restricted_to(self, elements: slice, dtype: torch.dtype) -> "TensorSpec":
-        """Return the description of a tensor of `dtype` that consists of some of the elements."""
+        """Return the description of a tensor of `dtype` that consists of the given slice of elements."""
         lengths = []
         start = 0
         for length in self.segment_lengths:
@@ -97,16 +96,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WireLayout:
-    """Where the chunks of a flat tensor lie, in the tensor and in the wire of a codec.
+    """The positions of the chunks of a flat tensor, in the tensor and on the wire of a codec.
 
     Attributes:
         dtype: the dtype of the tensor.
         elements: for each chunk, its slice of the tensor.
         byte_slices: for each chunk, its slice of the wire.
-        table: an int64 tensor with a row for each block: its start and length in the tensor, and the offsets of header
-            and payload in the wire; of a sparse codec also how many elements are kept. Without rows for a codec that
-            has no blocks.
-        chunk_blocks: C + 1 indices of rows in `table`, for C chunks: those of chunk c begin at number c.
+        table: an int64 tensor with a row for each block: its start and length in the tensor, and the offsets of its
+            header and payload on the wire. A sparse codec adds the number of elements that are sent. The table of a
+            codec without blocks has no rows.
+        chunk_blocks: for C chunks, C + 1 row indices of `table`: the rows of chunk c begin at entry c.
     """
 
     dtype: torch.dtype
@@ -117,11 +116,11 @@ class WireLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """How many bytes the whole wire has."""
-        return max((one.stop for one in self.byte_slices), default=0)
+        """The size of the whole wire in bytes."""
+        return max((byte_slice.stop for byte_slice in self.byte_slices), default=0)
 
     def chunk(self, index: int) -> "WireLayout":
-        """Return the layout of one chunk, as a tensor and a wire of its own."""
+        """Return the layout of one chunk, as a separate tensor and wire."""
         elements, own_bytes = self.elements[index], self.byte_slices[index]
         first, last = self.chunk_blocks[index], self.chunk_blocks[index + 1]
         shift = self.table.new_zeros(self.table.shape[1])
@@ -135,7 +134,7 @@ class WireLayout:
         )
 
     def beginning(self, num_elements: int) -> "WireLayout":
-        """Return the layout of the first blocks, with about `num_elements` elements. Only for a layout of one chunk."""
+        """Return the layout of the first blocks, about `num_elements` elements. For layouts of a single chunk only."""
         first = min(num_elements, self.elements[0].stop)
         num_blocks = 0
         if len(self.table):
@@ -145,10 +144,10 @@ class WireLayout:
 
 
 def blocks_of_chunks(bounds_B: torch.Tensor, cuts: Sequence[int], name: str, *, are_whole: bool) -> list[int]:
-    """Return the C + 1 indices of blocks at which the chunks of the tensor `name` begin and end.
+    """Return the C + 1 block indices at which the C chunks of the tensor `name` begin and end.
 
     Raises:
-        ValueError: `cuts` do not ascend from 0 to the tensor's length, or one lies within a block and blocks must be
+        ValueError: `cuts` do not ascend from 0 to the tensor's length, or a cut lies within a block and blocks must be
             whole.
     """
     wanted = torch.tensor(list(cuts), dtype=torch.int64)
@@ -158,6 +157,6 @@ def blocks_of_chunks(bounds_B: torch.Tensor, cuts: Sequence[int], name: str, *, 
     chunk_blocks = torch.searchsorted(bounds_B, wanted)
     within = wanted[bounds_B[chunk_blocks] != wanted].tolist()
     if within and are_whole:
-        raise ValueError(f"the cuts of {name} must lie between its blocks, got {within[0]}, which is within one")
+        raise ValueError(f"the cuts of {name} must lie between its blocks, got {within[0]}, which is within a block")
     indices: list[int] = chunk_blocks.tolist()
     return indices

@@ -1,4 +1,4 @@
-"""Compressors that only change the number format: Identity and Cast."""
+"""Codecs that only change the number format: Identity and Cast."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torchbagua.codecs.blocks import WireLayout, pad_bytes
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Elements, by each thread: 256 KiB of sums.
-_SUMMED_AT_ONCE = 1 << 16
+# Elements per thread: 256 KiB of sums.
+_ELEMENTS_PER_THREAD = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Identity(Compressor):
         return False
 
     def encodes(self, dtype: torch.dtype) -> bool:
-        """Return whether `dtype` is floating-point, and real: complex numbers are pairs of these."""
+        """Return whether `dtype` is floating-point and real. Complex numbers are encoded as pairs of real numbers."""
         return dtype.is_floating_point
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         return num_elements * dtype.itemsize
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        if wire_W.data_ptr() != x_N.data_ptr():  # else they are the same memory
+        if wire_W.data_ptr() != x_N.data_ptr():  # otherwise the two share memory
             typed(wire_W, layout.dtype).copy_(x_N)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
@@ -57,14 +57,14 @@ class Identity(Compressor):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        """Encode `x_N + residual_N`, of which the wire leaves nothing out."""
+        """Encode `x_N + residual_N` exactly, and write a residual of zero."""
         self.encode(x_N.add_(residual_N), layout, wire_W)
         left_out_N.zero_()
 
 
 @dataclass(frozen=True)
 class Cast(Compressor):
-    """16 bits an element, rounded to nearest: bfloat16, or float16, which overflows beyond 65504.
+    """Sends 16 bits per element, rounded to nearest: bfloat16, or float16, which overflows beyond 65504.
 
     Args:
         dtype: "bfloat16" or "float16".
@@ -106,33 +106,33 @@ class Cast(Compressor):
 
 
 def typed(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as the elements of `dtype` that they are."""
-    # Of empty wires, [R, 0], each begins one byte behind the other, where `view` finds no place for an element.
+    """Return a view of bytes as elements of `dtype`."""
+    # Empty wires, [R, 0], have a stride of one byte, which `view` rejects for larger elements.
     return wire.view(dtype) if wire.numel() else wire.new_empty(wire.shape, dtype=dtype)
 
 
 def mean_of_rows(rows: Sequence[torch.Tensor], divisor: float, out_L: torch.Tensor) -> None:
-    """Write the sum of rows in their `sum_dtype`, added in the order of the rows, divided by `divisor`, to `out_L`.
+    """Sum the rows in order, in their `sum_dtype`, divide by `divisor`, and write the result to `out_L`.
 
     `out_L` may be one of the rows.
     """
     dtype = sum_dtype(rows[0].dtype)
     if len(rows) == 2 and rows[0].dtype == out_L.dtype == dtype:
         torch.add(rows[0], rows[1], out=out_L)
-        if divisor != 1:  # as that of sums within nodes is
+        if divisor != 1:  # sums within nodes have a divisor of 1
             divide(out_L, divisor, out_L)
         return
-    # Part by part, so that sums stay in the cache, and take no memory for all of them.
-    length = len(out_L) if out_L.is_cuda else min(len(out_L), _SUMMED_AT_ONCE * torch.get_num_threads())
+    # Sum part by part: the sums stay in the cache, and need no memory of the full length.
+    length = len(out_L) if out_L.is_cuda else min(len(out_L), _ELEMENTS_PER_THREAD * torch.get_num_threads())
     sums = out_L.new_empty(length, dtype=dtype)
-    for out_P, first_P, *others in zip(*(one.split(max(length, 1)) for one in (out_L, *rows)), strict=True):
+    for out_P, first_P, *rest in zip(*(tensor.split(max(length, 1)) for tensor in (out_L, *rows)), strict=True):
         sum_P = sums[: len(out_P)]
-        if others and first_P.dtype == dtype:
-            torch.add(first_P, others.pop(0), out=sum_P)
+        if rest and first_P.dtype == dtype:
+            torch.add(first_P, rest.pop(0), out=sum_P)
         else:
             sum_P.copy_(first_P)
-        for other_P in others:
-            sum_P.add_(other_P)
+        for row_P in rest:
+            sum_P.add_(row_P)
         divide(sum_P, divisor, out_P)
 
 

@@ -1,4 +1,4 @@
-"""Codecs by their names: every argument that names a codec is checked and looked up here."""
+"""Lookup of codecs by name: checks and resolves every argument that names a codec."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torchbagua.codecs.cast import Identity
 
 
 def check_compression(argument: str, compression: Any) -> str | Compressor | None:
-    """Return a codec as algorithms keep it: None, a Compressor, or its registered name.
+    """Return a codec in the form that algorithms store: None, a Compressor, or its registered name.
 
     Args:
-        argument: how an error names the argument.
+        argument: the name of the argument, for errors.
         compression: the codec, or its name.
 
     Raises:
-        ValueError: it is none of these; lists the names.
+        ValueError: `compression` is not a codec. The message lists the registered names.
     """
     if compression is None or isinstance(compression, Compressor):
         return compression
@@ -25,22 +25,22 @@ def check_compression(argument: str, compression: Any) -> str | Compressor | Non
 
 
 def needs_feedback(compression: str | Compressor | None) -> bool:
-    """Return `Compressor.needs_feedback` of what `check_compression` takes."""
-    # Of the class: making a codec loads the kernels, which is not for a description of an algorithm to do.
+    """Return `Compressor.needs_feedback` of a codec, given as for `check_compression`."""
+    # Read from the class: creating a codec loads the kernels, which the description of an algorithm must not do.
     compression = check_compression("compression", compression)
     codec = REGISTRY[compression] if isinstance(compression, str) else compression
     return getattr(codec, "needs_feedback", False)
 
 
 def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
-    """Return the codec that is registered by a name.
+    """Return the codec that is registered under a name.
 
     Args:
-        compression: a name; None for full precision; or a codec, which is returned as it is.
+        compression: a name; None for full precision; or a codec, which is returned unchanged.
         options: arguments for the constructor.
 
     Raises:
-        ValueError: no codec has that name; lists the names.
+        ValueError: no codec has that name. The message lists the registered names.
     """
     compression = check_compression("compression", compression)
     if isinstance(compression, str):

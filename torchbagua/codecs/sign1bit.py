@@ -9,18 +9,18 @@ from torchbagua.codecs.block_codec import NativeBlockCodec
 
 @dataclass(frozen=True)
 class Sign1Bit(NativeBlockCodec):
-    """The signs of float32, bfloat16 or float16, and one scale for each block: for 1-bit Adam (arXiv 2102.02888).
+    """Sends the signs of float32, bfloat16 or float16, and one scale per block: for 1-bit Adam (arXiv 2102.02888).
 
-    A decoded value is the mean magnitude of its block with its own sign; -0 counts as negative. Since this is biased,
-    use it with error feedback. A block decodes to NaN if it holds a NaN or an Inf, if its mean magnitude is 2^126 or
-    more, or if its magnitudes add up to Inf.
+    A decoded value has the sign of the element and the mean magnitude of its block; -0 counts as negative. The codec is
+    biased, so use error feedback. A block decodes to NaN if it contains a NaN or an Inf, if its mean magnitude is 2^126
+    or more, or if the sum of its magnitudes is Inf.
 
     Args:
-        block: how many elements share a scale, a multiple of 8. None gives one scale per chunk; results then depend on
-            the number of ranks and on how DDP forms its buckets.
+        block: the number of elements that share a scale, a multiple of 8. None gives one scale per chunk; results then
+            depend on the number of ranks and on how DDP forms its buckets.
 
     Raises:
-        TypeError, ValueError: `block` is not such a number.
+        TypeError, ValueError: `block` is not a valid block size.
     """
 
     op_prefix: ClassVar[str] = "sign1bit"

@@ -1,4 +1,4 @@
-"""What sparse codecs share: their options, and how many bytes blocks take of which some elements are kept."""
+"""The common part of the sparse codecs: their options, and the sizes of blocks that send only some elements."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torchbagua.native.sparse import LONGEST_BLOCK, SparseFormat
 
 
 def check_ratio(owner: str, ratio: float) -> None:
-    """Raise TypeError or ValueError unless `ratio` is a number in (0, 1]. `owner` is the class that the error names."""
+    """Raise TypeError or ValueError unless `ratio` is a number in (0, 1]. The error names the class `owner`."""
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
         raise TypeError(f"{owner}: ratio must be a number, got {ratio!r}")
     if not 0 < ratio <= 1:
@@ -22,7 +22,7 @@ def check_ratio(owner: str, ratio: float) -> None:
 
 
 def check_sparse_block(owner: str, block: int) -> None:
-    """Raise TypeError or ValueError unless `block` is a block size of a sparse codec."""
+    """Raise TypeError or ValueError unless `block` is a valid block size of a sparse codec."""
     if not isinstance(block, int) or isinstance(block, bool):
         raise TypeError(f"{owner}: block must be an int, got {block!r}")
     if not 8 <= block <= LONGEST_BLOCK or block % 8:
@@ -30,13 +30,13 @@ def check_sparse_block(owner: str, block: int) -> None:
 
 
 class SparseBytes(NamedTuple):
-    """The bytes of blocks of which some elements are kept.
+    """The sizes of blocks that send only some elements.
 
     Attributes:
-        format: the codec's.
-        block: the elements of a block that is not shorter.
-        kept: how many of these are kept.
-        header_bytes: what a block's header takes.
+        format: the format of the codec.
+        block: the number of elements in a full block.
+        kept: the number of elements of a full block that are sent.
+        header_bytes: the size of a block's header.
     """
 
     format: SparseFormat
@@ -45,17 +45,20 @@ class SparseBytes(NamedTuple):
     header_bytes: int = SparseFormat.header_bytes
 
     def num_kept(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return how many elements of blocks of `lengths` are kept: the same share of each, rounded up."""
+        """Return the number of sent elements for blocks of `lengths`: the same fraction of each, rounded up."""
         return -(-lengths * self.kept // self.block)
 
     def payload_bytes(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return what the payloads of blocks of `lengths` elements take."""
-        nothing = torch.zeros_like(lengths)
-        table = torch.stack([nothing, lengths, nothing, nothing, self.num_kept(lengths)], dim=1)
+        """Return the payload sizes of blocks with `lengths` elements."""
+        zeros = torch.zeros_like(lengths)
+        table = torch.stack([zeros, lengths, zeros, zeros, self.num_kept(lengths)], dim=1)
         return self.format.payload_sizes(table)
 
     def most_bytes(self, num_elements: int, num_blocks: int) -> int:
-        """Return the most that headers and payloads of so many blocks, with so many elements in all, can take."""
+        """Return the largest total size of the headers and payloads of `num_blocks` blocks with `num_elements` in all.
+
+        See `BlockBytes.most_bytes`.
+        """
         most_kept = (num_elements * self.kept + num_blocks * (self.block - 1)) // self.block
         most_kept = min(most_kept, num_elements, num_blocks * self.kept)
         most_index_bytes = self.format.most_index_bytes(self.block, self.kept, num_blocks, most_kept)
@@ -64,18 +67,18 @@ class SparseBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseCodec(NativeBlockCodec):
-    """A codec of which some elements of each block travel, in 8 bits, and the others decode to zero.
+    """A codec that sends some elements of each block, in 8 bits, and decodes the others to zero.
 
-    A subclass says which, by `format`, the codec in plain torch. Since nearly everything is left out, it is used with
-    error feedback.
+    A subclass selects the elements by its `format`, the codec in plain torch. Nearly the whole tensor goes into the
+    residual, so the codec needs error feedback.
 
     Args:
-        block: how many elements a block has, a multiple of 8 from 8 to 4096.
-        ratio: the share of a block that is kept, above 0 and at most 1. `ceil(ratio * block)` elements of a whole block
-            are kept, and the same share of a shorter one, rounded up.
+        block: the number of elements in a block, a multiple of 8 from 8 to 4096.
+        ratio: the fraction of a block that is sent, above 0 and at most 1. `ceil(ratio * block)` elements of a full
+            block are sent, and the same fraction of a shorter block, rounded up.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number.
+        TypeError, ValueError: an argument is out of its range.
     """
 
     format: ClassVar[SparseFormat]
@@ -92,7 +95,7 @@ class SparseCodec(NativeBlockCodec):
 
     @cached_property
     def block_format(self) -> SparseBytes:
-        # The ratio as it is written: 0.07 of 100 are 7, and not the 8 that binary fractions make of it.
+        # The decimal value of the ratio: 0.07 * 100 is 7 elements, not the 8 that the binary fraction rounds up to.
         return SparseBytes(self.format, self.block, math.ceil(Fraction(repr(float(self.ratio))) * self.block))
 
     def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""TopK: the largest elements of each block, in eight bits and an index each."""
+"""TopK: the elements of each block with the largest magnitudes, 8 bits and an index each."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,23 @@ from torchbagua.native.topk import TopKFormat
 
 @dataclass(frozen=True)
 class TopK(SparseCodec):
-    """The elements of each block with the largest magnitudes: an index and 8 bits for each, and a scale for the block.
+    """Sends the elements of each block with the largest magnitudes: an index and 8 bits each, and a scale per block.
 
-    All other elements decode to zero. Of a block of 2048, 21 elements are kept at `ratio=0.01`, in 54 bytes: 0.21 bits
-    an element. Since this leaves nearly everything out, use it with error feedback.
+    All other elements decode to zero. With `ratio=0.01`, a block of 2048 elements sends 21 elements in 54 bytes: 0.21
+    bits per element. Nearly the whole block goes into the residual, so use error feedback.
 
-    Of equal magnitudes those that come first are kept. A kept value is off by at most half a step, which is the largest
-    magnitude of the block divided by 254. A block that holds a NaN, an Inf or a magnitude of 2^126 or more decodes to
-    NaN. So does one whose indices do not ascend within it, which no encoder writes.
+    Among equal magnitudes, the first elements are sent. The error of a sent value is at most half a step, which is the
+    largest magnitude of the block divided by 254. A block that contains a NaN, an Inf or a magnitude of 2^126 or more
+    decodes to NaN. A block with indices that do not ascend or are out of range also decodes to NaN; no encoder writes
+    such a block.
 
     Args:
-        block: how many elements a block has, a multiple of 8 from 8 to 4096.
-        ratio: the share of a block that is kept, above 0 and at most 1. `ceil(ratio * block)` elements of a whole block
-            are kept, and the same share of a shorter one, rounded up.
+        block: the number of elements in a block, a multiple of 8 from 8 to 4096.
+        ratio: the fraction of a block that is sent, above 0 and at most 1. `ceil(ratio * block)` elements of a full
+            block are sent, and the same fraction of a shorter block, rounded up.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number.
+        TypeError, ValueError: an argument is out of its range.
     """
 
     op_prefix = "topk"

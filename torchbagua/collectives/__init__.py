@@ -1,6 +1,6 @@
 """Means, exchanges and agreements among the ranks of a group, compressed or in full precision.
 
-May import transport, codecs and what is below them. Only it and transport call torch.distributed's collectives.
+May import transport, codecs and the packages below them. Only these two packages call collectives of torch.distributed.
 Begin with process_group.py, then centralized_mean.py and two_phase_mean.py.
 """
 

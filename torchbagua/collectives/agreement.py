@@ -1,4 +1,4 @@
-"""What ranks agree on over a group that is open: small numbers, and how far they have come."""
+"""Agreement between ranks over an open group: small numbers, and the progress of each rank."""
 
 import ctypes
 import hashlib
@@ -13,15 +13,15 @@ from torchbagua.transport.errors import CommunicationError
 
 
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:
-    """Return the largest of every value over the ranks, the same on all of them, in log2(n) exchanges.
+    """Return the maximum of each value over the ranks, the same on all ranks, in log2(n) exchanges.
 
     Args:
-        communicator: whose ranks agree.
-        values: as many on every rank.
-        purpose: what for, in events and errors.
+        communicator: the ranks that agree.
+        values: the values of this rank; every rank passes the same number of values.
+        purpose: the purpose of the agreement, in events and errors.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     largest = torch.tensor(values, dtype=torch.int64)
     distance = 1
@@ -36,12 +36,12 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
 
 
 def fingerprint(value: object) -> int:
-    """Return a number that stands for `value`, told by its repr, in what `require_same_progress` compares."""
+    """Return a number that identifies `value` by its repr, for `require_same_progress` to compare."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")
 
 
 def fingerprint_of_values(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a number that tells the values of these tensors from others, in what `require_same_progress` compares."""
+    """Return a number that identifies the values of these tensors, for `require_same_progress` to compare."""
     found = hashlib.sha256()
     for tensor in tensors:
         on_host = tensor.detach().cpu().contiguous()
@@ -49,29 +49,29 @@ def fingerprint_of_values(tensors: Iterable[torch.Tensor]) -> int:
     return int.from_bytes(found.digest()[:5], "big")
 
 
-class _Holder(NamedTuple):
-    """A number, and the rank that has it; the largest of several is that of the largest number."""
+class _RankedNumber(NamedTuple):
+    """A number and the rank that has it. The maximum of several packed pairs is the pair with the largest number."""
 
     number: int
     rank: int
 
-    def packed(self, size: int) -> int:
-        """Return both as one number, of which the order is that of these."""
+    def pack(self, size: int) -> int:
+        """Return both as one number, which sorts in the order of the pairs."""
         return self.number * size + self.rank
 
     @classmethod
-    def unpacked(cls, packed: int, size: int) -> "_Holder":
-        """Return what `packed` holds."""
+    def unpack(cls, packed: int, size: int) -> "_RankedNumber":
+        """Return the pair that `pack` has packed."""
         return cls(*divmod(packed, size))
 
 
 class Difference(NamedTuple):
-    """Two ranks that hold different numbers, the lower rank first.
+    """Two ranks with different numbers, the lower rank first.
 
     Attributes:
-        name: what the number is.
-        ranks: the two.
-        numbers: of each.
+        name: the name of the number.
+        ranks: the two ranks.
+        numbers: the number of each rank.
     """
 
     name: str
@@ -87,20 +87,20 @@ def find_difference(
     Both results are the same on all ranks.
 
     Args:
-        communicator: whose ranks compare.
-        numbers: below 2^40, by name, as many on every rank.
-        purpose: what is about to be done, in errors.
+        communicator: the ranks that compare their numbers.
+        numbers: numbers below 2^40, by name; every rank passes the same number of them.
+        purpose: the operation that follows, in errors.
         value: any number.
 
     Raises:
-        CommunicationError: a peer is gone.
+        CommunicationError: a peer disconnected.
     """
     size, rank = communicator.size, communicator.rank
-    highest = [_Holder(number, rank).packed(size) for number in numbers.values()]
-    # The largest of the negated numbers is the smallest.
-    lowest = [_Holder(-number, rank).packed(size) for number in numbers.values()]
+    highest = [_RankedNumber(number, rank).pack(size) for number in numbers.values()]
+    # The maximum of the negated numbers is the minimum of the numbers.
+    lowest = [_RankedNumber(-number, rank).pack(size) for number in numbers.values()]
     largest_value, *found = all_reduce_max(communicator, [value, *highest, *lowest], purpose)
-    holders = [_Holder.unpacked(packed, size) for packed in found]
+    holders = [_RankedNumber.unpack(packed, size) for packed in found]
     for name, high, low in zip(numbers, holders[: len(numbers)], holders[len(numbers) :], strict=True):
         if high.number != -low.number:
             ends = {communicator.ranks[high.rank]: high.number, communicator.ranks[low.rank]: -low.number}
@@ -116,20 +116,21 @@ def require_same_progress(
     value: int = 0,
     check_value: Callable[[int], object] = lambda value: None,
 ) -> int:
-    """Return the largest `value` of all ranks, or raise the same error on all unless they have come equally far.
+    """Return the largest `value` of all ranks; raise the same error on all ranks if their progress differs.
 
-    A transport may end the process if the two sides of a message differ in length, so ranks that may have come to
-    different places compare this before.
+    A transport may end the process if the two sides of a message differ in length. Ranks whose progress may differ
+    therefore compare it before they send such a message.
 
     Args:
-        communicator: whose ranks compare.
-        progress: numbers below 2^40 by what the error calls them, as many on every rank.
-        purpose: what is about to be done.
+        communicator: the ranks that compare their progress.
+        progress: numbers below 2^40, by their names in the error; every rank passes the same number of them.
+        purpose: the operation that follows, in errors.
         value: any number.
-        check_value: called with the largest value, before ranks compare their progress. It may raise.
+        check_value: called with the largest value before the ranks compare their progress. It may raise.
 
     Raises:
-        CommunicationError: two ranks differ; names both, what it is and both numbers. Or a peer is gone.
+        CommunicationError: the progress of two ranks differs; names both ranks, the quantity and both numbers. Or a
+            peer disconnected.
     """
     largest_value, difference = find_difference(communicator, progress, purpose, value)
     check_value(largest_value)
@@ -137,9 +138,8 @@ def require_same_progress(
         name, (first, second), (first_number, second_number) = difference
         raise CommunicationError(
             f"torchbagua: ranks are out of step in {purpose}: rank {first} has {first_number} {name}, rank "
-            f"{second} has {second_number}. All ranks must do the same, in the same order: backward passes, "
-            "optimizer steps, states loaded, layers set free, abort and resume. A rank that has run out of data, "
-            "or left early, does not; nor does one that a GradScaler has made skip a step, unless it is given to "
-            "attach(..., grad_scaler=scaler)."
+            f"{second} has {second_number}. Every rank must run the same backward passes, optimizer steps, state "
+            "loads, layer unfreezes, aborts and resumes, in the same order. Check whether a rank ran out of data or "
+            "left early; if a GradScaler can skip a step on one rank, pass it to attach(..., grad_scaler=scaler)."
         )
     return largest_value

@@ -1,4 +1,4 @@
-"""All-gather: every rank gets all chunks of a flat tensor, of which each rank has one.
+"""All-gather: each rank contributes one chunk of a flat tensor, and every rank gets all chunks.
 
 Shape suffixes: N elements, W wire bytes, L elements of a chunk.
 """
@@ -13,20 +13,20 @@ from torchbagua.collectives.value_form import CodecOf
 
 
 class AllGather:
-    """One all-gather: each rank sends its local chunk, encoded, to all others, and all ranks decode all chunks.
+    """One all-gather: each rank encodes its local chunk and sends it to all others, and all ranks decode all chunks.
 
-    So all ranks end with the same bits. `send` and `receive` work on one piece, so that one is computed while another
-    is under way: send all, then receive all.
+    A rank decodes its local chunk too, so the results are bitwise equal on all ranks. `send` and `receive` work on one
+    piece, so that a rank can compute one piece while another is in flight: send all pieces, then receive all.
 
-    Scratch memory, one wire, is the communicator's. It is that which a reduce-scatter with the same chunks sends from.
-    An all-gather may be made before that is done, since a rank sends its mean only when it has received that piece from
-    everybody.
+    The scratch memory, one wire buffer, belongs to the communicator. A reduce-scatter of the same chunks sends from the
+    same buffer. You may construct the all-gather before that reduce-scatter completes, because a rank sends its mean
+    only after it has received that piece from every rank.
 
     Args:
-        chunks: the tensor's chunks, and how they lie on the wire.
-        out_N: for all chunks.
-        pipeline: of the exchanges that are under way with these.
-        codec_of: the codecs that decode chunks, if these are not their compressor; see `ValueForm`.
+        chunks: the tensor's chunks, and their layout on the wire.
+        out_N: the output, for all chunks.
+        pipeline: the pipeline of the exchanges that are in flight together with these.
+        codec_of: the codecs that decode chunks, if these are not `chunks.compressor`; see `ValueForm`.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class AllGather:
                 )
 
     def own_wire(self, piece: Piece) -> torch.Tensor:
-        """Return memory for the wire of the local part of a piece, to be written before `send`."""
+        """Return the buffer for the encoded local part of a piece. Write it before `send`."""
         return self._wires[piece.index][self._chunks.rank]
 
     def send(self, piece: Piece, x_L: torch.Tensor | None = None) -> None:
         """Start to send the local part of a piece.
 
         Args:
-            piece: of all chunks.
-            x_L: the local part, which is encoded; None if `own_wire` holds it already.
+            piece: a piece of all chunks.
+            x_L: the local part, to encode; None if the caller has already written `own_wire`.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks, own_wire = self._chunks, self.own_wire(piece)
         if x_L is not None:
@@ -69,13 +69,13 @@ class AllGather:
             self._exchanges[piece.index].send(itertools.repeat(own_wire))
 
     def receive(self, piece: Piece) -> None:
-        """Decode a piece of all chunks, each when it has arrived.
+        """Decode a piece of all chunks, each part when it has arrived.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks = self._chunks
-        if chunks.compressor.wire_is_tensor:  # what has arrived is where it belongs
+        if chunks.compressor.wire_is_tensor:  # messages arrive directly in `out_N`
             if not chunks.are_sent_at_once:
                 self._exchanges[piece.index].wait()
             return
@@ -98,10 +98,10 @@ class AllGather:
 
 
 def all_gather(chunks: RankChunks, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
-    """Write to `out_N` the chunks of all ranks, of which own one is `x_L`; it may be its place in `out_N`.
+    """Write the chunks of all ranks to `out_N`. `x_L` is the local chunk, and may be a view of its slice of `out_N`.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     pipeline = Pipeline(chunks.communicator, chunks.device)
     gather = AllGather(chunks, out_N, pipeline)

@@ -1,4 +1,4 @@
-"""The mean in full precision by the backend's own all-reduce, which knows the machine better than we do."""
+"""The mean in full precision by the backend's own all-reduce, which is tuned to the machine."""
 
 import torch
 
@@ -9,14 +9,15 @@ from torchbagua.transport.communicator import Communicator
 
 
 class AllReduceMean:
-    """Mean (or sum) of a flat tensor, reduced in the backend's own order: the same bits on all ranks.
+    """Mean (or sum) of a flat tensor, reduced in the backend's order: bitwise equal on all ranks.
 
     Args:
-        communicator: over all ranks.
+        communicator: a communicator over all ranks.
         spec: the tensor.
         divisor: the number of ranks; 1 for the sum.
-        divides_first: divide each value and then add, as torch's `allreduce_hook` does and by the same call, for its
-            bits. float16 is always divided first, since a sum of many ranks may leave its range.
+        divides_first: divide each value before the sum, as torch's `allreduce_hook` does and by the same call, so that
+            the result is bitwise equal to torch's. float16 is always divided first, since the sum over many ranks may
+            overflow.
     """
 
     def __init__(
@@ -26,14 +27,16 @@ class AllReduceMean:
         self._name = spec.name
         self._is_mean = divisor != 1
         self._divides_first = divides_first or spec.dtype == torch.float16
-        # By a tensor, where the bits are not torch's: a GPU divides by a number as it multiplies by the reciprocal.
+        # Divide by a tensor if the result need not be bitwise equal to torch's: to divide by a number, a GPU multiplies
+        # by its reciprocal.
         self._divisor = divisor if divides_first else torch.full((1,), divisor, device=spec.device)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
+        """Write the mean of `x_N` to `out_N`, another tensor of the same shape and dtype; in place by default.
 
         Raises:
-            CommunicationError: the backend refuses, or a rank is gone or did not take part within the group's timeout.
+            CommunicationError: the backend refuses, or a rank disconnected or did not take part within the group's
+                timeout.
         """
         communicator = self._communicator
         if out_N is None:
@@ -42,7 +45,8 @@ class AllReduceMean:
             out_N.copy_(x_N)
         if self._is_mean and self._divides_first:
             out_N.div_(self._divisor)
-        # What a rank has to send in a ring; its neighbours there stand for the peers that the backend chooses.
+        # The bytes that a rank sends in a ring. Events name the rank's neighbors in the ring, since the peers that the
+        # backend chooses are unknown.
         num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
         details = Details(
             "all_reduce", self._name, num_elements=out_N.numel(), raw_bytes=num_bytes, wire_bytes=num_bytes

@@ -1,10 +1,10 @@
-"""A board over the store of a group, where ranks pin up texts for each other without waiting."""
+"""A board in the store of a group, on which ranks post texts for each other without blocking."""
 
 import torch.distributed as dist
 
 
 class StoreBoard:
-    """See `torchbagua.observe.events.Board`. A slot takes one key of the store a rank, however often it changes."""
+    """See `torchbagua.observe.events.Board`. A slot uses one store key per rank, however often its text changes."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = dist.PrefixStore("board", store)
@@ -16,8 +16,8 @@ class StoreBoard:
         self._store.set(f"{slot}/{self._rank}", text)
 
     def get(self, slot: int) -> list[str] | None:
-        """Return all ranks' texts in `slot`, in rank order; None where one has put none there yet."""
+        """Return all ranks' texts in `slot`, in rank order; None if a rank has not put a text there yet."""
         keys = [f"{slot}/{rank}" for rank in range(self._size)]
-        if not self._store.check(keys):  # `get` would wait
+        if not self._store.check(keys):  # `get` would block
             return None
         return [self._store.get(key).decode() for key in keys]

@@ -1,4 +1,4 @@
-"""What one rank gives to all others: the state that they start from."""
+"""Broadcasts from rank 0 to all other ranks: the state with which all ranks start."""
 
 import io
 from collections.abc import Iterable
@@ -8,28 +8,31 @@ import torch
 
 from torchbagua.transport.communicator import Communicator, Direction
 
-_TAG = 5  # no exchange's
+_TAG = 5  # exchanges do not use it
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:
-    """Replace `tensors`, alike on every rank, by rank 0's, in place. Observers are not notified.
+    """Replace `tensors` by rank 0's, in place. Observers are not notified.
+
+    All ranks pass tensors of the same shapes and dtypes.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     operation = f"broadcast of {purpose} by rank {communicator.ranks[0]}"
     with torch.no_grad():
         for tensor in tensors:
-            # As bytes, since a transport may not know every dtype; a copy, since weights need not be contiguous.
+            # As bytes, since a transport may not support every dtype; a copy, since weights need not be contiguous.
             values = tensor.detach().contiguous().to("cpu", copy=True)
             _broadcast(communicator, values.view(-1).view(torch.uint8), operation)
             tensor.copy_(values)
 
 
 def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str) -> None:
-    """Replace `values` by rank 0's in log2(n) turns: in each, all ranks that have them send them to as many others.
+    """Replace `values` by rank 0's in log2(n) turns, in each of which every rank with the values sends them to another.
 
-    A backend's own broadcast connects ranks which `Communicator.connect` does not know of, and its errors name no peer.
+    A backend's own broadcast connects ranks without the knowledge of `Communicator.connect`, and its errors name no
+    peer.
     """
     if not communicator.posts_messages(values.device):
         _broadcast_by_collectives(communicator, values, operation)
@@ -49,9 +52,9 @@ def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str)
 
 
 def _broadcast_by_collectives(communicator: Communicator, values: torch.Tensor, operation: str) -> None:
-    """Replace `values` by rank 0's: each rank receives one chunk from rank 0, and then all gather the chunks.
+    """Replace `values` by rank 0's: each rank receives one chunk from rank 0, and then all ranks gather the chunks.
 
-    A gather of the values of all ranks would need memory for each of them.
+    A gather of the values of all ranks would need memory for each rank's copy.
     """
     size, length = communicator.size, -(-len(values) // communicator.size)
     if size == 1 or not length:
@@ -65,10 +68,10 @@ def _broadcast_by_collectives(communicator: Communicator, values: torch.Tensor, 
 
 
 def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: str) -> dict[str, Any]:
-    """Return rank 0's `state`, of plain tensors and numbers.
+    """Return rank 0's `state`, which contains plain tensors and numbers.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     buffer = io.BytesIO()
     if communicator.rank == 0:
@@ -77,6 +80,6 @@ def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: 
     broadcast_tensors(communicator, [num_bytes], purpose)
     blob = bytearray(buffer.getvalue() or int(num_bytes))
     broadcast_tensors(communicator, [torch.frombuffer(blob, dtype=torch.uint8)], purpose)
-    # On rank 0 too, so that a state which is not plain fails on all ranks.
+    # Load on rank 0 too, so that a state with other objects fails on all ranks.
     received: dict[str, Any] = torch.load(io.BytesIO(blob), weights_only=True)
     return received

@@ -1,4 +1,4 @@
-"""The mean over all ranks of a group: flat or with respect to nodes, compressed or in full precision."""
+"""The mean over all ranks of a group: flat or hierarchical, compressed or in full precision."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -20,10 +20,10 @@ from torchbagua.transport.communicator import Communicator
 
 
 class Mean(Protocol):
-    """Forms the mean (or sum) of a flat tensor over the ranks."""
+    """Computes the mean (or sum) of a flat tensor over the ranks."""
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, another tensor like it, and leave `x_N` as it is; by default in place."""
+        """Write the mean of `x_N` to `out_N`, a tensor like it, and leave `x_N` unchanged; in place by default."""
         ...
 
 
@@ -38,21 +38,20 @@ def centralized_mean(
     residuals: TwoPhaseResiduals | None = None,
     form: ValueForm | None = None,
 ) -> Mean:
-    """Return the function that averages a flat tensor over `group`; it leaves the same bits on all ranks.
+    """Return the function that averages a flat tensor over `group`. Its result is bitwise equal on all ranks.
 
-    In full precision and without messages that is the backend's all-reduce, which knows of nodes itself: `hierarchical`
-    has no effect there. A group of one changes nothing.
+    In full precision and without messages, the function is the backend's all-reduce. That takes nodes into account
+    already, so `hierarchical` has no effect. In a group of one rank, the mean is the tensor itself.
 
     Args:
-        group: who takes part.
-        compressor: how what is sent looks; with `hierarchical`, what is sent between nodes. It encodes the tensor's
-            dtype.
+        group: the ranks that take part.
+        compressor: the codec; with `hierarchical`, the codec between nodes. It must encode the tensor's dtype.
         spec: the tensor.
-        hierarchical: add up within nodes first, where there are several nodes with several ranks.
+        hierarchical: in a multi-node group, sum within nodes first.
         average: divide the sum by the number of ranks.
-        intra_compressor: with `hierarchical`, how what is sent within nodes looks; None for full precision.
-        residuals: of the tensor, float32, which is averaged in place.
-        form: in which values of the tensor, float32, are averaged, in place.
+        intra_compressor: with `hierarchical`, the codec within nodes; None for full precision.
+        residuals: the residuals of the tensor, which must be float32 and averaged in place.
+        form: the form in which the values are averaged. The tensor must be float32 and averaged in place.
     """
     divisor = float(group.size) if average else 1.0
     if group.size == 1:
@@ -61,7 +60,7 @@ def centralized_mean(
     is_of_nodes = hierarchical and group.intra_node is not None
     is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
     if is_full and not group.world.posts_messages(spec.device):
-        return _in_form(AllReduceMean(group.world, spec, divisor), form)
+        return _average_in_form(AllReduceMean(group.world, spec, divisor), form)
     mean: Mean
     if is_of_nodes:
 
@@ -73,10 +72,10 @@ def centralized_mean(
             mean = HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
         else:
             mean = make_whole()
-        mean = _in_form(mean, form)
-    elif compressor.wire_is_tensor:  # nothing is encoded on the way
+        mean = _average_in_form(mean, form)
+    elif compressor.wire_is_tensor:  # no codec runs that could change the form
         mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
-        mean = _in_form(mean, form)
+        mean = _average_in_form(mean, form)
     else:
         mean = TwoPhaseMean(
             group.world, compressor, spec, divisor, residuals=residuals, form=form, overlap=group.overlap
@@ -89,16 +88,16 @@ def centralized_mean(
 def mean_of_nodes(
     group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
 ) -> Mean:
-    """Return the function that averages over nodes a flat tensor that all ranks of a node hold alike.
+    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
 
-    Each rank sends its shard of it, and what is left out of that goes into its residuals. All ranks of all nodes end
-    with the same bits.
+    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
+    all nodes.
 
     Args:
-        group: with several nodes, of which one has several ranks.
-        compressor: how what is sent between nodes looks. It encodes the tensor's dtype.
+        group: a group with several nodes, at least one of which has several ranks.
+        compressor: the codec between nodes. It must encode the tensor's dtype.
         spec: the tensor.
-        residuals: of the tensor, float32, which is averaged in place.
+        residuals: the residuals of the tensor, which must be float32 and averaged in place.
     """
     hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
     mean = _MeanOverNodes(hierarchical, compressor, residuals)
@@ -106,13 +105,13 @@ def mean_of_nodes(
 
 
 class _MeanOverNodes:
-    """The two-phase mean between nodes of their ranks' sums, or of the tensors that the ranks of a node agree on.
+    """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node.
 
     Args:
-        hierarchical: gives the sums.
+        hierarchical: computes the sums.
         compressor: the codec between nodes.
-        divisor: of the sum; by default the number of nodes.
-        residuals: of the tensor.
+        divisor: the divisor of the sum; by default the number of nodes.
+        residuals: the residuals of the tensor.
     """
 
     def __init__(
@@ -140,8 +139,8 @@ def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         out_N.copy_(x_N)
 
 
-def _in_form(mean: Mean, form: ValueForm | None) -> Mean:
-    """Return a mean of values in another form, which they are given by a pass of their own."""
+def _average_in_form(mean: Mean, form: ValueForm | None) -> Mean:
+    """Return a mean of the values in another form, to which a separate pass converts them."""
     if form is None:
         return mean
 
@@ -154,12 +153,12 @@ def _in_form(mean: Mean, form: ValueForm | None) -> Mean:
 
 
 class RedistributingMean(OverlappingMean):
-    """A mean, before the first of which ranks redistribute the residuals of a bucket that takes the place of others.
+    """A mean that first redistributes the residuals, if its bucket replaces others.
 
     Args:
-        mean: what is formed.
-        residuals: of the bucket.
-        senders: the ranks among which what is sent is divided, those of a node; None where a rank sends all itself.
+        mean: the mean to compute.
+        residuals: the residuals of the bucket.
+        senders: the ranks among which the sent tensor is divided, those of a node; None if each rank sends all of it.
         owners: the ranks among which the means are divided.
         spec: the bucket's tensor.
     """
@@ -179,12 +178,12 @@ class RedistributingMean(OverlappingMean):
         self._spec = spec
 
     def may_begin(self) -> bool:
-        """Return whether it begins without a wait: if the mean does, and nothing is to be redistributed."""
+        """Return whether it can begin without blocking: the mean can, and no residuals wait for redistribution."""
         mean = self._mean
         return self._residuals.initial is None and isinstance(mean, OverlappingMean) and mean.may_begin()
 
     def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
-        """Form the mean, and yield where that does."""
+        """Compute the mean, and yield when the wrapped mean yields."""
         if (initial := self._residuals.initial) is not None:
             among = {name: self._owners if name == "mean" else self._senders for name in initial}
             self._residuals.load_whole({name: self._sum_over(among[name], x_N) for name, x_N in initial.items()})
@@ -194,9 +193,9 @@ class RedistributingMean(OverlappingMean):
             self._mean(x_N, out_N)
 
     def _sum_over(self, communicator: Communicator | None, x_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, of which all but one hold zero: the bits of that one."""
+        """Return the sum over the ranks. All ranks but one have zeros, so the sum is bitwise that rank's values."""
         if communicator is None:
             return x_N
-        total_N = x_N.clone()  # `x_N` stays as it is where this fails
+        total_N = x_N.clone()  # a failure leaves `x_N` unchanged
         TwoPhaseMean(communicator, Identity(), self._spec, 1.0)(total_N)
         return total_N

@@ -1,4 +1,4 @@
-"""What keeps averaged running statistics in range.
+"""The clamp that keeps averaged running statistics in range.
 
 Shape suffix: N elements.
 """
@@ -7,10 +7,10 @@ import torch
 
 
 def clamp_to_mean(value_N: torch.Tensor, own_N: torch.Tensor, mean_N: torch.Tensor) -> torch.Tensor:
-    """Return `value_N`, each element kept between the rank's own value and the mean.
+    """Return `value_N` with each element clamped between the rank's own value and the mean.
 
-    For running statistics, which decay: the difference between a mean and an older value can be more than what is left
-    of that value, and a variance would become negative. Of complex numbers both parts, each by itself.
+    Running statistics decay. The difference between a mean and an older value can therefore exceed the current value,
+    and a variance would become negative. The real and imaginary parts of complex numbers are clamped separately.
     """
     if value_N.is_complex():
         parts = [(tensor.real, tensor.imag) for tensor in (value_N, own_N, mean_N)]

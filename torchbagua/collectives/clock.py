@@ -1,4 +1,4 @@
-"""How far apart the clocks of ranks are, so that their traces can be laid over each other."""
+"""Offsets between the clocks of ranks, for traces on a common time axis."""
 
 import time
 from collections.abc import Collection
@@ -9,14 +9,14 @@ import torch
 from torchbagua.observe.events import ClockOffset
 from torchbagua.transport.communicator import Communicator
 
-# The quickest of several questions is the one that met the least of other people's traffic.
+# The fastest of several round trips met the least foreign traffic.
 _NUM_QUESTIONS = 64
-_TAG = 4  # no exchange's
+_TAG = 4  # exchanges do not use it
 _PURPOSE = "comparing clocks"
 
 
 def clock_of_machine() -> str | None:
-    """Return what names the clock that this process reads, where that can be told: processes of one kernel share it."""
+    """Return a name for the clock that this process reads; None if unknown. Processes of one kernel share the clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -24,14 +24,14 @@ def clock_of_machine() -> str | None:
 
 
 def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOffset:
-    """Return what is to be added to this rank's `time.perf_counter_ns` for rank 0's. Collective.
+    """Return the offset from this rank's `time.perf_counter_ns` to rank 0's; add it to get rank 0's time. Collective.
 
-    Every rank in `askers` asks rank 0 for its time; the others have its clock. Half of the way there and back is taken
-    for the way back (Cristian, "Probabilistic clock synchronization", 1989). So the error is at most half of the
-    shortest such way.
+    Every rank in `askers` asks rank 0 for its time; the other ranks share rank 0's clock. The estimate assumes that the
+    answer takes half of the round trip (Cristian, "Probabilistic clock synchronization", 1989). The error is therefore
+    at most half of the shortest round trip.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     if communicator.rank == 0:
         for asker in askers:
@@ -52,7 +52,7 @@ def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOf
 
 
 def _send(communicator: Communicator, peer: int) -> int:
-    """Send own time to a peer, and return it."""
+    """Send this rank's time to a peer, and return it."""
     now_ns = time.perf_counter_ns()
     communicator.post("sending to", peer, torch.tensor([now_ns]), tag=_TAG, purpose=_PURPOSE)
     communicator.wait("sending to", peer, tag=_TAG, purpose=_PURPOSE)

@@ -1,4 +1,4 @@
-"""What observers are told of the values themselves, in the steps that they sample: norms of a part of them."""
+"""Norms of values and of their encoding errors, for observers, in sampled steps and for a part of each bucket."""
 
 from functools import cached_property
 
@@ -8,18 +8,18 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.blocks import WireLayout
 from torchbagua.observe.tracer import Tracer
 
-# Of each bucket about so many are decoded once more in a sampled step, which takes some 0.1 ms.
+# In a sampled step, about this many elements of each bucket are decoded once more, which takes about 0.1 ms.
 SAMPLED_ELEMENTS = 1 << 16
 
 
 class EncodingErrorProbe:
-    """Tells the norms of what a compressor has encoded and of what that left out; their ratio is the relative error.
+    """Reports the norms of the encoded values and of the residual; their ratio is the relative error.
 
     Args:
-        tracer: whose observers are told.
-        compressor: what encodes.
-        layout: of a chunk alone.
-        name: of the tensor.
+        tracer: the tracer whose observers are notified.
+        compressor: the codec that encodes.
+        layout: the layout of a single chunk.
+        name: the name of the tensor.
     """
 
     def __init__(self, tracer: Tracer, compressor: Compressor, layout: WireLayout, name: str) -> None:
@@ -30,31 +30,31 @@ class EncodingErrorProbe:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether an observer samples this step, and the wire can leave something out."""
+        """Whether an observer samples this step and the codec is lossy."""
         return self._tracer.samples and not self._compressor.wire_is_tensor
 
     @cached_property
     def _beginning(self) -> WireLayout:
-        """The first blocks of the chunk; on a GPU its table is waited for, once."""
+        """The layout of the chunk's first blocks. On a GPU, the host waits once for its table."""
         return self._layout.beginning(SAMPLED_ELEMENTS)
 
-    def tell(self, x_L: torch.Tensor, wire_W: torch.Tensor, left_out_L: torch.Tensor | None = None) -> None:
-        """Tell of the chunk that has been encoded into `wire_W`.
+    def report(self, x_L: torch.Tensor, wire_W: torch.Tensor, known_residual_L: torch.Tensor | None = None) -> None:
+        """Report the error of the chunk that is encoded in `wire_W`.
 
         Args:
-            x_L: what was encoded; with `left_out_L` it may hold anything.
-            wire_W: the chunk's wire.
-            left_out_L: what the wire leaves out, where that is known.
+            x_L: the encoded values; with `known_residual_L`, the contents may be arbitrary.
+            wire_W: the encoded chunk.
+            known_residual_L: the residual of the encoding, if known.
         """
 
         def norms() -> dict[str, torch.Tensor]:
             elements = self._beginning.elements[0]
             decoded_L = torch.empty_like(x_L[elements])
             self._compressor.decode(wire_W, self._beginning, decoded_L)
-            if left_out_L is None:
-                encoded_L, rest_L = x_L[elements], x_L[elements].float() - decoded_L
+            if known_residual_L is None:
+                encoded_L, residual_L = x_L[elements], x_L[elements].float() - decoded_L
             else:
-                encoded_L, rest_L = decoded_L + left_out_L[elements], left_out_L[elements]
-            return {"encoded": encoded_L.float().norm(), "left out": rest_L.float().norm()}
+                encoded_L, residual_L = decoded_L + known_residual_L[elements], known_residual_L[elements]
+            return {"encoded": encoded_L.float().norm(), "left out": residual_L.float().norm()}
 
         self._tracer.measure(norms, self._name)

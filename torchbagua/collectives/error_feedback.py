@@ -1,4 +1,4 @@
-"""Error feedback: what compression has left out of what was sent is added to what is sent next.
+"""Error feedback: the residual of one compression is added to the next tensor that is sent.
 
 Shape suffixes: N elements of a bucket.
 """
@@ -15,21 +15,22 @@ from torchbagua.transport.streams import keep_for_current_stream
 class TwoPhaseResiduals:
     """The two residuals of a two-phase mean on one rank (1-bit Adam, Tang et al., arXiv 2102.02888, Algorithm 1).
 
-    Which rank owns which chunk of a bucket, or which shard of what its node sends, changes with the bucket. So where a
-    bucket takes over from others, every rank expands what it holds of those to the new one, with zeros elsewhere. When
-    this runs for the first time the ranks sum that: bit for bit, since all but one of the summands are zero.
+    The bucket determines which rank owns which chunk, or which shard of a node's sum. When a bucket replaces others,
+    every rank therefore expands its part of their residuals to the whole new bucket, with zeros elsewhere. On the first
+    run of the bucket, the ranks sum these expanded residuals. The sum is bitwise exact, since all but one of the
+    summands are zero.
 
     Args:
-        device: of the bucket.
-        initial: by the names of `kept`, what this rank holds for the bucket, [N] float32 each; None on all ranks where
-            no parameter has been sent before.
-        momentum: of what is sent.
+        device: the device of the bucket.
+        initial: this rank's values for the bucket, by the names in `kept`, [N] float32 each; None on all ranks if no
+            parameter has been sent before.
+        momentum: the momentum of the sent values.
 
     Attributes:
-        initial: the same until the first run, then None.
-        sent: of what this rank sends: its own values, or a shard of its node's sums.
-        mean: of the means of the chunk that it owns.
-        kept: "sent" and "mean", and with a momentum "velocity", that of what this rank sends.
+        initial: the argument until the first run, then None.
+        sent: the residual of what this rank sends: its own values, or a shard of its node's sums.
+        mean: the residual of the means of the chunk that this rank owns.
+        kept: "sent" and "mean"; with a momentum also "velocity", the velocity of what this rank sends.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class TwoPhaseResiduals:
         self._make(slice(0, 0), slice(0, 0))
 
     def assign_slices(self, sent: slice, mean: slice) -> None:
-        """Say which slices of the bucket this rank sends, and forms the means of."""
-        # The same where operations are built again: what is kept stays then.
+        """Set the slice of the bucket that this rank sends, and the slice whose means it computes."""
+        # If operations are rebuilt with the same slices, the values stay.
         if (self.sent.bucket_slice, self.mean.bucket_slice) != (sent, mean):
             self._make(sent, mean)
 
@@ -57,15 +58,15 @@ class TwoPhaseResiduals:
             self.kept |= {"sent": self.sent, "velocity": with_velocity.velocity}
 
     def load_whole(self, whole: Mapping[str, torch.Tensor]) -> None:
-        """Start from what is kept for the whole bucket, of which the own slices are taken."""
+        """Set the values to this rank's slices of the values of the whole bucket."""
         for name, kept in self.kept.items():
             kept.values.copy_(whole[name][kept.bucket_slice])
         for tensor in (self.initial or {}).values():
-            keep_for_current_stream(tensor)  # made on the training thread's stream, and read until now on this one
+            keep_for_current_stream(tensor)  # created on the training thread's stream, read on this one
         self.initial = None
 
     def clear(self, parts: Iterable[slice]) -> None:
-        """Keep zeros of these slices of the bucket. Not while the bucket runs."""
+        """Set these slices of the bucket to zero. Do not call this while the lane reduces the bucket."""
         for part in parts:
             for tensor in (self.initial or {}).values():
                 tensor[part] = 0
@@ -73,29 +74,29 @@ class TwoPhaseResiduals:
                 kept.clear(part)
 
     def expand(self, part: slice) -> list[torch.Tensor]:
-        """Return what this rank holds of `part` of the bucket, in the order of `kept`."""
+        """Return this rank's values for `part` of the bucket, in the order of `kept`."""
         if self.initial is not None:
             return [self.initial[name][part] for name in self.kept]
         return [kept.expand(part) for kept in self.kept.values()]
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
-        """Prepare both, see `Residual.continue_from_staged`."""
+        """Prepare both residuals, see `Residual.continue_from_staged`."""
         self.sent.continue_from_staged(parts)
         self.mean.continue_from_staged(parts)
 
     def unstage(self, is_used_N: torch.Tensor) -> None:
-        """Unstage all, see `StagedSlice.unstage`."""
+        """Unstage all values, see `StagedSlice.unstage`."""
         for kept in self.kept.values():
             kept.unstage(is_used_N)
 
     def commit(self, parts: Sequence[slice] | None = None) -> None:
-        """Commit all, see `StagedSlice.commit`."""
+        """Commit all values, see `StagedSlice.commit`."""
         for kept in self.kept.values():
             kept.commit(parts)
 
 
-def tell_residuals(tracer: Tracer, bucket: str, residuals: TwoPhaseResiduals) -> None:
-    """Tell observers the norms of the residuals that are staged on this rank."""
+def report_residuals(tracer: Tracer, bucket: str, residuals: TwoPhaseResiduals) -> None:
+    """Report the norms of this rank's staged residuals to observers."""
     everything = slice(None)
 
     def norms() -> dict[str, torch.Tensor]:

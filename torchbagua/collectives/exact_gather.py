@@ -1,4 +1,4 @@
-"""All-gather of rows as they are, flat or by way of nodes: FSDP gathers weights in full precision by it."""
+"""All-gather of uncompressed rows, flat or hierarchical. FSDP gathers weights in full precision with it."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,24 +8,25 @@ import torch
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.communicator import Communicator
 
-# `AllGather` has the first piece of the same connections.
+# `AllGather` uses piece 0 on the same connections.
 _CROSSING_PIECE = 1
 _FIRST_PIECE_WITHIN = 2
 
 
 class ExactGather:
-    """Every rank gets the rows of all ranks, byte for byte, each received at its place in the result.
+    """Every rank gets the rows of all ranks, byte for byte, and receives each row at its place in the result.
 
-    It needs no memory beside the result. By way of nodes a row crosses to each other node once, to the rank that passes
-    it on there. The bytes are the same either way, so nodes decide about time alone, and may have different numbers of
-    ranks. If the communicator does not post messages, every rank sends its row to all others in one collective.
+    It needs no memory besides the result. If several of the ranks share a node, a row is sent to each other node once,
+    to the rank that forwards it there. The bytes are the same either way, so nodes affect only the time, and may have
+    different numbers of ranks. If the communicator does not post messages, every rank sends its row to all others in
+    one collective.
 
     Args:
-        communicator: sends the rows.
-        ranks: who takes part, in the order of their rows, this rank among them; without messages all ranks of the
-            communicator call it together, in groups that do not overlap.
+        communicator: the communicator that sends the rows.
+        ranks: the ranks that take part, in the order of their rows, including this rank. Without messages, all ranks of
+            the communicator make the call together, in groups that do not overlap.
         nodes: the node of each rank of the communicator.
-        name: of what is gathered, in errors.
+        name: the name of the gathered tensor, in errors.
     """
 
     def __init__(self, communicator: Communicator, ranks: Sequence[int], nodes: Sequence[int], name: str) -> None:
@@ -36,59 +37,58 @@ class ExactGather:
         members: dict[int, list[int]] = {}
         for rank in ranks:
             members.setdefault(nodes[rank], []).append(rank)
-        if len(members) == len(ranks):  # nobody on this rank's node to pass a row on to
+        if len(members) == len(ranks):  # no rank has another rank on its node to forward a row to
             members = {nodes[own]: list(ranks)}
         mates = members[nodes[own]]
-        # The rows that each rank passes on to the others of its node, its own one first.
-        self._passed_on = {rank: [rank] for rank in ranks}
+        # The rows that each rank forwards to the others of its node, its own row first.
+        self._forwarded = {rank: [rank] for rank in ranks}
         for node, here in members.items():
-            for other_node, others in members.items():
+            for other_node, receivers in members.items():
                 if other_node != node:
                     for place, owner in enumerate(here):
-                        self._passed_on[others[place % len(others)]].append(owner)
-        self._crossing_to = {rank for rank in ranks if rank != own and own in self._passed_on[rank]}
-        crossing_from = self._passed_on[own][1:]
+                        self._forwarded[receivers[place % len(receivers)]].append(owner)
+        self._crossing_to = {rank for rank in ranks if rank != own and own in self._forwarded[rank]}
+        crossing_from = self._forwarded[own][1:]
         self._crossing_turns = [
             (target, source)
             for target, source in _ring(ranks, own)
             if target in self._crossing_to or source in crossing_from
         ]
         self._turns_within = _ring(mates, own)
-        self._num_within = max(len(self._passed_on[mate]) for mate in mates)
+        self._num_within = max(len(self._forwarded[mate]) for mate in mates)
 
     def __call__(self, out_N: torch.Tensor) -> None:
-        """Fill `out_N`, which has own row at its place already, with the rows of all ranks.
+        """Fill `out_N` with the rows of all ranks. It must already contain this rank's row, at its place.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         flat = out_N.view(torch.uint8)
         length = flat.numel() // len(self._ranks)
         rows = {rank: flat[at * length : (at + 1) * length] for at, rank in enumerate(self._ranks)}
-        nothing = flat[:0]
+        empty = flat[:0]
         own = self._communicator.rank
         pipeline = Pipeline(self._communicator, flat.device)
-        if not pipeline.posts_messages:  # one collective then: uneven nodes would have different numbers of exchanges
+        if not pipeline.posts_messages:  # one collective: uneven nodes would run different numbers of exchanges
             turns = _ring(self._ranks, own)
             Exchange(pipeline, "all_gather", rows, self._name, turns).run(itertools.repeat(rows[own]))
             return
-        from_others = self._passed_on[own][1:]
-        receives = {source: rows[source] if source in from_others else nothing for _, source in self._crossing_turns}
+        from_others = self._forwarded[own][1:]
+        receives = {source: rows[source] if source in from_others else empty for _, source in self._crossing_turns}
         crossing = Exchange(pipeline, "all_gather", receives, self._name, self._crossing_turns, piece=_CROSSING_PIECE)
-        within: list[tuple[Exchange, torch.Tensor]] = []  # with what this rank passes on
+        within: list[tuple[Exchange, torch.Tensor]] = []  # each with the row that this rank forwards
         for index in range(self._num_within):
-            passed_on = {
-                rank: rows[owners[index]] if index < len(owners) else nothing
-                for rank, owners in self._passed_on.items()
+            forwarded = {
+                rank: rows[owners[index]] if index < len(owners) else empty for rank, owners in self._forwarded.items()
             }
             piece = _FIRST_PIECE_WITHIN + index
-            exchange = Exchange(pipeline, "all_gather", passed_on, self._name, self._turns_within, piece=piece)
-            within.append((exchange, passed_on[own]))
-        crossing.send(rows[own] if target in self._crossing_to else nothing for target in crossing.targets)
-        own_row, *others_rows = within
+            exchange = Exchange(pipeline, "all_gather", forwarded, self._name, self._turns_within, piece=piece)
+            within.append((exchange, forwarded[own]))
+        crossing.send(rows[own] if target in self._crossing_to else empty for target in crossing.targets)
+        own_row, *forwarded_rows = within
         own_row[0].send(itertools.repeat(own_row[1]))
         crossing.wait()
-        for exchange, row in others_rows:
+        for exchange, row in forwarded_rows:
             exchange.send(itertools.repeat(row))
         for exchange, _ in within:
             exchange.wait()

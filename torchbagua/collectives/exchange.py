@@ -1,4 +1,4 @@
-"""Exchanges: in each, every rank of a group sends one tensor to each of its peers, and receives one from each."""
+"""Exchanges, in each of which every rank of a group sends a tensor to each of its peers and receives one from each."""
 
 import itertools
 from collections import deque
@@ -11,22 +11,22 @@ from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import NO_SPAN, Span
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 
-# Exchanges of different operations, and of different pieces, may be under way at the same time.
+# Exchanges of different operations, and of different pieces, may be in flight at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 
-# While one is under way the transport already has what the next one sends, so that no link waits for a processor.
-_MOST_ROUNDS = 2
+# While one round is in flight, the transport already has the tensors of the next one, so that no link waits for a CPU.
+_MAX_ROUNDS = 2
 
-# 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
+# 5 Gbit/s. Exchanges over faster links, such as those between ranks of one machine, wait for CPUs and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
 
 
 class ElementCounts(NamedTuple):
-    """What the messages of an exchange hold, for events: elements by rank.
+    """The contents of the messages of an exchange, for events: numbers of elements by rank.
 
     Attributes:
-        sent, received: elements.
-        element_bytes: what an element takes before it is encoded; None where messages are not encoded.
+        sent, received: the numbers of elements.
+        element_bytes: the size of an element before it is encoded; None if messages are not encoded.
     """
 
     sent: Sequence[int] | Mapping[int, int]
@@ -35,44 +35,45 @@ class ElementCounts(NamedTuple):
 
 
 class Exchange:
-    """One message to each of some ranks, and one from each of some ranks.
+    """One message to each of several ranks, and one message from each of several ranks.
 
         exchange.send(encode(target) for target in exchange.targets)
         for source in exchange.arrivals():
             decode(source)
 
-    Encoding and decoding overlap with messages, of this exchange and of others in its pipeline. Sizes agree between the
-    two sides of a pair, and may be zero.
+    Encoding and decoding overlap with messages, of this exchange and of others in its pipeline. The two sides of a pair
+    agree on the size of a message, which may be zero.
 
-    In each turn a rank sends to one peer and receives from one; by default, in turn d, it sends to the rank d places
-    after it and receives from the one d places before it. If messages are long and not every link is known to be fast,
-    turns come one at a time: the receive of a turn is posted when the data of the turn before is there. A transport
-    that posts messages holds a send back until its receive is posted, so every link carries one stream in each
-    direction; more streams at a time took up to twice as long over a slow network. Otherwise the cost is how often
-    ranks wait for each other, and all receives are posted when the exchange is made.
+    In each turn a rank sends to one peer and receives from one peer. By default, in turn d, it sends to the rank d
+    places after it and receives from the rank d places before it. If messages are long and at least one link is not
+    known to be fast, turns run one at a time: a rank posts the receive of a turn when the data of the previous turn has
+    arrived. A transport that posts messages delays a send until its receive is posted, so every link carries one stream
+    in each direction. More streams at a time took up to twice as long over a slow network. Otherwise, the cost depends
+    on how often ranks wait for each other, so all receives are posted when the exchange is constructed.
 
-    Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
+    Ranks need not agree on whether turns run one at a time. It affects when data is sent, and not which data is sent.
 
-    If the communicator does not post messages one by one, `send` is one all-to-all: in stream order the host does not
-    wait for it. A rank without turns calls it too, since the others wait for all.
+    If the communicator does not post individual messages, `send` is one all-to-all. In stream order, the host does not
+    wait for it. A rank without turns calls it too, since the other ranks wait for all ranks.
 
     Args:
-        pipeline: of the exchanges that are under way together, over the communicator whose ranks exchange.
-        operation: "all_to_all"; "all_gather" if a rank sends the same tensor to all others; "peer_exchange" between
-            some; "agreement" of small numbers.
-        receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
-        bucket: what it serves, in events and errors.
-        turns: (target, source) of each turn, no rank twice in either place; default: all others, around the ring.
-        counts: what the messages hold; default: tensors as they are.
-        piece: tells exchanges of one operation apart that are under way at the same time.
+        pipeline: the pipeline of the exchanges that are in flight together, over the communicator whose ranks exchange.
+        operation: "all_to_all"; "all_gather" if a rank sends the same tensor to all others; "peer_exchange" between a
+            subset of the ranks; "agreement" for small numbers.
+        receives: the tensors to fill, by the rank that sends. This rank's entry, and empty tensors, are not written.
+        bucket: the name of the bucket, in events and errors.
+        turns: the (target, source) of each turn, with no rank twice in either position; by default all others, around
+            the ring.
+        counts: the contents of the messages; by default, messages are tensors that are not encoded.
+        piece: distinguishes exchanges of one operation that are in flight at the same time.
 
     Attributes:
         targets: the ranks to send to, in the order of turns.
-        rounds: the turns that are under way together: all, or one.
-        is_one_at_a_time: whether turns come one at a time.
+        rounds: the turns that are in flight together: all turns in one round, or one turn in each round.
+        is_one_at_a_time: whether turns run one at a time.
 
     Raises:
-        CommunicationError: a peer is gone.
+        CommunicationError: a peer disconnected.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Exchange:
             pipeline.add(self)
 
     def _peers(self, turns: Sequence[tuple[int, int]]) -> Iterable[int]:
-        """Return the ranks that this one has something for, or that have something for it: they say the same of it."""
-        if self._counts is not None and isinstance(self._counts.sent, Mapping):  # of some ranks, others in between
+        """Return the ranks to connect: those with data for or from this rank. Both ranks of a pair list each other."""
+        if self._counts is not None and isinstance(self._counts.sent, Mapping):  # turns may include ranks without data
             return itertools.chain(self._counts.sent, self._counts.received)
         return itertools.chain.from_iterable(turns)
 
@@ -122,25 +123,25 @@ class Exchange:
         """Start to send a tensor to each of `targets`, in this order.
 
         Args:
-            tensors: computes each tensor when it is drawn, shortly before it is sent: after this has returned, if it is
-                not its turn yet.
+            tensors: an iterable that computes each tensor when the exchange draws it, shortly before it is sent. That
+                may be after this method has returned, if the turn comes later.
 
         Raises:
-            CommunicationError: a peer is gone, or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if self._posts_messages:
             self._pipeline.send(self, iter(tensors))
         else:
-            self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # they may be without end
+            self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # `tensors` may be infinite
 
     def arrivals(self) -> Iterator[int]:
-        """Wait for what others send, and yield each rank when its tensor is there, in the order of turns.
+        """Wait for the tensors from other ranks, and yield each rank when its tensor is there, in the order of turns.
 
-        Exchanges of one pipeline do this in the order in which they send. In stream order no host waits: what the
-        current stream does next, it does when the tensor is there.
+        Exchanges of one pipeline call this in the order in which they send. In stream order, no host waits: later work
+        on the current stream runs after the tensor has arrived.
 
         Raises:
-            CommunicationError: a peer is gone, or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if not self._posts_messages:
             yield from self._sources
@@ -160,13 +161,13 @@ class Exchange:
             pass
 
     def run(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send `tensors`, and wait until all is sent and received: for the only exchange of its pipeline."""
+        """Send `tensors`, and wait until all are sent and received. Use this for the only exchange of a pipeline."""
         self.send(tensors)
         self.wait()
         self._pipeline.wait_for_sends()
 
     def post_receives(self, number: int) -> None:
-        """Post the receives of the rounds up to this one, unless they are posted: their senders send from now on."""
+        """Post the receives of the rounds up to `number` that are not posted yet. Their senders may now send."""
         while self._num_expected <= number < len(self.rounds):
             for _, source in self.rounds[self._num_expected]:
                 tensor = self._receives[source]
@@ -174,14 +175,14 @@ class Exchange:
             self._num_expected += 1
 
     def post_send(self, target: int, tensor: torch.Tensor) -> Span:
-        """Start to send `tensor`, and return the phase that has begun."""
+        """Start to send `tensor`, and return the span that has begun."""
         span = self._span("send", target, tensor)
         span.begin()
         self._communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
         return span
 
     def wait_for_send(self, target: int) -> None:
-        """Wait until `target` has got what is sent to it."""
+        """Wait until `target` has received its tensor."""
         self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
 
     def _all_to_all(self, sends: dict[int, torch.Tensor]) -> None:
@@ -189,22 +190,22 @@ class Exchange:
             return
         receives = {source: self._receives[source] for source in self._sources}
         sent_first = next(iter(sends.values()), None)
-        nothing = torch.empty(0, device=self._pipeline.device) if sent_first is None else sent_first.new_empty(0)
-        everybody = range(self._communicator.size)
+        empty = torch.empty(0, device=self._pipeline.device) if sent_first is None else sent_first.new_empty(0)
+        all_ranks = range(self._communicator.size)
 
         def messages() -> list[Span]:
             spans = [self._span("send", target, tensor) for target, tensor in sends.items()]
             return spans + [self._span("receive", source, tensor) for source, tensor in receives.items()]
 
-        received = [receives.get(rank, nothing) for rank in everybody]
-        sent = [sends.get(rank, nothing) for rank in everybody]
+        received = [receives.get(rank, empty) for rank in all_ranks]
+        sent = [sends.get(rank, empty) for rank in all_ranks]
         self._communicator.all_to_all(received, sent, self._purpose, messages)
 
     def _span(self, phase: Literal["send", "receive"], peer: int, tensor: torch.Tensor) -> Span:
-        if self._communicator.tracer.is_idle or not tensor.numel():  # which is not sent either
+        if self._communicator.tracer.is_idle or not tensor.numel():  # empty messages are not sent
             return NO_SPAN
         if self._counts is None:
-            num_elements = tensor.numel() if tensor.is_floating_point() else 0  # integers are what is agreed on
+            num_elements = tensor.numel() if tensor.is_floating_point() else 0  # integers are agreed on
             raw_bytes = tensor.nbytes
         else:
             num_elements = (self._counts.sent if phase == "send" else self._counts.received)[peer]
@@ -217,34 +218,34 @@ class Exchange:
 
 
 class Pipeline:
-    """The exchanges over one communicator that are under way together. All ranks have the same ones.
+    """The exchanges that are in flight together over one communicator. All ranks have the same exchanges.
 
-    Their rounds are sent in the order in which they call `Exchange.send`. Rounds of one turn are under way one at a
-    time; the next is computed meanwhile, and begins when all of this one has arrived, before the caller decodes that.
-    Other rounds are under way two at a time, and each of their tensors is sent as soon as it is computed. So no link
-    waits for a processor, and no more than two messages are on their way to a peer.
+    Exchanges send their rounds in the order in which they call `Exchange.send`. Rounds of one turn are in flight one at
+    a time. The tensor of the next round is computed meanwhile, and sent when the current round has arrived, before the
+    caller decodes that. Other rounds are in flight two at a time, and each of their tensors is sent as soon as it is
+    computed. So no link waits for a CPU, and at most two messages are in flight to a peer.
 
     Args:
-        communicator: whose ranks exchange.
-        device: of all tensors, the same type on all ranks.
+        communicator: the communicator whose ranks exchange.
+        device: the device of all tensors, of the same type on all ranks.
 
     Attributes:
-        communicator, device: the same.
-        posts_messages: whether tensors are sent by messages; else each exchange is one collective.
+        communicator, device: the arguments.
+        posts_messages: whether tensors are sent by messages; otherwise each exchange is one collective.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator = communicator
         self.device = device
         self.posts_messages = communicator.posts_messages(device)
-        self._expected: list[Exchange] = []  # of which peers may send already, and this rank does not
+        self._expected: list[Exchange] = []  # peers may send these already; this rank does not yet
         self._to_send: deque[_Round] = deque()
-        self._computed: deque[torch.Tensor] = deque()  # what the first of these sends, if that is computed ahead
+        self._computed: deque[torch.Tensor] = deque()  # tensors of the first round to send, if computed ahead
         self._to_arrive: deque[_Round] = deque()
         self._to_leave: deque[tuple[_Round, list[Span]]] = deque()
 
     def add(self, exchange: Exchange) -> None:
-        """Post the receives of an exchange, of turns that come one at a time when those before them are over."""
+        """Post the receives of an exchange; if its turns run one at a time, only after earlier exchanges complete."""
         self._expected.append(exchange)
         if not exchange.is_one_at_a_time:
             exchange.post_receives(0)
@@ -257,7 +258,7 @@ class Pipeline:
         self._advance()
 
     def end_round(self, exchange: Exchange) -> None:
-        """Go on after all of a round has arrived. An exchange waits for its arrivals when those before it have."""
+        """Continue after all tensors of a round have arrived. Exchanges wait for their arrivals in order."""
         ended = self._to_arrive.popleft()
         assert ended.exchange is exchange
         self._advance()
@@ -273,9 +274,9 @@ class Pipeline:
     def _advance(self) -> None:
         self._post_receives()
         while self._to_send:
-            following, under_way = self._to_send[0], self._to_arrive
-            is_alone = following.exchange.is_one_at_a_time or (under_way and under_way[0].exchange.is_one_at_a_time)
-            if len(under_way) >= (1 if is_alone else _MOST_ROUNDS):
+            following, in_flight = self._to_send[0], self._to_arrive
+            is_alone = following.exchange.is_one_at_a_time or (in_flight and in_flight[0].exchange.is_one_at_a_time)
+            if len(in_flight) >= (1 if is_alone else _MAX_ROUNDS):
                 if not self._computed:
                     self._computed.extend(itertools.islice(following.tensors, len(following.turns)))
                 return
@@ -283,7 +284,7 @@ class Pipeline:
             self._send(self._to_send.popleft())
 
     def _post_receives(self) -> None:
-        """If no round is under way, post the receives of the next one."""
+        """If no round is in flight, post the receives of the next round."""
         if self._to_arrive:
             return
         if self._to_send:

@@ -1,4 +1,4 @@
-"""The first runs of an operation that sends in pieces tell whether that pays."""
+"""Times the first runs of an operation that sends in pieces, to decide whether pieces pay off."""
 
 import math
 import time
@@ -8,18 +8,18 @@ from torchbagua.transport.communicator import Communicator
 
 _NUM_RUNS = 3
 
-# 1.6 Gbit/s, of everything that an operation takes. Where that is faster, another message costs more processor time
-# than what is gained by computing beside the first.
+# 1.6 Gbit/s, over the whole time of an operation. In faster operations, a second message costs more CPU time than the
+# overlap of computation with the first message saves.
 _SLOW_BYTES_PER_S = 0.2e9
 
 
 class FirstRuns:
-    """Counts the runs of an operation, and times them: a context manager around each.
+    """Counts the runs of an operation, and times them: a context manager around each run.
 
     Args:
-        communicator: of all ranks that run it.
-        sent_bytes: what this rank sends in a run, over most of its links.
-        name: of the operation's tensor, in errors.
+        communicator: a communicator over all ranks that run the operation.
+        sent_bytes: the bytes that this rank sends in a run, over most of its links.
+        name: the name of the operation's tensor, in errors.
     """
 
     def __init__(self, communicator: Communicator, sent_bytes: float, name: str) -> None:
@@ -32,11 +32,11 @@ class FirstRuns:
 
     @property
     def are_over(self) -> bool:
-        """Whether `were_fast` has been answered, or could have been."""
+        """Whether the run that follows the decision of `should_disable_pieces` is complete too."""
         return self._num_runs > _NUM_RUNS
 
-    def were_fast(self) -> bool:
-        """Return, once, whether no rank took long: between the first runs and the next, when it is collective."""
+    def should_disable_pieces(self) -> bool:
+        """Return, once, whether the first runs were fast on all ranks. Collective when called after the first runs."""
         if self._num_runs != _NUM_RUNS:
             return False
         is_slow = self._sent_bytes < _SLOW_BYTES_PER_S * self._shortest_s

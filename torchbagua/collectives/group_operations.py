@@ -1,4 +1,4 @@
-"""What an algorithm of one's own sends: operations of a group that work over every transport, on CPUs and GPUs."""
+"""Operations of a group for custom algorithms. They work over every transport, on CPUs and GPUs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -19,21 +19,21 @@ from torchbagua.collectives.reduce_scatter import reduce_scatter
 
 T = TypeVar("T")
 
-_MOST_KEPT = 64
+_MAX_CACHED = 64
 
 
 class GroupOperations(NodeGroups):
     """The operations of a `BaguaProcessGroup`.
 
-    All ranks call the same ones, in the same order, with tensors of the same sizes: on the lane, as a bucket's
-    operations do, and never beside what that runs. On a GPU they are done on the current stream, and in stream order no
-    host waits. Observers are notified of every message by `name`, which errors have too.
+    All ranks call the same operations, in the same order, with tensors of the same sizes. Call them on the lane, as a
+    bucket's operations do, and never concurrently with other work of the lane. On a GPU they run on the current stream,
+    and in stream order no host waits. Observers are notified of every message by `name`; errors contain it too.
 
-    All raise CommunicationError where a rank is gone or did not take part within the group's timeout.
+    All operations raise CommunicationError if a rank disconnects or does not take part within the group's timeout.
     """
 
     def __init__(self) -> None:
-        # One for each kind of tensor: to lay one out costs more than to send a short one.
+        # One for each kind of tensor: planning a layout costs more than sending a short tensor.
         self._collectives: OrderedDict[object, object] = OrderedDict()
 
     def all_reduce(
@@ -45,24 +45,25 @@ class GroupOperations(NodeGroups):
         hierarchical: bool = True,
         name: str = "all_reduce",
     ) -> torch.Tensor:
-        """Replace `x` by its sum over the ranks, and return it. All ranks get the same bits.
+        """Replace `x` by its sum over the ranks, and return it. The result is bitwise equal on all ranks.
 
         Args:
             x: a contiguous tensor of any shape, floating-point or complex.
             average: divide by the number of ranks.
-            compression: how it is sent, see `BaguaBucket.append_centralized_synchronous_op`.
-            hierarchical: with several nodes of several ranks: sum within nodes in full precision, and use `compression`
-                between them.
-            name: its name in events and errors.
+            compression: the codec, see `BaguaBucket.append_centralized_synchronous_op`.
+            hierarchical: in a multi-node group, sum within nodes in full precision, and use `compression` between
+                nodes.
+            name: the name of the operation in events and errors.
 
         Raises:
-            ValueError: `x` is not such a tensor, or `compression` does not encode it.
+            ValueError: `x` does not meet these requirements, or `compression` does not encode its dtype.
         """
         flat = _flat("all_reduce", "x", x, sums=True)
         compressor = by_name(compression)
         if not compressor.encodes(flat.dtype):
             raise ValueError(
-                f"BaguaProcessGroup.all_reduce: compression must be one that encodes {flat.dtype}, got {compressor!r}"
+                f"BaguaProcessGroup.all_reduce: compression must be a codec that encodes {flat.dtype}, got "
+                f"{compressor!r}"
             )
         spec = _spec(flat, name)
         mean = self._collective(
@@ -77,7 +78,7 @@ class GroupOperations(NodeGroups):
 
         Args:
             x: a contiguous tensor. Its dtype and shape are the same on all ranks.
-            name: its name in events and errors.
+            name: the name of the operation in events and errors.
 
         Raises:
             ValueError: `x` is not contiguous.
@@ -93,21 +94,21 @@ class GroupOperations(NodeGroups):
         return _like(every, x).view(self.size, *x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
-        """Return the sum over the ranks of this rank's part of `x`, which is `x[rank]`. `x` stays as it is.
+        """Return the sum over the ranks of `x[rank]`, this rank's part of `x`. `x` is unchanged.
 
-        Sums are formed in rank order, in float32, or in float64 if `x` is float64.
+        Values are summed in rank order, in float32, or in float64 if `x` is float64.
 
         Args:
             x: a contiguous tensor of shape [R, ...] with R ranks, floating-point or complex.
             average: divide by the number of ranks.
-            name: its name in events and errors.
+            name: the name of the operation in events and errors.
 
         Raises:
-            ValueError: `x` is not such a tensor.
+            ValueError: `x` does not meet these requirements.
         """
         if x.dim() == 0 or len(x) != self.size:
             raise ValueError(
-                f"BaguaProcessGroup.reduce_scatter: x must have a part for each of {self.size} ranks, got "
+                f"BaguaProcessGroup.reduce_scatter: x must have shape [{self.size}, ...], one part for each rank, got "
                 f"{list(x.shape)}"
             )
         flat = _flat("reduce_scatter", "x", x, sums=True)
@@ -128,27 +129,27 @@ class GroupOperations(NodeGroups):
         *,
         name: str = "exchange",
     ) -> None:
-        """Send a tensor to each of some ranks, and receive one from each of some ranks.
+        """Send a tensor to each of several ranks, and receive one from each of several ranks.
 
-        If you send to a rank, that rank must receive from you, as many bytes. If they differ, a transport may end the
-        process.
+        If you send to a rank, that rank must receive the same number of bytes from you. If the numbers differ, a
+        transport may end the process.
 
         Args:
-            sends: contiguous tensors, by the rank that they go to.
-            receives: contiguous tensors to fill, by the rank that they come from.
-            name: its name in events and errors.
+            sends: contiguous tensors, by the rank that receives them.
+            receives: contiguous tensors to fill, by the rank that sends them.
+            name: the name of the operation in events and errors.
 
         Raises:
-            ValueError: a tensor is not contiguous, or a rank is none of the others.
+            ValueError: a tensor is not contiguous, or a key is not another rank of the group.
         """
-        for what, tensors in (("sends", sends), ("receives", receives)):
+        for argument, tensors in (("sends", sends), ("receives", receives)):
             for peer in tensors:
                 if peer not in range(self.size) or peer == self.rank:
                     raise ValueError(
-                        f"BaguaProcessGroup.exchange: {what} must be by another rank of {self.size}, got {peer!r} on "
-                        f"rank {self.rank}"
+                        f"BaguaProcessGroup.exchange: the keys of {argument} must be other ranks of {self.size}, got "
+                        f"{peer!r} on rank {self.rank}"
                     )
-        # As bytes: a collective moves tensors of one dtype, and a transport may not know every dtype.
+        # As bytes: a collective sends tensors of one dtype, and a transport may not support every dtype.
         outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
         incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
         turns = []
@@ -156,27 +157,27 @@ class GroupOperations(NodeGroups):
             target, source = self.world.rank_after(distance), self.world.rank_before(distance)
             if target in sends or source in receives:
                 turns.append((target, source))
-        moved = (*outgoing.values(), *incoming.values())
-        device = moved[0].device if moved else self.device
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        of_all = {source: incoming.get(source, nothing) for _, source in turns}
+        exchanged = (*outgoing.values(), *incoming.values())
+        device = exchanged[0].device if exchanged else self.device
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        received = {source: incoming.get(source, empty) for _, source in turns}
         counts = ElementCounts(
             sent={peer: tensor.numel() for peer, tensor in sends.items()},
             received={peer: tensor.numel() for peer, tensor in receives.items()},
         )
-        exchange = Exchange(Pipeline(self.world, device), "peer_exchange", of_all, name, turns, counts)
-        exchange.run(outgoing.get(target, nothing) for target in exchange.targets)
+        exchange = Exchange(Pipeline(self.world, device), "peer_exchange", received, name, turns, counts)
+        exchange.run(outgoing.get(target, empty) for target in exchange.targets)
 
     def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
-        """Return the tensor in chunks, where each rank has as many of its elements as any other."""
+        """Return the tensor in chunks of equal length, one for each rank."""
         length = spec.num_elements // self.size
         return RankChunks(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
 
     def _collective(self, key: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned for this key before, of the keys that were used last."""
+        """Return what `make` returned for this key, from a cache of the most recently used keys."""
         if key not in self._collectives:
             self._collectives[key] = make()
-            if len(self._collectives) > _MOST_KEPT:
+            if len(self._collectives) > _MAX_CACHED:
                 self._collectives.popitem(last=False)
         self._collectives.move_to_end(key)
         found: T = self._collectives[key]  # type: ignore[assignment]
@@ -184,7 +185,7 @@ class GroupOperations(NodeGroups):
 
 
 def _flat(operation: str, argument: str, tensor: torch.Tensor, *, sums: bool = False) -> torch.Tensor:
-    """Return a view of a tensor in one dimension, complex numbers as pairs; ValueError where there is none."""
+    """Return a one-dimensional view of a tensor, complex numbers as pairs; raise ValueError if that is impossible."""
     subject = f"BaguaProcessGroup.{operation}: {argument} must be"
     if not tensor.is_contiguous():
         raise ValueError(f"{subject} contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}")
@@ -198,7 +199,7 @@ def _bytes_of(argument: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(flat: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return `flat` as the complex numbers that its pairs are, where `x` is complex."""
+    """Return `flat`, with its pairs as complex numbers if `x` is complex."""
     return torch.view_as_complex(flat.view(flat.numel() // 2, 2)) if x.is_complex() else flat
 
 

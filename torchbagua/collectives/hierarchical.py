@@ -1,4 +1,4 @@
-"""Collectives that respect node boundaries: sums within nodes, any collective between them.
+"""Hierarchical collectives: sums within nodes, and any collective between nodes.
 
 Shape suffixes: N elements, R ranks, L elements of a shard, W wire bytes.
 """
@@ -20,31 +20,32 @@ from torchbagua.collectives.reduce_scatter import ReduceScatter
 
 
 class Hierarchical:
-    """The two parts within nodes of a collective, between which the caller runs any collective between nodes.
+    """The two intra-node parts of a hierarchical collective. The caller runs any collective between nodes in between.
 
         with hierarchical.sum_of_shard(x_N) as sum_L:
             if hierarchical.owners is not None:
                 collective(sum_L)
 
-    With S shards, S the smallest number of ranks on a node, so that all network cards work:
-    1. Reduce-scatter in the node: rank s < S gets the sum of shard s, in float32 or float64.
-    2. The owners of the same shard on all nodes replace it by the result, in the caller's block.
-    3. All-gather in the node: the owners send the results, in the tensor's dtype, to all its ranks.
+    The tensor has S shards. S is the smallest number of ranks on a node, so that all network cards work:
+    1. Reduce-scatter within the node: rank s < S gets the sum of shard s, in float32 or float64.
+    2. In the caller's block, the owners of the same shard on all nodes replace the sum by the result.
+    3. All-gather within the node: the owners send the results, in the tensor's dtype, to all ranks of the node.
 
-    In 1 and 3 values may be compressed, too. All ranks of all nodes end with the same bits also then, if the collective
-    of 2 gives them to all owners of a shard.
+    Parts 1 and 3 may be compressed, too. The results are still bitwise equal on all ranks of all nodes if the
+    collective of part 2 gives bitwise equal results to all owners of a shard.
 
     Args:
-        group: with several nodes, of which one has several ranks.
+        group: a group with several nodes, at least one of which has several ranks.
         spec: the tensor.
-        block_elements: of the blocks that shards are made of.
-        compressor: the codec within nodes. It encodes the tensor's dtype.
-        ranks_agree: the ranks of a node hold the same tensor, so in 1 each takes its shard of that, and no sum.
+        block_elements: the number of elements in a block; shards consist of whole blocks.
+        compressor: the codec within nodes. It must encode the tensor's dtype.
+        ranks_agree: the ranks of a node have equal tensors, so in part 1 each rank copies its shard and nothing is
+            summed.
 
     Attributes:
-        owners: the ranks that own the same shard, one on each node; None on a rank that owns none.
+        owners: the ranks that own the same shard, one on each node; None on a rank that owns no shard.
         shard: the elements of the shard that this rank owns.
-        shard_spec: the description of its sum.
+        shard_spec: the description of the shard's sum.
     """
 
     def __init__(
@@ -66,19 +67,19 @@ class Hierarchical:
 
     @contextmanager
     def sum_of_shard(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Give the local shard's node sum, [L], and write the results that owners leave in it to `out_N`.
+        """Yield the node's sum of the local shard, [L]; then write the results that the owners left there to `out_N`.
 
         Args:
             x_N: the tensor.
             out_N: another tensor like it, for the result; by default in place.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator, x_N.device)
         (piece,) = chunks.pieces
         sum_L = memory_of_sum(chunks)
-        # By now, so that receives are posted early.
+        # Construct it now, so that its receives are posted early.
         gather = AllGather(chunks, x_N if out_N is None else out_N, pipeline)
         if self._ranks_agree:
             sum_L.copy_(x_N[chunks.own])
@@ -94,7 +95,7 @@ class Hierarchical:
 
 
 def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compressor: Compressor) -> tuple[int, ...]:
-    """Return the cuts of a tensor's shards, between two blocks of what is sent between nodes and of that within them.
+    """Return the cuts of a tensor's shards, at block boundaries of both codecs, between nodes and within nodes.
 
     Ranks of larger nodes that own no shard still send and receive.
     """
@@ -104,7 +105,7 @@ def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compres
 
 
 def memory_of_sum(chunks: RankChunks) -> torch.Tensor:
-    """Return memory for the sum of the local shard's copies, in the dtype of sums."""
+    """Return scratch memory for the sum of the local shard's copies, in the dtype of sums."""
     dtype = sum_dtype(chunks.layout.dtype)
     num_bytes = (chunks.own.stop - chunks.own.start) * dtype.itemsize
     return typed(chunks.communicator.scratch("sum", num_bytes, chunks.device), dtype)

@@ -1,4 +1,4 @@
-"""The mean over nodes in two pieces: links between nodes carry one while ranks of a node exchange the other.
+"""The hierarchical mean in two pieces: the links between nodes carry one while the ranks of a node exchange the other.
 
 Shape suffixes: N elements, L elements of a shard.
 """
@@ -29,17 +29,17 @@ class _Mean(Protocol):
 
 
 class HierarchicalMean:
-    """What `Hierarchical` with the two-phase mean between nodes gives, to the bit, without residuals and between CPUs.
+    """The result of `Hierarchical` with the two-phase mean between nodes, bitwise, between CPUs and without residuals.
 
     Shards are sent in two pieces, unless the first runs were fast on all ranks.
 
     Args:
-        group: with several nodes, of which one has several ranks.
-        compressor: of what is sent between nodes.
+        group: a group with several nodes, at least one of which has several ranks.
+        compressor: the codec between nodes.
         spec: the tensor; see `is_worthwhile`.
-        divisor: of the sum.
-        intra_compressor: of what is sent within nodes.
-        make_whole: makes what gives the same without pieces.
+        divisor: the divisor of the sum.
+        intra_compressor: the codec within nodes.
+        make_whole: constructs the mean with the same result that does not send in pieces.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class HierarchicalMean:
         cuts = _piece_cuts(group, compressor, spec, intra_compressor)
         self._chunks = chunks = RankChunks(group.intra_node, intra_compressor, spec, cuts)
         self._owners = group.inter_node
-        self._shard_chunks: list[RankChunks] = []  # of each piece of own shard
+        self._shard_chunks: list[RankChunks] = []  # of each piece of the local shard
         if self._owners is not None:
             for piece in chunks.pieces:
                 part = spec.restricted_to(piece.elements[chunks.rank], sum_dtype(spec.dtype))
                 part_cuts = part.even_cuts(self._owners.size, compressor.block_elements)
                 self._shard_chunks.append(RankChunks(self._owners, compressor, part, part_cuts, piece.index))
-        size = max(2, group.intra_node.size)  # a rank alone on its node is not slow because it sends nothing there
+        size = max(2, group.intra_node.size)  # else a rank alone on its node, which sends 0 bytes there, counts as slow
         self._first_runs = FirstRuns(group.world, 2 * (size - 1) / size * chunks.layout.num_bytes, spec.name)
 
     @staticmethod
     def is_worthwhile(
         group: NodeGroups, compressor: Compressor, spec: TensorSpec, intra_compressor: Compressor
     ) -> bool:
-        """Return whether pieces are long messages still, and none is empty, the same on all ranks."""
+        """Return whether pieces are still long messages, and none is empty. The answer is the same on all ranks."""
         cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
         if not (compressor.codes_blocks_alone and is_long(group.world, intra_compressor, spec, cuts)):
             return False
@@ -82,9 +82,9 @@ class HierarchicalMean:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
-        if self._whole is None and self._first_runs.were_fast():
+        if self._whole is None and self._first_runs.should_disable_pieces():
             self._whole = self._make_whole()
         if self._whole is not None:
             self._whole(x_N, out_N)
@@ -96,7 +96,7 @@ class HierarchicalMean:
         chunks = self._chunks
         sum_L = memory_of_sum(chunks)
         sums = [sum_L[piece.within_own] for piece in chunks.pieces]
-        # All are made by now, so that receives are posted early.
+        # Construct all of them now, so that their receives are posted early.
         within = Pipeline(chunks.communicator, x_N.device)
         scatter, gather = ReduceScatter(chunks, x_N, within), AllGather(chunks, out_N, within)
         between = None if self._owners is None else Pipeline(self._owners, x_N.device)
@@ -130,11 +130,11 @@ class HierarchicalMean:
 
 
 class _MeanOfPiece(NamedTuple):
-    """The two-phase mean of one piece of own shard over nodes.
+    """The two-phase mean over nodes of one piece of the local shard.
 
     Attributes:
-        piece: the whole of that.
-        scatter, gather: its phases.
+        piece: the single piece in which this part of the shard is sent.
+        scatter, gather: the two phases.
     """
 
     piece: Piece

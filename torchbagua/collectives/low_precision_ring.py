@@ -1,4 +1,4 @@
-"""The ring of low-precision decentralized training: compressed differences of weights, to two neighbours.
+"""The ring of low-precision decentralized training: compressed differences of weights, sent to two neighbors.
 
 Shape suffixes: N elements, L elements of a piece, W wire bytes.
 """
@@ -22,19 +22,19 @@ from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import Span
 from torchbagua.transport.communicator import Communicator
 
-# What the arithmetic of one piece touches stays in the caches. On a GPU there is one piece, and few launches. A codec
-# with one range per piece leaves more out in a longer one.
+# The memory that one piece needs fits into the caches. A GPU uses a single piece, for few launches. With a codec that
+# has one range per piece, a longer piece has a larger residual.
 _PIECE_ELEMENTS = 1 << 18
 _RANGE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Copies of weights in their `sum_dtype`, beside the weights, which neighbours hold bit-equal copies of.
+    """Copies of weights in their `sum_dtype`, separate from the weights. Neighbors hold bitwise equal copies of them.
 
     Attributes:
-        weight: own last agreed weights; the right neighbour's `left` and the left neighbour's `right`.
-        left, right: the neighbours' last agreed weights. One tensor in a ring of two may be both.
+        weight: this rank's last agreed weights; equal to the right neighbor's `left` and the left neighbor's `right`.
+        left, right: the neighbors' last agreed weights. In a ring of two, both may be the same tensor.
     """
 
     weight: torch.Tensor
@@ -42,17 +42,17 @@ class Replicas:
     right: torch.Tensor
 
     def __getitem__(self, elements: slice) -> "Replicas":
-        """Return views of some elements."""
+        """Return views of a slice of the elements."""
         return Replicas(self.weight[elements], self.left[elements], self.right[elements])
 
 
 def check_ring_compression(owner: str, compression: str | Compressor | None) -> None:
-    """Raise ValueError, which names `owner`, unless differences of weights can be sent by this codec."""
+    """Raise ValueError, which names `owner`, unless differences of weights can be sent with this codec."""
     check_compression(f"{owner}: compression", compression)
     if needs_feedback(compression):
         raise ValueError(
-            f"{owner}: compression must not be one that needs error feedback: weights become what neighbours were "
-            f"sent, so what is left out of a difference is lost; got {compression!r}"
+            f"{owner}: compression must not be a codec that needs error feedback, got {compression!r}; weights become "
+            "the values that neighbors receive, so the residual of a difference is lost"
         )
 
 
@@ -60,21 +60,23 @@ class LowPrecisionRing:
     """One round of difference compression on a ring (DCD-PSGD, arXiv 1803.06443; Bagua, arXiv 2107.01499).
 
     With w, L and R the replicas and x the weights:
-    1. d = x + L/3 + R/3 - (5/3) w, in the dtype of w; send Q(d) to both neighbours.
+    1. d = x + L/3 + R/3 - (5/3) w, in the dtype of w; send Q(d) to both neighbors.
     2. w += Q(d); x = w.
-    3. L += what came from the left, R += what came from the right.
+    3. L += Q(d) of the left neighbor, R += Q(d) of the right neighbor.
 
-    `update` does 1 and 2, `exchange` sends and does 3, and nobody needs its results before the next `update`. Since w
-    takes what is sent, and not d, every replica stays equal to its original to the bit.
+    `update` runs parts 1 and 2 without sending. `exchange` sends, and runs part 3. No rank needs the results of
+    `exchange` before the next `update`. Since each rank adds the sent Q(d) to w, and not d, every replica stays bitwise
+    equal to its original.
 
-    With replicas of zeros and full precision a round makes w, L and R the ranks' own weights: that is how they start.
+    A round with replicas of zeros and in full precision sets w, L and R to the ranks' weights. The first round does
+    that.
 
     Args:
         communicator: the ring, in rank order.
-        compressor: makes Q.
+        compressor: the codec that computes Q.
         spec: the weights.
-        replicas: changed in place, in the dtype that sums of the weights are formed in.
-        is_bounded: keep each element between x and the mean of w, L and R, as `clamp_to_mean` does.
+        replicas: changed in place, in the dtype in which weights are summed.
+        is_bounded: clamp each element between x and the mean of w, L and R, as `clamp_to_mean` does.
     """
 
     def __init__(
@@ -103,12 +105,13 @@ class LowPrecisionRing:
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L = torch.empty(longest, dtype=dtype, device=device)
-        # Shorter weights have replicas in float32, float64 ones in float64; the operations take neither.
+        # Weights below float32 have float32 replicas, and float64 weights have float64 replicas; the native operations
+        # support neither.
         operations = torch.ops.torchbagua if dtype_of_weights == torch.float32 else ring
         self._ring_difference, self._ring_advance = operations.ring_difference, operations.ring_advance
 
     def update(self, x_N: torch.Tensor) -> None:
-        """Replace `x_N`, of any dtype, by the own replica that its compressed difference leads to; nothing is sent."""
+        """Replace `x_N`, of any dtype, by this rank's replica after its compressed difference; nothing is sent."""
         with self._span("encode"):
             self._update(x_N)
 
@@ -122,20 +125,20 @@ class LowPrecisionRing:
                 _bound(d_L, x_L, own)
             self._compressor.encode(d_L, layout, self._wire_W[own_bytes])
             if is_sampled:
-                self._error_probe.tell(d_L, self._wire_W[own_bytes])
-                is_sampled = False  # the first piece will do
+                self._error_probe.report(d_L, self._wire_W[own_bytes])
+                is_sampled = False  # one piece per round is enough
             self._compressor.decode(self._wire_W[own_bytes], layout, d_L)
             self._ring_advance(d_L, own.weight, x_L)
 
     def exchange(self) -> None:
-        """Send what `update` has encoded to both neighbours, and bring the copies of theirs up to date.
+        """Send the bytes that `update` has encoded to both neighbors, and update the replicas of their weights.
 
         Raises:
-            CommunicationError: a neighbour is gone or did not take part within the group's timeout.
+            CommunicationError: a neighbor disconnected or did not take part within the group's timeout.
         """
         communicator = self._communicator
         left, right = communicator.rank_before(1), communicator.rank_after(1)
-        # Between two ranks, left and right are the same one, which sends once.
+        # In a ring of two, left and right are the same rank, which sends once.
         turns = [(right, left)] if left == right else [(right, left), (left, right)]
         memory = communicator.scratch("rows", len(turns) * len(self._wire_W), self._wire_W.device)
         receives = dict(zip((left, right), memory.view(len(turns), -1), strict=False))
@@ -146,7 +149,7 @@ class LowPrecisionRing:
         exchange.send(itertools.repeat(self._wire_W))
         for source in exchange.arrivals():
             with self._span("decode"):
-                # By address: in a ring of two, both may be one.
+                # By address: in a ring of two, both may be the same tensor.
                 of_source = {copy_N.data_ptr(): copy_N for neighbour, copy_N in copies if neighbour == source}
                 self._add(receives[source], of_source.values())
         pipeline.wait_for_sends()
@@ -171,12 +174,12 @@ class LowPrecisionRing:
 
 
 def _bound(difference_L: torch.Tensor, x_L: torch.Tensor, own: Replicas) -> None:
-    """Keep `own.weight + difference_L` between `x_L` and the mean of the replicas."""
+    """Clamp `own.weight + difference_L` between `x_L` and the mean of the replicas."""
     mean_L = own.weight + own.left + own.right
     divide(mean_L, 3.0, mean_L)
     difference_L.add_(own.weight)
     difference_L.copy_(clamp_to_mean(difference_L, x_L, mean_L)).sub_(own.weight)
-    # Where nothing has changed that is zero already, but of -inf, in a mask say, NaN.
+    # Set unchanged elements to zero: their difference is zero already, but NaN for -inf, which a mask may contain.
     difference_L.masked_fill_((own.weight == x_L) & (own.weight == mean_L), 0)
 
 
@@ -192,12 +195,12 @@ def low_precision_ring(
     """Return `update` and `exchange` of the ring of ranks, or of nodes: see `LowPrecisionRing`.
 
     Args:
-        group: whose ranks take part.
-        compressor: of the differences; it encodes the weights' dtype.
+        group: the ranks that take part.
+        compressor: the codec of the differences. It must encode the weights' dtype.
         spec: the weights.
-        replicas: as long as the weights; where nodes take part, a rank uses its own shard of them.
-        hierarchical: where there are several nodes with several ranks: the ring is of nodes, what a node holds is the
-            mean of its ranks, and each of them gets the result.
+        replicas: as long as the weights; in a ring of nodes, each rank uses its shard of them.
+        hierarchical: in a multi-node group, build a ring of nodes. A node's weights are the mean of its ranks' weights,
+            and each of its ranks gets the result.
         is_bounded: see `LowPrecisionRing`.
     """
     if group.size == 1:
@@ -210,7 +213,7 @@ def low_precision_ring(
 
 
 class _RingOfNodes:
-    """The ring of nodes: each rank that owns a shard is in the ring of its owners, with the mean of its node."""
+    """The ring of nodes: the owners of a shard, one on each node, form a ring and exchange the means of their nodes."""
 
     def __init__(
         self,
@@ -221,7 +224,7 @@ class _RingOfNodes:
         is_bounded: bool,
         node_size: float,
     ) -> None:
-        # Not the codec's blocks: replicas outlive a codec, as that of the first round, and so do their shards.
+        # Not the codec's blocks: replicas, and so their shards, outlive a codec such as that of the first round.
         self._hierarchical = hierarchical = Hierarchical(group, spec, DEFAULT_BLOCK)
         self._node_size = node_size
         self._ring: LowPrecisionRing | None = None

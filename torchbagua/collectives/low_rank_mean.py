@@ -1,6 +1,6 @@
-"""The mean of matrices by a product of two factors, which travel in their place (PowerSGD, arXiv 1905.13727).
+"""The mean of matrices as a product of two factors, which ranks send in their stead (PowerSGD, arXiv 1905.13727).
 
-A factor of rank r is kept as r vectors, the transpose of the paper's P or Q. Shape suffixes: N elements of a bucket,
+A factor of rank r is stored as r vectors, the transpose of the paper's P or Q. Shape suffixes: N elements of a bucket,
 L of the first payload, F of the second.
 """
 
@@ -19,7 +19,7 @@ from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.orthogonalise import FactorPlace, Orthogonaliser
 from torchbagua.observe.events import Details
 
-_PRODUCT_ELEMENTS = 8192  # of a part of a product, about
+_PRODUCT_ELEMENTS = 8192  # approximate number of elements in a part of a product
 
 
 def first_factor(seed: str, num_elements: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def first_factor(seed: str, num_elements: int) -> torch.Tensor:
 
 
 def product_table(shape: MatrixShape) -> torch.Tensor:
-    """Return the table of a product, see torchbagua/native/low_rank.py: some rows of the matrix in each of its rows."""
+    """Return the table of a product, see torchbagua/native/low_rank.py: a table row describes several matrix rows."""
     rows, columns, rank = shape
     at_once = max(1, _PRODUCT_ELEMENTS // columns)
     return torch.tensor(
@@ -38,7 +38,7 @@ def product_table(shape: MatrixShape) -> torch.Tensor:
 
 
 class _Member(NamedTuple):
-    """A matrix: its elements in the bucket, its state, and where its factors travel and are multiplied."""
+    """A matrix: its elements in the bucket, its state, and where its factors are sent from and multiplied."""
 
     elements: slice
     state: MatrixState
@@ -51,32 +51,32 @@ class _Member(NamedTuple):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """Gradient and error, until the error takes their place."""
+        """Gradient plus residual; later, the new residual replaces it."""
         return self.state.staged_error.view(self.state.shape.rows, self.state.shape.columns)
 
 
 class LowRankMean:
-    """Mean of a bucket whose matrices travel as two factors each. All ranks get the same bits.
+    """Mean of a bucket whose matrices are sent as two factors each. The result is bitwise equal on all ranks.
 
-    With M = gradient + error, of every matrix:
+    With M = gradient + residual, for every matrix:
 
-    1. The right factor Q of the last step is made orthonormal. A vector that is zero, since there was no step yet or
-       nothing in its direction, starts anew from its seed.
-    2. P = mean of M Q over the ranks, which travels together with all that is no matrix; and is made orthonormal.
+    1. The right factor Q of the last step is orthonormalized. A vector that is zero, because there was no step yet or
+       nothing in its direction, restarts from its seed.
+    2. P = mean of M Q over the ranks, sent together with all tensors that are not matrices; then P is orthonormalized.
     3. Q = mean of M^T P.
-    4. The matrix becomes P Q^T. M - P Q^T is staged as the error, and Q as the right factor.
+    4. The matrix becomes P Q^T. M - P Q^T is staged as the residual, and Q as the right factor.
 
-    M Q and M^T P are torch's matrix products of this rank's own values. The same values give the same bits there if
-    they are aligned alike, and the number of threads is the same: so every operand is a tensor of its own. What must be
-    the same on all ranks is formed by kernels of this package.
+    M Q and M^T P are torch's matrix products of this rank's values. Equal values give bitwise equal products if their
+    alignment and the number of threads are the same, so every operand is a separate tensor. This package's kernels
+    compute the results that must be equal on all ranks.
 
     Args:
-        group: who takes part.
-        compressor: how factors, and what is no matrix, are sent.
+        group: the ranks that take part.
+        compressor: the codec for the factors and for tensors that are not matrices.
         spec: the bucket's tensor, float32.
-        state: of the bucket; there is a matrix in it.
-        names: of the parameters, for seeds.
-        seed: where right factors start from, together with the name.
+        state: the state of the bucket, which contains at least one matrix.
+        names: the names of the parameters, for seeds.
+        seed: the seed of right factors, together with the parameter's name.
         hierarchical: see `centralized_mean`.
     """
 
@@ -109,7 +109,7 @@ class LowRankMean:
             products = product_table(matrix.shape).to(spec.device)
             self._members.append(_Member(part, matrix, left, right, own_left, own_right, products, f"{seed} {name}"))
         self._first_F = self._first_rights("")
-        lefts, rights = [one.left for one in self._members], [one.right for one in self._members]
+        lefts, rights = [member.left for member in self._members], [member.right for member in self._members]
         self._orthogonalise_left = Orthogonaliser(lefts, spec.device)
         self._orthogonalise_right = Orthogonaliser(rights, spec.device)
 
@@ -117,20 +117,22 @@ class LowRankMean:
             payload = TensorSpec(tuple(segments), torch.float32, spec.device, spec.name)
             return centralized_mean(group, compressor, payload, hierarchical=hierarchical)
 
-        self._mean_left = mean_of([*vector_lengths, *(one.rank * one.length for one in lefts)])
-        self._mean_right = mean_of([one.rank * one.length for one in rights])
+        self._mean_left = mean_of([*vector_lengths, *(place.rank * place.length for place in lefts)])
+        self._mean_right = mean_of([place.rank * place.length for place in rights])
         self._left_L = torch.zeros(left_start, device=spec.device)
         self._right_F = torch.zeros(right_start, device=spec.device)
 
     def __call__(self, x_N: torch.Tensor, step: int) -> None:
-        """Replace `x_N` by the mean, and stage what the next step starts from.
+        """Replace `x_N` by the mean, and stage the state with which the next step starts.
 
         Args:
             x_N: the bucket's tensor.
-            step: of which right factors are made, where they are not kept.
+            step: the step number, part of the seed of right factors if these are not kept.
         """
         details = Details(bucket=self._name)
-        vectors_L = self._left_L[: self._members[0].left.start].split([one.stop - one.start for one in self._vectors])
+        vectors_L = self._left_L[: self._members[0].left.start].split(
+            [part.stop - part.start for part in self._vectors]
+        )
         with self._tracer.span("encode", details):
             self._begin(x_N, step)
             for part, vector in zip(self._vectors, vectors_L, strict=True):
@@ -138,10 +140,10 @@ class LowRankMean:
         self._mean_left(self._left_L)
         with self._tracer.span("reduce", details):
             self._orthogonalise_left(self._left_L)
-            for one in self._members:
-                one.own_left.view(-1).copy_(self._left_L[one.left.elements])
-                torch.mm(one.own_left, one.matrix, out=one.own_right)
-                self._right_F[one.right.elements].copy_(one.own_right.view(-1))
+            for member in self._members:
+                member.own_left.view(-1).copy_(self._left_L[member.left.elements])
+                torch.mm(member.own_left, member.matrix, out=member.own_right)
+                self._right_F[member.right.elements].copy_(member.own_right.view(-1))
         self._mean_right(self._right_F)
         with self._tracer.span("decode", details):
             for part, vector in zip(self._vectors, vectors_L, strict=True):
@@ -149,40 +151,44 @@ class LowRankMean:
             self._end(x_N)
 
     def _begin(self, x_N: torch.Tensor, step: int) -> None:
-        """Form M, in the place of the staged error, and M Q."""
+        """Compute M, in the memory of the staged residual, and M Q."""
         first_F = self._first_F if self._state.keeps_right else self._first_rights(f" {step}")
-        for one in self._members:
-            error, right = one.state.base
-            torch.add(x_N[one.elements], error, out=one.state.staged_error)
-            first = first_F[one.right.elements].view_as(one.own_right)
+        for member in self._members:
+            error, right = member.state.base
+            torch.add(x_N[member.elements], error, out=member.state.staged_error)
+            first = first_F[member.right.elements].view_as(member.own_right)
             if self._state.keeps_right:
                 kept = right.view_as(first)
                 first = torch.where((kept != 0).any(1, keepdim=True), kept, first)
-            self._right_F[one.right.elements] = first.view(-1)
+            self._right_F[member.right.elements] = first.view(-1)
         self._orthogonalise_right(self._right_F)
-        for one in self._members:
-            one.own_right.view(-1).copy_(self._right_F[one.right.elements])
-            torch.mm(one.own_right, one.matrix.t(), out=one.own_left)
-            self._left_L[one.left.elements].copy_(one.own_left.view(-1))
+        for member in self._members:
+            member.own_right.view(-1).copy_(self._right_F[member.right.elements])
+            torch.mm(member.own_right, member.matrix.t(), out=member.own_left)
+            self._left_L[member.left.elements].copy_(member.own_left.view(-1))
 
     def _end(self, x_N: torch.Tensor) -> None:
-        """Form P Q^T and what it leaves out."""
+        """Compute P Q^T and its residual."""
         are_finite = []
-        for one in self._members:
-            right = self._right_F[one.right.elements]
-            one.own_right.view(-1).copy_(right)
+        for member in self._members:
+            right = self._right_F[member.right.elements]
+            member.own_right.view(-1).copy_(right)
             are_finite.append(right.isfinite().all())
             if self._state.keeps_right:
-                one.state.staged_right.copy_(right)
-            one.state.is_staged = True
+                member.state.staged_right.copy_(right)
+            member.state.is_staged = True
             torch.ops.torchbagua.low_rank_product(
-                one.own_left.view(-1), one.own_right.view(-1), one.products, x_N[one.elements], one.state.staged_error
+                member.own_left.view(-1),
+                member.own_right.view(-1),
+                member.products,
+                x_N[member.elements],
+                member.state.staged_error,
             )
         self._state.are_finite = torch.stack(are_finite)
         if self._tracer.samples:
-            staged = [one.state.staged_error for one in self._members]
+            staged = [member.state.staged_error for member in self._members]
             self._tracer.measure(lambda: {"residual of what is sent": torch.cat(staged).norm()}, self._name)
 
     def _first_rights(self, step: str) -> torch.Tensor:
-        firsts = [first_factor(one.seed + step, one.right.rank * one.right.length) for one in self._members]
+        firsts = [first_factor(member.seed + step, member.right.rank * member.right.length) for member in self._members]
         return torch.cat(firsts).to(self._device)

@@ -1,4 +1,4 @@
-"""What is kept of matrices whose mean is one of low rank: errors and right factors, staged and committed.
+"""State of matrices whose mean has low rank: residuals and right factors, staged and committed.
 
 Shape suffixes: N elements of a bucket.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class MatrixShape(NamedTuple):
-    """A matrix of `rows` and `columns`, which lies row by row, and the rank of what takes its place."""
+    """The shape of a matrix in row-major order, `rows` by `columns`, and the rank of the product that replaces it."""
 
     rows: int
     columns: int
@@ -19,13 +19,13 @@ class MatrixShape(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int], num_elements: int, rank: int, min_rate: float) -> MatrixShape | None:
-    """Return the matrix of a tensor, whose first dimension are its rows; None if factors are not much smaller.
+    """Return a tensor as a matrix whose rows are the first dimension; None if the factors are not much smaller.
 
     Args:
-        shape: of the tensor, the dimension first that lies slowest in memory.
-        num_elements: its real numbers.
-        rank: the most vectors that a factor may have.
-        min_rate: how many times fewer the elements of the factors must be than those of the matrix.
+        shape: the shape of the tensor, starting with the dimension that varies slowest in memory.
+        num_elements: the number of its real numbers.
+        rank: the largest number of vectors in a factor.
+        min_rate: the matrix must have more than this many times the elements of its factors.
     """
     if len(shape) < 2 or num_elements == 0:
         return None
@@ -36,12 +36,12 @@ def matrix_shape(shape: Sequence[int], num_elements: int, rank: int, min_rate: f
 
 
 class MatrixState:
-    """What is kept of one matrix: the error, and the right factor of the last step; and what is staged of both.
+    """The state of one matrix: the residual, the right factor of the last step, and the staged values of both.
 
     Args:
-        shape: of the matrix.
-        error: [rows * columns], what factors have left out.
-        right: [rank * columns], or nothing where each step begins with another one.
+        shape: the shape of the matrix.
+        error: [rows * columns], the residual of the factors.
+        right: [rank * columns]; empty if each step begins with a new right factor.
     """
 
     def __init__(self, shape: MatrixShape, error: torch.Tensor, right: torch.Tensor) -> None:
@@ -53,33 +53,32 @@ class MatrixState:
 
     @property
     def base(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The error and the right factor that the next step starts from."""
+        """The residual and the right factor with which the next step starts."""
         return (self.staged_error, self.staged_right) if self.is_continued else (self.error, self.right)
 
     def commit(self) -> None:
-        """Keep what is staged."""
+        """Commit the staged values."""
         self.error, self.staged_error = self.staged_error, self.error
         self.right, self.staged_right = self.staged_right, self.right
         self.is_staged = self.is_continued = False
 
 
 class LowRankState:
-    """What is kept of the parameters of one bucket: errors and right factors; see `BucketState`.
+    """The state of the parameters of one bucket: residuals and right factors; see `BucketState`.
 
-    Memory: 8 bytes an element of a matrix.
+    Memory: 8 bytes per element of a matrix.
 
     Args:
-        lengths: how many elements each parameter has in the bucket.
-        shapes: of their matrices; None for a parameter that is sent as it is.
-        device: of the bucket.
-        held: error and right factor of each parameter, flat; zeros where there is none yet. None if there is nothing of
-            any.
+        lengths: the number of elements of each parameter in the bucket.
+        shapes: the shapes of the parameters' matrices; None for a parameter that is sent without factors.
+        device: the device of the bucket.
+        held: residual and right factor of each parameter, flat; zeros if it has none yet. None if no parameter has any.
         keeps_right: whether right factors are kept.
 
     Attributes:
-        keeps_right: the same.
-        matrices: a state for each parameter, None for one that is sent as it is.
-        are_finite: whether what is staged is finite, one bool for each matrix; None before there is anything, and
+        keeps_right: the argument.
+        matrices: a state for each parameter; None for a parameter that is sent without factors.
+        are_finite: whether the staged values are finite, one bool for each matrix; None before anything is staged, and
             after `unstage`.
     """
 
@@ -109,13 +108,13 @@ class LowRankState:
             self.matrices.append(MatrixState(shape, error, right))
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
-        """Prepare for the next backward; gradients still contain averages in these parts."""
+        """Prepare for the next backward; the gradients of these parts still contain averages."""
         for own, matrix in zip(self._parts, self.matrices, strict=True):
             if matrix is not None:
                 matrix.is_continued = matrix.is_staged and _is_within(own, parts)
 
     def unstage(self, is_used_N: torch.Tensor) -> None:
-        """Stage what is kept of those matrices that are not finite, or for whose elements `is_used_N` is False."""
+        """Stage the committed values of matrices that are not finite, or for whose elements `is_used_N` is False."""
         are_finite = itertools.repeat(None) if self.are_finite is None else iter(self.are_finite.unbind())
         for own, matrix in zip(self._parts, self.matrices, strict=True):
             if matrix is None:
@@ -130,7 +129,7 @@ class LowRankState:
         self.are_finite = None
 
     def commit(self, parts: Sequence[slice] | None = None) -> None:
-        """Keep what is staged of these parts, by default of all, where it is finite."""
+        """Commit the staged values of these parts, by default of all parts, if they are finite."""
         are_finite = itertools.repeat(True) if self.are_finite is None else iter(self.are_finite.tolist())
         for own, matrix in zip(self._parts, self.matrices, strict=True):
             if matrix is None:
@@ -140,7 +139,7 @@ class LowRankState:
                 matrix.commit()
 
     def expand(self, part: slice) -> Sequence[torch.Tensor]:
-        """Return what is kept of one parameter: its error and its right factor, flat."""
+        """Return the committed state of one parameter: its residual and its right factor, flat."""
         matrix = self.matrices[self._parts.index(part)]
         if matrix is None:
             return torch.zeros(part.stop - part.start, device=self._device), torch.zeros(0, device=self._device)

@@ -1,4 +1,4 @@
-"""Ranks on nodes: how nodes are numbered, and the communicators that collectives need to know of."""
+"""Nodes: how they are numbered, and the communicators within and between them."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,19 @@ from torchbagua.transport.communicator import Communicator
 
 
 class NodeGroups:
-    """Communicators over all ranks, within nodes and between them: what collectives need of a `BaguaProcessGroup`.
+    """Communicators over all ranks, within nodes and between nodes: the part of a process group that collectives use.
 
-    Apart from it, since that has operations which are made of collectives.
+    It is separate from `BaguaProcessGroup` because that class has operations which use collectives.
 
     Attributes:
-        rank, size: own place among all ranks.
-        num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
-        world: over all ranks.
-        intra_node: over the ranks of own node; None where there is one node, or one rank a node.
-        inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
-        overlap: what means over all ranks share that begin beside each other.
-        device: for which they were last prepared.
+        rank, size: the number of this rank, and the number of ranks.
+        num_shards: the smallest number of ranks on a node, and so the number of shards that every node can own.
+        world: the communicator over all ranks.
+        intra_node: the communicator over the ranks of this node; None with one node, or with one rank on each node.
+        inter_node: the communicator over the ranks that own the same shard, one on each node; None likewise, and on
+            ranks that own no shard.
+        overlap: the state that overlapping means over all ranks share.
+        device: the device for which the communicators were last prepared.
     """
 
     rank: int
@@ -34,10 +35,10 @@ class NodeGroups:
 
 
 def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:
-    """Return the numbers of the nodes that a user has named, one for each rank.
+    """Return the numbers of the nodes that a user has labeled, one for each rank.
 
     Raises:
-        TypeError, ValueError: `nodes` is no such list.
+        TypeError, ValueError: `nodes` is not a list with a label for each rank.
     """
     is_list = isinstance(nodes, list | tuple)
     if not is_list or not all(isinstance(label, str | int) for label in nodes):
@@ -50,6 +51,6 @@ def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:
 
 
 def number_by_first_appearance(labels: Sequence[str | int]) -> list[int]:
-    """Return the number of each label, in the order in which they first appear."""
+    """Return the number of each label, in the order of first appearance."""
     numbers: dict[str | int, int] = {}
     return [numbers.setdefault(label, len(numbers)) for label in labels]

@@ -9,7 +9,7 @@ from torchbagua.native.low_rank import PIECE_ELEMENTS, num_entries
 
 
 class FactorPlace(NamedTuple):
-    """Where a factor lies in a flat tensor: `rank` vectors of `length` elements, one after the other."""
+    """The place of a factor in a flat tensor: `rank` vectors of `length` elements, one after the other."""
 
     start: int
     rank: int
@@ -22,16 +22,16 @@ class FactorPlace(NamedTuple):
 
 
 class Orthogonaliser:
-    """Makes the vectors of factors orthonormal, those of each factor among themselves.
+    """Makes the vectors of each factor orthonormal.
 
-    It is the Gram-Schmidt process, by way of the inner products of the vectors in float64. So a factor is read twice,
-    however many vectors it has. Every sum has one order: the same values give the same bits on every machine. A vector
-    that is zero, or depends on those before it to within rounding, becomes zero. One with NaN or Inf becomes NaN, and
-    so do those after it.
+    It runs the Gram-Schmidt process on the inner products of the vectors, in float64. So it reads a factor twice,
+    however many vectors that has. Every sum has a fixed order, so equal values give bitwise equal results on every
+    machine. A vector that is zero, or linearly dependent on earlier vectors to within rounding, becomes zero. A vector
+    with NaN or Inf becomes NaN, and so do the vectors after it.
 
     Args:
-        places: of the factors; none is empty.
-        device: of the tensor that they lie in.
+        places: the places of the factors; no factor is empty.
+        device: the device of the flat tensor.
     """
 
     def __init__(self, places: Sequence[FactorPlace], device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Orthogonaliser:
         self._coefficients = torch.zeros(len(matrices), 2 * most, dtype=torch.float64, device=device)
 
     def __call__(self, factors: torch.Tensor) -> None:
-        """Do it in place, in a flat float32 tensor."""
+        """Orthonormalize the factors in place, in a flat float32 tensor."""
         torch.ops.torchbagua.low_rank_gram(factors, self._pieces, self._products)
         torch.ops.torchbagua.low_rank_solve(self._products, self._matrices, self._coefficients)
         torch.ops.torchbagua.low_rank_combine(self._coefficients, self._pieces, factors)

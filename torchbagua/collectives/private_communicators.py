@@ -1,4 +1,4 @@
-"""The lifetime of the communicators of a `BaguaProcessGroup`, after they are made: devices, polls and the end."""
+"""The lifetime of the communicators of a `BaguaProcessGroup` after their construction: devices, polls and shutdown."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -20,18 +20,18 @@ class PrivateCommunicators(NodeGroups):
 
     Attributes:
         timeout: the longest wait for another rank.
-        tracer: notifies the observers of what is done over them.
+        tracer: the tracer that notifies observers of communication over these communicators.
     """
 
     timeout: timedelta
     tracer: Tracer
-    _gradients: Communicator | None = None  # beside the others, see `BaguaProcessGroup.open_gradient_group`
+    _gradients: Communicator | None = None  # separate from the others, see `BaguaProcessGroup.open_gradient_group`
 
     def use_device(self, device: torch.device) -> None:
         """Connect the private groups for tensors on `device`, if they are not connected yet. Collective.
 
         Raises:
-            CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
+            CommunicationError: a rank did not connect within the group's timeout, or the backend refuses.
         """
         self.device = device
         for communicator in self._communicators:
@@ -42,15 +42,15 @@ class PrivateCommunicators(NodeGroups):
                 raise
 
     def check_operations(self, device: torch.device, algorithm: str) -> None:
-        """Raise an error, the same on all ranks, if a backend lacks what moves tensors on `device`. Collective.
+        """Raise the same error on all ranks if a backend lacks an operation for tensors on `device`. Collective.
 
         Args:
-            device: given to `use_device` before, unless it is the CPU.
-            algorithm: what needs the operation, in the error.
+            device: the CPU, or a device that was passed to `use_device` before.
+            algorithm: the algorithm that needs the operation, in the error.
 
         Raises:
             ValueError: a rank could not start an operation, or it failed; names backend, operation and algorithm.
-            CommunicationError: a rank is gone or did not take part within the group's timeout.
+            CommunicationError: a rank disconnected or did not take part within the group's timeout.
         """
         missing = self.world.missing_operation(device)
         if missing is not None:
@@ -59,27 +59,28 @@ class PrivateCommunicators(NodeGroups):
                 f"tensors on {device.type}: {missing.cause}"
             )
 
-    def tell_through(self, tracer: Tracer, whose: str) -> None:
-        """Notify the observers of another group of what is done over this one, and name `whose` it is in errors."""
+    def report_to(self, tracer: Tracer, owner: str) -> None:
+        """Notify another group's observers of communication over this group, and name its `owner` in errors."""
         self.tracer = tracer
         for communicator in self._communicators:
             communicator.tracer = tracer
-            communicator.scope = f"{communicator.scope} of {whose}"
+            communicator.scope = f"{communicator.scope} of {owner}"
 
     def poll(self) -> bool:
-        """Return whether a GPU is still working on what was launched since `move_beside_training`.
+        """Return whether a GPU is still working on operations that were launched since `move_to_lane`.
 
         Raises:
-            CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
+            CommunicationError: an operation runs longer than the timeout, or the GPU has failed.
         """
-        are_under_way = [communicator.poll() for communicator in self._communicators]  # each forgets what is done
-        return any(are_under_way)
+        are_in_flight = [communicator.poll() for communicator in self._communicators]  # every poll drops finished work
+        return any(are_in_flight)
 
     def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
-        """Have the host wait until the current stream of a GPU is done. Does nothing on the CPU.
+        """Block the host until the current stream of a GPU has finished. Does nothing on the CPU.
 
         Raises:
-            CommunicationError: it is not done within the timeout; names what the GPU is working on, or else `purpose`.
+            CommunicationError: the stream has not finished within the timeout; names the operation on which the GPU is
+                working, or else `purpose`.
         """
         if device.type != "cuda":
             return
@@ -88,30 +89,34 @@ class PrivateCommunicators(NodeGroups):
         except TimeoutError as error:
             self.poll()
             raise self.world.failure(purpose, cause_of(error)) from error
-        self.poll()  # which forgets what is done
+        self.poll()  # drops finished operations
 
     def end_in_order(self) -> None:
-        """Finish all operations under way in stream order, and close their transports. Collective.
+        """Finish all in-flight operations in stream order, and close their transports. Collective.
 
-        If not all ranks call it, `close` breaks them off: a GPU would wait for a rank that is gone.
+        If a rank does not call it, `close` aborts the operations, since a GPU would wait for a rank that died.
         """
-        private = [transport for communicator in self._communicators for transport in communicator.closed_in_order]
+        private = [
+            transport
+            for communicator in self._communicators
+            for transport in communicator.collectively_closed_transports
+        ]
         if not private:
             return
         name = private[0].name
         with suppress(CommunicationError):
-            all_reduce_max(self.world, [0], f"closing the {name} groups")  # a barrier, which raises if a rank is gone
+            all_reduce_max(self.world, [0], f"closing the {name} groups")  # a barrier, which raises if a rank died
             try:
                 for transport in private:
                     transport.close()
             except TransportError as error:
-                warn_user(f"torchbagua: {error}; {name}'s groups are broken off")
+                warn_user(f"torchbagua: {error}; aborting the {name} groups")
 
     def close(self) -> None:
-        """Close the private groups, whatever is under way. This breaks off the operations of GPUs."""
+        """Close the private groups, even with operations in flight. This aborts the operations of GPUs."""
         for communicator in self._communicators:
             communicator.close()
-        for communicator in self._communicators:  # when all are broken off, since one may wait for another
+        for communicator in self._communicators:  # after all are aborted, since one may wait for another
             communicator.join()
 
     @property

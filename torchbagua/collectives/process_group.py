@@ -1,4 +1,4 @@
-"""BaguaProcessGroup: a torch process group, the nodes its ranks are on, and private groups for a lane."""
+"""BaguaProcessGroup: a torch process group, the nodes of its ranks, and private groups for a lane."""
 
 import secrets
 import socket
@@ -32,50 +32,53 @@ from torchbagua.version import __version__
 class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
     """The ranks of a torch process group, sorted into nodes, with private groups over all ranks and by node.
 
-    `attach` makes one from the group of the module. Make one yourself to say which rank is on which node. Construction
-    is collective: every rank of `process_group` constructs it, in the same order. The private groups are opened by
-    `open`, or when an operation of this group first needs them; an attachment opens groups of its own.
+    `attach` constructs one from the process group of the module. Construct one yourself to assign ranks to nodes.
+    Construction is collective: every rank of `process_group` constructs it, in the same order. The private groups are
+    opened by `open`, or when an operation of this group first needs them; an attachment opens separate groups.
 
-    Its methods `all_reduce`, `all_gather`, `reduce_scatter` and `exchange` are for algorithms of yours. All ranks call
-    the same ones, in the same order, with tensors of the same sizes. Call them from the operations of a bucket only,
+    The methods `all_reduce`, `all_gather`, `reduce_scatter` and `exchange` are for custom algorithms. All ranks call
+    the same methods, in the same order, with tensors of the same sizes. Call them only from the operations of a bucket,
     which run on the lane. They work with tensors on CPUs and GPUs; in stream order no host waits. Observers are
-    notified of every message. They raise CommunicationError if a rank is gone or does not take part within the timeout.
+    notified of every message. They raise CommunicationError if a rank disconnects or does not take part within the
+    timeout.
 
     Args:
-        process_group: a torch ProcessGroup that has a store: the world, or one from `new_group`, or one that you made.
-        nodes: which node each rank is on: a list with a label for each rank. By default nodes are told apart by host
-            names. Give it where host names mislead, as in containers and network namespaces.
-        timeout: the longest wait for another rank, in construction and after; by default that of `process_group`.
-        observers: are told of every phase of communication over the private groups.
-        transport: opens what moves tensors, in place of the transport that fits the backends of `process_group`; see
-            `torchbagua.transport`. The same on all ranks.
-        must_agree: further values that must be the same on all ranks, by the name that an error gives them.
-        refusal: an UncompressedParametersWarning that a filter makes an error on this rank; all ranks then raise it.
+        process_group: a torch ProcessGroup that has a store: the world, a group from `new_group`, or a group that you
+            constructed.
+        nodes: the node of each rank: a list with a label for each rank. By default, host names identify nodes. Pass it
+            if host names are misleading, as in containers and network namespaces.
+        timeout: the longest wait for another rank, in construction and afterwards; by default that of `process_group`.
+        observers: notified of every phase of communication over the private groups.
+        transport: opens the transport that sends tensors, instead of the transport that fits the backends of
+            `process_group`; see `torchbagua.transport`. The same on all ranks.
+        rank_invariants: further values that must be the same on all ranks, by their names in errors.
+        refusal: an UncompressedParametersWarning that a filter turns into an error on this rank; all ranks then raise
+            it.
 
     Attributes:
         process_group: the torch group, over which DDP communicates too.
         timeout: the longest wait for another rank.
         transport: the argument.
-        id: a name of the group, the same on all ranks, and different for each group.
+        id: a name of the group, the same on all ranks and different for each group.
         rank: the number of this rank in `process_group`.
         size: the number of ranks.
-        nodes: the number of each rank's node, numbered in the order of first appearance.
+        nodes: the number of each rank's node; nodes are numbered in the order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
-        tracer: tells the observers what is done over the private groups.
-        board: where ranks leave texts for each other.
-        compares_clocks: whether an observer of any rank needs to know how far the clocks of the ranks are apart.
-        clock_offsets: what to add to this rank's clock for rank 0's; an entry for each comparison of clocks.
-        fitting_topologies: topologies that were found to fit the ranks, or the nodes.
+        tracer: notifies the observers of communication over the private groups.
+        board: the board on which ranks post texts for each other.
+        compares_clocks: whether an observer of any rank needs the offsets between the ranks' clocks.
+        clock_offsets: the offsets to add to this rank's clock to get rank 0's; an entry for each comparison of clocks.
+        fitting_topologies: topologies that were checked to fit the ranks, or the nodes.
         num_shards: the smallest number of ranks on a node. A tensor is split into as many shards between nodes.
         world: the private group over all ranks.
-        overlap: what means over `world` share that begin beside each other.
+        overlap: the state that overlapping means over `world` share.
         intra_node: the private group over the ranks of this node; None with one node, or one rank on each.
         inter_node: the private group over the ranks that own the same shard, one on each node; None with one node, or
             one rank on each, or if this rank owns no shard.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or ranks disagree in `nodes`, the package's version or
-            `must_agree`.
+        TypeError, ValueError: an argument does not fit, or ranks disagree on `nodes`, the package's version or
+            `rank_invariants`.
         UncompressedParametersWarning: a rank has a `refusal`.
         TimeoutError: a rank did not construct it in time.
     """
@@ -88,20 +91,23 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
         transport: TransportMaker | None = None,
-        must_agree: Settings | None = None,
+        rank_invariants: Settings | None = None,
         refusal: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
-                f"{'; was init_process_group called?' if process_group is None else ''}"
+                f"{'; call init_process_group first' if process_group is None else ''}"
             )
         check_observers("BaguaProcessGroup", observers)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
         if transport is not None and not callable(transport):
-            raise TypeError(f"BaguaProcessGroup: transport must be a class of torchbagua.transport, got {transport!r}")
+            raise TypeError(
+                "BaguaProcessGroup: transport must be callable, such as a class of torchbagua.transport, got "
+                f"{transport!r}"
+            )
         self.process_group = process_group
         self._group_store = require_store(process_group)
         self.rank = process_group.rank()
@@ -118,9 +124,9 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             "BaguaProcessGroup's argument nodes": given_nodes,
             "BaguaProcessGroup's argument transport": _name_of(transport),
         }
-        verdict = self._agree({**same, **(must_agree or {})}, refusal)
+        verdict = self._agree({**same, **(rank_invariants or {})}, refusal)
         self.id = verdict.id
-        # Where one rank asks for it all have to take part.
+        # If an observer of one rank needs it, all ranks have to take part.
         self.compares_clocks = verdict.compares_clocks
         self._other_clocks = verdict.other_clocks
         self.board = StoreBoard(self._store, self.rank, self.size)
@@ -133,15 +139,15 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         self.inter_node = None
         self._is_open = False
         self._global_ranks: list[int] = list(range(self.size))
-        with suppress(KeyError):  # torch knows none of a group that was made by hand
+        with suppress(KeyError):  # torch does not know a group that was constructed by hand
             self._global_ranks = dist.get_process_group_ranks(process_group)
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.overlap = Overlap(self.world)
         self._describe_node_groups()
 
     def _agree(self, same: Settings, refusal: str | None) -> Verdict:
-        """Return what is known of all ranks, which agree in `same` and the package's version."""
-        # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
+        """Compare `same` and the package's version over all ranks, and return the verdict."""
+        # Every rank constructs its groups in the same order, so each rank's count of them gives the same name.
         counter = f"torchbagua/constructed/{self.rank}"
         self._store = dist.PrefixStore(f"torchbagua/{self._group_store.add(counter, 1)}", self._group_store)
         own = Introduction(
@@ -155,14 +161,14 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         try:
             return agree_over_store(self._store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
-            self._group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
+            self._group_store.add(counter, -1)  # a missing rank has not counted it either: all ranks may retry
             raise
 
     def open(self) -> None:
-        """Open the private groups now, and not when they are first used. Collective.
+        """Open the private groups now, instead of at their first use. Collective.
 
-        Of a group of more than 32 ranks, two connect at their first message. In a smaller one all connect now, so that
-        a rank which is gone is noticed at once.
+        In a group of more than 32 ranks, two ranks connect at their first message. In a smaller group all ranks connect
+        now, so that the failure of a rank is detected at once.
 
         Raises:
             CommunicationError: a group could not be opened within the timeout.
@@ -175,9 +181,9 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
                 communicator.open()
             self._wait_until_all_are_open()
             for name in self.world.names_without_deadline:
-                warn_user(  # which may raise: the others, who wait for nobody here, then notice at once
-                    f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank is "
-                    "gone, the others may wait for it for ever. Have the launcher watch the ranks"
+                warn_user(  # may raise; the other ranks do not block here, so they detect it at once
+                    f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank dies, "
+                    "the other ranks may block forever. Have the launcher monitor the ranks"
                 )
         except BaseException:
             self.close()
@@ -198,7 +204,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         return Communicator(members, scope, self.tracer, self._choice.open(members))
 
     def _describe_node_groups(self) -> None:
-        """Say who is in the groups in and between nodes, where there are several nodes and one has several ranks."""
+        """Set the groups within and between nodes, if there are several nodes and one of them has several ranks."""
         if not 1 < len(self.node_ranks) < self.size:
             return
         node = self.nodes[self.rank]
@@ -209,7 +215,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             self.inter_node = self._communicator("inter_node", f"shard{shard}", owners)
 
     def _wait_until_all_are_open(self) -> None:
-        """Wait for the slowest rank: one that closes its groups at once would end what others still connect to it."""
+        """Wait for the slowest rank: a rank that closes its groups at once would break pending connections."""
         if self._store.add("open", 1) == self.size:
             self._store.set("all are open", "")
         try:
@@ -218,7 +224,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
 
     def open_gradient_group(self) -> "BaguaProcessGroup":
-        """Return a group of the ranks of this node, which averages gradients beside this group. Collective.
+        """Return a group of the ranks of this node, which averages gradients concurrently with this group. Collective.
 
         It sends over the same kinds of transports as this group, and is closed with it.
         """
@@ -232,10 +238,10 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         by_hand = dist.ProcessGroup(members.store, members.rank, members.size)
         return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=self._choice.within(members))
 
-    def move_beside_training(self) -> None:
+    def move_to_lane(self) -> None:
         """Communicate on the lane's thread from now on; the lane calls `poll`."""
         members = self._members("world", list(range(self.size)))
-        for device_type, transport in self._choice.open_beside_training(members).items():
+        for device_type, transport in self._choice.open_for_another_thread(members).items():
             self.world.use_transport(device_type, transport)
         for communicator in self._communicators:
             communicator.watch_launches()
@@ -244,7 +250,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if self.compares_clocks:
             self.clock_offsets.append(clock_offset(self.world, self._other_clocks))
@@ -254,15 +260,15 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         *,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
-        must_agree: Settings | None = None,
+        rank_invariants: Settings | None = None,
         refusal: str | None = None,
     ) -> "BaguaProcessGroup":
-        """Return a group of the same ranks and nodes, with private groups of its own, which are open. Collective.
+        """Return a group of the same ranks and nodes, with separate private groups, which are open. Collective.
 
         Args:
             timeout: the longest wait for another rank; by default that of this group.
-            observers: further observers, beside those of this group.
-            must_agree, refusal: as in the constructor.
+            observers: further observers, in addition to those of this group.
+            rank_invariants, refusal: as in the constructor.
         """
         group = BaguaProcessGroup(
             self.process_group,
@@ -270,7 +276,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
             transport=self.transport,
-            must_agree=must_agree,
+            rank_invariants=rank_invariants,
             refusal=refusal,
         )
         group.open()
@@ -278,7 +284,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 
 
 def _name_of(transport: TransportMaker | None) -> str | None:
-    """Return a name of the kind of transport, for comparison over the ranks."""
+    """Return a name of the kind of transport, for comparison between ranks."""
     if isinstance(transport, partial):
         named = sorted(transport.keywords.items())
         plain = (f"{name}={value!r}" for name, value in named if isinstance(value, str | int | float | None))

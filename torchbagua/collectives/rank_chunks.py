@@ -1,6 +1,7 @@
-"""A flat tensor cut into one chunk for each rank: what reduce-scatter and all-gather send.
+"""A flat tensor cut into one chunk for each rank, for reduce-scatter and all-gather.
 
-A *piece* is one of the parts in which chunks are sent: of each chunk the first part, of each the second, and so on.
+A *piece* is one of the parts in which chunks are sent: the first part of every chunk, the second part of every chunk,
+and so on.
 
 Shape suffixes: N elements, W wire bytes, R ranks.
 """
@@ -22,17 +23,17 @@ from torchbagua.transport.communicator import Communicator
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of every chunk, by the rank that owns the chunk.
+    """One part of every chunk, indexed by the rank that owns the chunk.
 
     Attributes:
-        index: which one of these.
-        number: told apart by it are those that are under way at the same time.
-        elements: of the tensor.
-        byte_slices: of its wire.
-        layouts: each in a tensor and a wire of its own.
-        within_own: the elements of the local chunk, which this rank owns.
-        scatter_counts, gather_counts: elements of the messages when chunks go to their owners, and when owners send
-            them to all.
+        index: the index of the piece.
+        number: distinguishes pieces that are in flight at the same time.
+        elements: the elements of the tensor.
+        byte_slices: the bytes of the tensor's wire.
+        layouts: the layout of each part as a separate tensor with a separate wire.
+        within_own: the elements of the piece within the local chunk.
+        scatter_counts, gather_counts: elements of the messages when chunks are sent to their owners, and when owners
+            send them to all ranks.
     """
 
     index: int
@@ -46,32 +47,32 @@ class Piece:
 
 
 class RankChunks:
-    """A flat tensor cut into one chunk for each rank, which owns it, and where the chunks lie in the tensor's wire.
+    """A flat tensor cut into one chunk for each rank, which owns it, and the places of the chunks in the tensor's wire.
 
     Args:
-        communicator: whose ranks own the chunks.
-        compressor: makes bytes of them; it encodes the tensor's dtype.
+        communicator: the ranks that own the chunks.
+        compressor: the codec of the chunks. It must encode the tensor's dtype.
         spec: the tensor.
-        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; or the pieces in which they are
-            sent, see `TensorSpec.cuts_within`. Chunks that are coded at once have one piece.
-        part: the number of the first piece. Tensors whose chunks are under way over this communicator at the same time
-            have other numbers each.
+        cuts: the boundaries of the chunks, one chunk for each rank, see `TensorSpec.even_cuts`; or of the pieces in
+            which they are sent, see `TensorSpec.cuts_within`. Chunks that are coded at once have one piece.
+        part: the number of the first piece. Tensors whose chunks are in flight over this communicator at the same time
+            have different piece numbers.
 
     Attributes:
-        communicator, compressor: the same.
-        name: the tensor's.
-        rank: own place in the communicator.
-        device: the tensor's.
-        layout: of all pieces of the first chunk, then of the second, and so on.
-        own: the elements of this rank's chunk.
-        pieces: in which chunks are sent, so that one is computed while another is under way.
-        are_sent_at_once: whether one collective moves all chunks, for which they are padded to equal length: if the
-            communicator does not post messages one by one.
+        communicator, compressor: the arguments.
+        name: the tensor's name.
+        rank: the number of this rank in the communicator.
+        device: the tensor's device.
+        layout: the layout of all pieces of the first chunk, then of the second chunk, and so on.
+        own: the elements of the local chunk.
+        pieces: the pieces in which chunks are sent, so that a rank can compute one while another is in flight.
+        are_sent_at_once: whether one collective sends all chunks, which are then padded to equal length. This is so if
+            the communicator does not post individual messages.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
         error_probe: notifies observers of the encoding error of the beginning of the local chunk.
 
     Raises:
-        ValueError: `cuts` are none of this tensor.
+        ValueError: `cuts` do not fit this tensor.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class RankChunks:
         self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
         own_layout = self.pieces[0].layouts[self.rank]
         self.error_probe = EncodingErrorProbe(communicator.tracer, compressor, own_layout, spec.name)
-        # Scratch memory, and its parts, which are the same as long as that is.
+        # Scratch memory, and views of its parts, which stay valid until the scratch memory changes.
         self._wire_W: torch.Tensor | None = None
         self._wires: list[list[torch.Tensor]] = []
         self._received_W: torch.Tensor | None = None
@@ -110,12 +111,12 @@ class RankChunks:
     def of_rows(
         cls, communicator: Communicator, compressor: Compressor, row: TensorSpec, rows_each: int = 1
     ) -> "RankChunks":
-        """Return the chunks of a tensor of equal rows, of which each rank owns the same number, one after the other.
+        """Return the chunks of a tensor of equal rows. Each rank owns the same number of consecutive rows.
 
         Args:
             communicator, compressor: as in the constructor.
             row: the description of a row.
-            rows_each: how many each rank owns.
+            rows_each: the number of rows that each rank owns.
         """
         num_rows = rows_each * communicator.size
         whole = replace(row, segment_lengths=row.segment_lengths * num_rows)
@@ -123,10 +124,10 @@ class RankChunks:
         return cls(communicator, compressor, whole, cuts)
 
     def _piece(self, index: int, num_pieces: int) -> Piece:
-        """Return a piece, of which a part is at `index` and every `num_pieces` further in the layout."""
+        """Return a piece, whose parts are at `index` and every `num_pieces` further in the layout."""
         size = self.communicator.size
         elements = self.layout.elements[index::num_pieces]
-        lengths = [one.stop - one.start for one in elements]
+        lengths = [part.stop - part.start for part in elements]
         own_length = [lengths[self.rank]] * size
         own = elements[self.rank]
         return Piece(
@@ -141,22 +142,22 @@ class RankChunks:
         )
 
     def wire(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Return memory for the wire of `x_N`: its own, or the communicator's scratch."""
+        """Return the buffer for the wire of `x_N`: its own memory, or the communicator's scratch memory."""
         if self.compressor.wire_is_tensor:
             return x_N.view(torch.uint8)
         return self.communicator.scratch(self._roles[0], self.layout.num_bytes, x_N.device)
 
     def wires(self, wire_W: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return the parts of a wire: of each piece, those of the chunks in the order of their owners."""
+        """Return the parts of a wire: for each piece, the parts of the chunks in the order of their owners."""
         if wire_W is self._wire_W:
             return self._wires
         wires = [[wire_W[part] for part in piece.byte_slices] for piece in self.pieces]
-        if not self.compressor.wire_is_tensor:  # that is the caller's memory, and is not kept
+        if not self.compressor.wire_is_tensor:  # else it is the caller's memory; keep no views of it
             self._wire_W, self._wires = wire_W, wires
         return wires
 
     def received(self, device: torch.device) -> list[torch.Tensor]:
-        """Return memory for the local part of each piece from each rank, [R, W] each: the communicator's scratch."""
+        """Return buffers for the local part of each piece from each rank, [R, W] each, in scratch memory."""
         size = self.communicator.size
         lengths = [size * piece.layouts[self.rank].num_bytes for piece in self.pieces]
         memory = self.communicator.scratch(self._roles[1], sum(lengths), device)
@@ -178,12 +179,12 @@ class RankChunks:
         self.communicator.all_gather_into_tensor(wire_W, own_wire, f"all_gather of {self.name}", messages)
 
     def span(self, phase: Phase, operation: str, piece: Piece, owner: int | None = None) -> Span:
-        """Return a phase of the work on a piece of the chunk of `owner`, or on that of all chunks."""
+        """Return a span of a phase of the work on a piece, for the chunk of `owner` or for all chunks."""
         if self.communicator.tracer.is_idle:
             return NO_SPAN
         owners = range(self.communicator.size) if owner is None else [owner]
-        num_elements = sum(piece.scatter_counts.sent[one] for one in owners)
-        wire_bytes = sum(piece.layouts[one].num_bytes for one in owners)
+        num_elements = sum(piece.scatter_counts.sent[rank] for rank in owners)
+        wire_bytes = sum(piece.layouts[rank].num_bytes for rank in owners)
         return self.communicator.span(phase, self._details(operation, num_elements, wire_bytes))
 
     def _messages(self, operation: str, counts: ElementCounts) -> list[Span]:

@@ -13,16 +13,16 @@ from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.residuals import Residual
 from torchbagua.collectives.value_form import CodecOf
 
-# Wires by the rank that they come from, [R, W]. Where the wire is the tensor, a list: own row stays where it is.
+# Wires by the rank that sent them, [R, W]. If the wire is the tensor, a list, since this rank's row is not copied.
 Rows = Any
 
 
 class EncodingFailure(Exception):
-    """A codec has raised `cause` where a tensor was to be encoded, while the lane was perhaps at another bucket.
+    """A codec raised `cause` when it encoded a tensor, possibly while the lane was working on another bucket.
 
     Attributes:
-        what, bucket: what failed, and on which bucket.
-        cause: what the codec raised.
+        what, bucket: the operation that failed, and its bucket.
+        cause: the error that the codec raised.
     """
 
     def __init__(self, what: str, bucket: str, cause: Exception) -> None:
@@ -31,24 +31,24 @@ class EncodingFailure(Exception):
 
 
 class ReduceScatter:
-    """One reduce-scatter: chunks are encoded and sent to the ranks that own them, which decode and sum what they get.
+    """One reduce-scatter: ranks encode the chunks and send them to their owners, which decode and sum them.
 
-    1. `send`: encode the chunks, and send each to its owner.
+    1. `send`: encode the chunks, and send each chunk to its owner.
     2. `receive_mean`, or `receive_encoded_mean`: wait for all copies of the local chunk, decode them, sum them in rank
        order, in float32 or float64, and divide.
 
-    Both work on one piece, so that one is computed while another is under way: send all, then receive all. Scratch
-    memory, one wire and the chunks that are received, is the communicator's.
+    Both work on one piece, so that a rank can compute one piece while another is in flight: send all pieces, then
+    receive all. The scratch memory, one wire and the received chunks, belongs to the communicator.
 
     Args:
-        chunks: the tensor's chunks, and how they lie on the wire.
+        chunks: the tensor's chunks, and their layout on the wire.
         x_N: the tensor. It is unchanged unless there is a residual or `codec_of`; its values are then undefined.
-        pipeline: of the exchanges that are under way with these.
-        divisor: of the sum.
-        residual: what compression left out before is added to the tensor, float32, and what it leaves out now is
-            staged there; it has the tensor's elements.
-        codec_of: the codecs that encode the tensor, if these are not the chunks' compressor, which decodes the same
-            bytes; see `ValueForm`.
+        pipeline: the pipeline of the exchanges that are in flight together with these.
+        divisor: the divisor of the sum.
+        residual: added to the tensor, which must be float32; the new residual is staged there. It has the tensor's
+            elements.
+        codec_of: the codecs that encode the tensor, if these are not `chunks.compressor`, which decodes the same bytes;
+            see `ValueForm`.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class ReduceScatter:
                 )
 
     def send(self, piece: Piece) -> None:
-        """Encode a piece of all chunks but own, each when it is about to be sent, and start to send it.
+        """Encode a piece of all chunks except the local one, each shortly before it is sent, and start to send it.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks = self._chunks
         if chunks.are_coded_at_once:
@@ -98,7 +98,7 @@ class ReduceScatter:
         """Wait for the local part of a piece from all ranks, and write the mean to `out_L`, in the dtype of sums.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks, rows, layout = self._chunks, self._receive(piece), piece.layouts[self._chunks.rank]
         if layout.num_bytes:
@@ -115,14 +115,14 @@ class ReduceScatter:
         """Wait for the local part of a piece from all ranks, and encode the mean into `wire_W`.
 
         Args:
-            piece: of all chunks.
-            wire_W: for the mean.
-            residual: of the means of the local chunk; it is added, and the new one is staged there.
-            memory_N: with a residual, a tensor like the one that is scattered, or that one; the mean is written to its
-                local part before it is encoded, and the other values are unchanged.
+            piece: a piece of all chunks.
+            wire_W: the buffer for the encoded mean.
+            residual: the residual of the means of the local chunk. It is added, and the new residual is staged there.
+            memory_N: with a residual, the scattered tensor or a tensor like it. The mean is written to its local part
+                before it is encoded; the other values are unchanged.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks, rows, layout = self._chunks, self._receive(piece), piece.layouts[self._chunks.rank]
         if not layout.num_bytes:
@@ -163,10 +163,10 @@ class ReduceScatter:
         with chunks.span("encode", "all_to_all", chunks.pieces[0]):
             self._write_wire(x_N, chunks.layout, self._wire_W, slice(0, x_N.numel()))
         if chunks.error_probe.is_wanted:
-            self._tell_error(x_N[chunks.own], chunks.wires(self._wire_W)[0][chunks.rank])
+            self._report_error(x_N[chunks.own], chunks.wires(self._wire_W)[0][chunks.rank])
 
     def _encode(self, piece: Piece, owner: int, wire_W: torch.Tensor) -> torch.Tensor:
-        """Encode the part of a piece that `owner` owns into `wire_W`, and return that."""
+        """Encode the part of a piece that `owner` owns into `wire_W`, and return `wire_W`."""
         chunks, elements = self._chunks, piece.elements[owner]
         with chunks.span("encode", "all_to_all", piece, owner):
             try:
@@ -174,7 +174,7 @@ class ReduceScatter:
             except Exception as error:
                 raise EncodingFailure(f"centralized_mean in {chunks.compressor!r}", chunks.name, error) from error
         if chunks.error_probe.is_wanted and owner == chunks.rank and piece.index == 0:
-            self._tell_error(self._x_N[elements], wire_W)
+            self._report_error(self._x_N[elements], wire_W)
         return wire_W
 
     def _write_wire(self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice) -> None:
@@ -184,22 +184,22 @@ class ReduceScatter:
         else:
             self._residual.encode(x_L, codec, layout, wire_W, elements)
 
-    def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
-        left_out_L = None if self._residual is None else self._residual.staged(self._chunks.own)
-        self._chunks.error_probe.tell(x_L, wire_W, left_out_L)
+    def _report_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
+        residual_L = None if self._residual is None else self._residual.staged(self._chunks.own)
+        self._chunks.error_probe.report(x_L, wire_W, residual_L)
 
 
 def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *, divisor: float = 1.0) -> None:
     """Write the mean of the local chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is unchanged.
 
     Args:
-        chunks: the tensor's.
+        chunks: the tensor's chunks.
         x_N: the tensor.
-        out_L: for the mean.
-        divisor: of the sum.
+        out_L: the output, for the mean.
+        divisor: the divisor of the sum.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     pipeline = Pipeline(chunks.communicator, chunks.device)
     scatter = ReduceScatter(chunks, x_N, pipeline, divisor=divisor)

@@ -1,4 +1,4 @@
-"""The rows of all ranks in one tensor: what FSDP gathers weights by, flat or by way of nodes.
+"""The rows of all ranks in one tensor, flat or hierarchical. FSDP gathers weights with it.
 
 Shape suffixes: N elements, L elements of a row, S elements of the rows of one rank on every node.
 """
@@ -15,17 +15,17 @@ from torchbagua.collectives.row_mean import ranks_by_place
 
 
 class RowGather:
-    """Every rank gets the rows of all ranks, all decoded, its own too: so all have the same bits.
+    """Every rank gets the rows of all ranks, and decodes all of them, its own row too, so results are bitwise equal.
 
-    By way of nodes: a rank sends its row to those that have its place on other nodes. The ranks of a node then send
-    each other what they have decoded, in full precision. A row crosses between nodes once for each node and not for
-    each rank, and has the same bits as without.
+    If hierarchical, a rank sends its row to the ranks that have its place on other nodes. The ranks of a node then send
+    each other the decoded rows, in full precision. A row is sent between nodes once for each node instead of once for
+    each rank, and is bitwise equal to the flat result.
 
     Args:
-        group: who takes part; by way of nodes, with equally many ranks on each.
-        compressor: how rows are sent, by way of nodes between these. It encodes the dtype of rows.
+        group: the ranks that take part; if hierarchical, with the same number of ranks on each node.
+        compressor: the codec of rows; if hierarchical, between nodes. It must encode the dtype of rows.
         row: the description of a row, which is the same for all ranks.
-        hierarchical: go by way of nodes, where there are several with several ranks.
+        hierarchical: in a multi-node group, gather rows between nodes first and then within them.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class RowGather:
         self._within = RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks))
 
     def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Write the rows of all ranks to `out_N`, of which own one is `x_L`; it may be its place in `out_N`.
+        """Write the rows of all ranks to `out_N`. `x_L` is this rank's row, and may be a view of its place in `out_N`.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if self._order is None:
             all_gather(self._chunks, x_L, out_N)

@@ -1,4 +1,4 @@
-"""The mean of own row of a tensor with one row for each rank: what FSDP needs, flat or by way of nodes.
+"""The mean of this rank's row of a tensor with one row for each rank, flat or hierarchical. FSDP needs it.
 
 Shape suffixes: N elements, L elements of a row, S elements of the rows of one rank on every node.
 """
@@ -16,22 +16,22 @@ from torchbagua.collectives.reduce_scatter import reduce_scatter
 
 
 def ranks_by_place(group: BaguaProcessGroup, device: torch.device) -> torch.Tensor:
-    """Return the ranks in the order of their places in nodes: those that are the first of their nodes come first."""
+    """Return the ranks in the order of their places on nodes: first the first rank of every node."""
     return torch.tensor(list(chain.from_iterable(zip(*group.node_ranks, strict=True))), device=device)
 
 
 class RowMean:
-    """Every rank gets the mean of its own row over all ranks.
+    """Every rank gets the mean of its row over all ranks.
 
-    By way of nodes: ranks add up, within each node, the rows of those that have their place on any node; then the sums
-    are exchanged between these. A row crosses between nodes once for each node and not for each rank.
+    If hierarchical, the ranks of a node sum the rows for the ranks that have their place on any node. Ranks with the
+    same place then exchange the sums. A row is sent between nodes once for each node instead of once for each rank.
 
     Args:
-        group: who takes part; by way of nodes, with equally many ranks on each.
-        compressor: how rows are sent, by way of nodes between these. It encodes the dtypes of rows and sums.
+        group: the ranks that take part; if hierarchical, with the same number of ranks on each node.
+        compressor: the codec of rows; if hierarchical, between nodes. It must encode the dtypes of rows and sums.
         row: the description of a row, which is the same for all ranks.
-        divisor: of the sum.
-        intra_compressor: how rows are sent within nodes; None to send them flat, without respect to nodes.
+        divisor: the divisor of the sum.
+        intra_compressor: the codec of rows within nodes; None to send them flat, without regard to nodes.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class RowMean:
         self._chunks = RankChunks.of_rows(group.inter_node, compressor, sums)
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
-        """Write the mean of own row to `out_L`, in the dtype that sums are formed in. `x_N` is left as it is.
+        """Write the mean of this rank's row to `out_L`, in the dtype of sums. `x_N` is unchanged.
 
         Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if self._order is None:
             reduce_scatter(self._chunks, x_N, out_L, divisor=self._divisor)
             return
-        # Scratch: there is a mean for each layer, and sums that each keeps would take many times what shards do.
+        # Scratch memory: each layer has a mean, and separate sums for each would take many times the shards' memory.
         memory = self._within.communicator.scratch("sums of rows", self._sums_bytes, x_N.device)
         sums_S = memory.view(self._sums_dtype)
         reduce_scatter(self._within, x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1), sums_S)

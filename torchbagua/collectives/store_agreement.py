@@ -1,8 +1,8 @@
-"""What ranks agree on over the store of their group before they are connected: settings, nodes and clocks.
+"""Agreement between ranks over the store of their group before they are connected: settings, nodes and clocks.
 
-They compare in a tree. Every rank writes its own introduction. A rank with children reads what these have written, and
-writes one summary of its subtree. Rank 0 writes the verdict, for which all wait. So a rank makes O(log n) requests,
-and all summaries together have O(n log n) bytes: whatever is equal on neighbouring ranks is written once.
+Ranks compare in a tree. Every rank writes its introduction. A rank with children reads what its children have written,
+and writes one summary of its subtree. Rank 0 writes the verdict, for which all ranks wait. So a rank makes O(log n)
+requests, and all summaries together have O(n log n) bytes: a value that is equal on consecutive ranks is written once.
 """
 
 import hashlib
@@ -20,26 +20,26 @@ from torchbagua.transport.store_requests import read_texts
 
 Settings = Mapping[str, bool | int | float | str | list[int] | None]
 Runs = list[list[Any]]
-"""Values in rank order, equal neighbours as one: [value, number of ranks] each."""
+"""Values in rank order, run-length encoded: [value, number of consecutive ranks] each."""
 
 _FAN_OUT = 4
 _POLL_S = 0.01
 _LAST_POLL_S = 0.5
 
-# In place of the introduction of a rank that waited in vain, and may come again.
+# Replaces the introduction of a rank that timed out, and may retry.
 _WITHDRAWN = ""
 
 
 class Introduction(NamedTuple):
-    """What a rank tells the others.
+    """The values that a rank sends to the others.
 
     Attributes:
-        settings: values that must be the same on all ranks, by the name that an error gives them.
-        host: the name of its host.
-        clock: the name of its clock; None if unknown.
-        compares_clocks: whether one of its observers needs the clocks compared.
+        settings: values that must be the same on all ranks, by their names in errors.
+        host: the name of the rank's host.
+        clock: the name of the rank's clock; None if unknown.
+        compares_clocks: whether an observer of this rank needs the offsets between clocks.
         id: a name for the group, if this is rank 0.
-        refusal: an UncompressedParametersWarning that a filter makes an error on this rank; None if it takes part.
+        refusal: an UncompressedParametersWarning that a filter turns into an error on this rank; None if it takes part.
     """
 
     settings: Settings
@@ -51,13 +51,13 @@ class Introduction(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all ranks know when they have agreed.
+    """The result of the agreement, the same on all ranks.
 
     Attributes:
         id: the group's name.
         nodes: the number of each rank's host, in the order of first appearance.
         other_clocks: the ranks whose clock is not known to be rank 0's.
-        compares_clocks: whether an observer of any rank needs the clocks compared.
+        compares_clocks: whether an observer of any rank needs the offsets between clocks.
     """
 
     id: str
@@ -67,13 +67,13 @@ class Verdict(NamedTuple):
 
 
 def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction, timeout: timedelta) -> Verdict:
-    """Compare settings with all other ranks. Collective; no key of `store` is another group's.
+    """Compare settings with all other ranks. Collective; `store` contains no keys of another group.
 
     Raises:
-        TimeoutError: a rank did not come within `timeout`; names the missing ranks. All may try again, with the same
+        TimeoutError: a rank did not arrive within `timeout`; names the missing ranks. All ranks may retry with the same
             `store`.
-        ValueError: ranks disagree; names the first setting in which they do, the first rank that differs from rank 0,
-            and both values. The same on every rank.
+        ValueError: ranks disagree; names the first setting that differs, the first rank that differs from rank 0, and
+            both values. The same on every rank.
         UncompressedParametersWarning: a rank has a `refusal`. The same on every rank.
     """
     return _Agreement(store, rank, size, timeout).reach(own)
@@ -97,7 +97,7 @@ class _Agreement:
             verdict = self._decide(own, summary)
             self._store.set("verdict", _encode(verdict))
         else:
-            if children:  # else what it has written itself is its summary
+            if children:  # else its introduction serves as its summary
                 self._store.set(self._summary_key(self._rank), _encode(summary))
             (verdict,) = self._read_or_withdraw(["verdict"])
         if "refusal" in verdict:
@@ -114,21 +114,23 @@ class _Agreement:
 
     def _decide(self, own: Introduction, summary: dict[str, Any]) -> dict[str, Any]:
         if self._store.add("withdrawals", 0):
-            # What a rank that came again has said anew may be in no summary.
-            everybody = self._read_or_withdraw([f"own/{rank}" for rank in range(self._size)])
-            summary = _merge([_summary_of(Introduction(**introduction)) for introduction in everybody])
-        first_ranks: dict[str, int] = {}  # with these settings
+            # The new introduction of a rank that retried may be missing from all summaries.
+            introductions = self._read_or_withdraw([f"own/{rank}" for rank in range(self._size)])
+            summary = _merge([_summary_of(Introduction(**introduction)) for introduction in introductions])
+        first_ranks: dict[str, int] = {}  # the first rank with each digest of settings
         rank = 0
         for digest, count in summary["settings"]:
             first_ranks.setdefault(digest, rank)
             rank += count
         if len(first_ranks) > 1 or own.refusal is not None:
             ranks = list(first_ranks.values())
-            told = self._read_or_withdraw([f"own/{rank}" for rank in ranks])
-            for introduction in told:
+            introductions = self._read_or_withdraw([f"own/{rank}" for rank in ranks])
+            for introduction in introductions:
                 if introduction["refusal"] is not None:
                     return {"refusal": introduction["refusal"]}
-            error = _disagreement(dict(zip(ranks, (one["settings"] for one in told), strict=True)))
+            error = _disagreement(
+                dict(zip(ranks, (introduction["settings"] for introduction in introductions), strict=True))
+            )
             if error is not None:
                 return {"error": error}
         is_known = own.clock is not None
@@ -147,20 +149,20 @@ class _Agreement:
         return f"subtree/{rank}" if has_children else f"own/{rank}"
 
     def _read_or_withdraw(self, keys: list[str]) -> list[dict[str, Any]]:
-        """Return what lies under these keys when all is there; if it does not come in time, raise TimeoutError."""
+        """Return the values of these keys when all keys exist; raise TimeoutError if that takes too long."""
         while True:
             try:
                 left_s = max(self._deadline_s - time.monotonic(), _POLL_S)
                 self._store.wait(keys, timedelta(seconds=left_s))
                 has_come = True
             except RuntimeError:
-                # Not all came in time: a DistStoreError, or of a FileStore a bare RuntimeError. What else is wrong
-                # `check` raises.
+                # Not all keys existed in time: a DistStoreError, or from a FileStore a plain RuntimeError. `check`
+                # raises any other error.
                 has_come = self._store.check(keys)
             if has_come and all(texts := read_texts(self._store, keys)):
                 return [_decode(text) for text in texts]
             late_s = time.monotonic() - self._deadline_s
-            # Where everybody has come, the last a moment ago, the others are at work on the verdict.
+            # If all ranks have arrived, the last one only just now, the others are still computing the verdict.
             if late_s > 0 and ((missing := self._missing()) or late_s > self._timeout_s):
                 self._withdraw(missing)
             time.sleep(_POLL_S if late_s < 0 else _LAST_POLL_S)
@@ -169,18 +171,18 @@ class _Agreement:
         self._store.add("withdrawals", 1)
         self._store.set(f"own/{self._rank}", _WITHDRAWN)
         raise TimeoutError(
-            f"torchbagua: ranks {missing} of {self._size} did not come within {self._timeout_s:g} s: every rank of the "
-            "group must call reify or attach, or make its groups, in the same order"
+            f"torchbagua: timed out after {self._timeout_s:g} s waiting for ranks {missing} of {self._size}: every "
+            "rank of the group must call reify or attach, or construct its groups, in the same order"
         )
 
     def _missing(self) -> list[int]:
-        """Return the ranks that never came; if there are none, those that waited in vain and have not come again."""
+        """Return the ranks that never arrived; if there are none, the ranks that timed out and have not retried."""
         missing, to_visit = [], [0]
         while to_visit:
             rank = to_visit.pop()
             key = self._summary_key(rank)
             if rank > 0 and key.startswith("subtree") and self._store.check([key]):
-                continue  # all of its subtree has come
+                continue  # its whole subtree has arrived
             if not self._store.check([f"own/{rank}"]):
                 missing.append(rank)
             to_visit.extend(_children(rank, self._size))
@@ -191,7 +193,7 @@ class _Agreement:
 
 
 def _children(rank: int, size: int) -> Iterator[int]:
-    """Return the ranks below a rank in the tree; their subtrees are ranges of ranks, which follow each other."""
+    """Return the children of a rank in the tree; their subtrees are consecutive ranges of ranks."""
     stride = 1
     while stride < size and rank % (_FAN_OUT * stride) == 0:
         yield from range(rank + stride, min(rank + _FAN_OUT * stride, size), stride)
@@ -199,8 +201,8 @@ def _children(rank: int, size: int) -> Iterator[int]:
 
 
 def _summary_of(own: Introduction) -> dict[str, Any]:
-    told = json.dumps([own.settings, own.refusal], sort_keys=True)
-    digest = hashlib.sha256(told.encode()).hexdigest()[:32]
+    text = json.dumps([own.settings, own.refusal], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     return {
         "settings": [[digest, 1]],
         "hosts": [[own.host, 1]],
@@ -210,8 +212,8 @@ def _summary_of(own: Introduction) -> dict[str, Any]:
 
 
 def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary of ranges of ranks that follow each other. A rank may be told by its introduction."""
-    summaries = [one if "clocks" in one else _summary_of(Introduction(**one)) for one in parts]
+    """Return the summary of consecutive ranges of ranks. An introduction may represent a single rank."""
+    summaries = [part if "clocks" in part else _summary_of(Introduction(**part)) for part in parts]
     merged: dict[str, Any] = {
         name: _join_runs(summary[name] for summary in summaries) for name in ("settings", "hosts", "clocks")
     }
@@ -219,14 +221,14 @@ def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _disagreement(settings_by_rank: Mapping[int, Settings]) -> str | None:
-    """Return the error for ranks that disagree, given the first rank with each of the settings that there are."""
+    """Return the error for ranks that disagree, given the first rank with each distinct set of settings."""
     names = dict.fromkeys(name for settings in settings_by_rank.values() for name in settings)
     for name in names:
         expected = settings_by_rank[0].get(name)
         for rank, settings in settings_by_rank.items():
             if settings.get(name) != expected:
                 return (
-                    f"torchbagua: ranks disagree in {name}: rank 0 has {expected!r}, rank {rank} has "
+                    f"torchbagua: ranks disagree on {name}: rank 0 has {expected!r}, rank {rank} has "
                     f"{settings.get(name)!r}; it must be the same on every rank"
                 )
     return None
@@ -252,7 +254,7 @@ def _expand(runs: Runs) -> Iterator[Any]:
 
 
 def _encode(values: Mapping[str, Any]) -> str:
-    """Return JSON, in which a list in the settings, which may have an entry for each rank, is written as runs."""
+    """Return JSON. A list in the settings may have an entry for each rank, and is run-length encoded."""
     settings = values.get("settings")
     if isinstance(settings, Mapping):
         values = {**values, "settings": {name: _shorten(value) for name, value in settings.items()}}

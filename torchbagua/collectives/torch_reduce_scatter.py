@@ -1,4 +1,4 @@
-"""The reduce-scatter that torch itself does between CPUs, over private connections."""
+"""torch's own reduce-scatter between CPUs, over private connections."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ from torchbagua.transport.errors import CommunicationError, cause_of
 def torch_reduce_scatter(
     communicator: Communicator, x_N: torch.Tensor, out_L: torch.Tensor, op: Any, name: str
 ) -> None:
-    """Write the sum or mean of own row of all ranks' `x_N` to `out_L`, with the bits of torch's own reduce-scatter.
+    """Write the sum or mean of this rank's row of all ranks' `x_N` to `out_L`, bitwise equal to torch's reduce-scatter.
 
-    `ReduceScatter` adds in another order. Observers are not told.
+    `ReduceScatter` sums in another order. Observers are not notified.
 
     Args:
-        communicator: whose ranks take part.
+        communicator: the ranks that take part.
         x_N: one row for each rank, on the CPU.
-        out_L: own row.
-        op: what torch is to do.
-        name: of what is reduced, in errors.
+        out_L: the output, for this rank's row.
+        op: torch's reduce operation.
+        name: the name of the reduced tensor, in errors.
 
     Raises:
-        CommunicationError: a rank is gone or did not take part within the group's timeout.
+        CommunicationError: a rank disconnected or did not take part within the group's timeout.
     """
     try:
         reduce_scatter_base(communicator.torch_group, out_L, x_N, op).wait()
@@ -34,7 +34,7 @@ def torch_reduce_scatter(
         cause = cause_of(error)
     else:
         return
-    # Between CPUs torch reduces around a ring, and does not say on which side of this rank it broke.
+    # Between CPUs torch reduces around a ring, and does not report on which side of this rank it broke.
     after, before = communicator.rank_after(1), communicator.rank_before(1)
     whom = f" receiving from {communicator.name_of(after)} or sending to {communicator.name_of(before)}"
     raise communicator.failure(f"reduce_scatter of {name}", cause, whom)

@@ -1,4 +1,4 @@
-"""Other forms of a tensor's values, in which they are averaged: of gradients, QAdam's momenta.
+"""Other forms in which a tensor's values are averaged, such as QAdam's momenta instead of gradients.
 
 Shape suffixes: N elements of the tensor.
 """
@@ -10,27 +10,27 @@ import torch
 
 from torchbagua.codecs.base import Compressor
 
-# Gives the codec of some elements of a tensor.
+# Returns the codec of a slice of a tensor's elements.
 CodecOf = Callable[[slice], Compressor]
 
 
 class ValueForm(Protocol):
-    """Another form of the values of one tensor, float32, while they are averaged."""
+    """Another form of the values of one float32 tensor while they are averaged."""
 
     def codec_of(self, compressor: Compressor) -> CodecOf:
-        """Return codecs for one mean: they encode the other form of what they are given, and decode from that form.
+        """Return codecs for one mean, which encode values in the other form, and decode from that form.
 
-        Values are then read and written once, by the codec. `encode` and `encode_feedback` may change them.
+        The codec then reads and writes values only once. `encode` and `encode_feedback` may change their input.
 
         Args:
-            compressor: encodes the other form.
+            compressor: the codec that encodes the other form.
         """
         ...
 
     def change(self, x_N: torch.Tensor) -> None:
-        """Give the values the other form, in place."""
+        """Convert the values to the other form, in place."""
         ...
 
     def change_back(self, x_N: torch.Tensor) -> None:
-        """Give the mean the form that the values had, in place."""
+        """Convert the mean back to the form that the values had, in place."""
         ...

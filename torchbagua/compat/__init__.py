@@ -1,5 +1,5 @@
-"""Other projects' APIs on top of this package's public one: Bagua's and mlbench's.
+"""The APIs of two other projects, Bagua and mlbench, on top of this package's public API.
 
-May import what users may, which tests/test_compat_surface.py checks; nothing imports it.
+May import only the public API, as tests/test_compat_surface.py checks; nothing imports it.
 Begin with bagua/data_parallel/bagua_distributed.py, or mlbench/base.py.
 """

@@ -1,7 +1,7 @@
-"""For users of fully_shard: attach with what only sharded modules need, and a backend that averages replicas.
+"""For users of fully_shard: `attach` with arguments for sharded modules, and a backend that averages replicas.
 
-May import training and what is below it.
-Begin with attach_sharded.py; what an attachment communicates for a sharded module is in training/fsdp2.
+May import `training` and the layers below it.
+Begin with attach_sharded.py. The communication of a sharded module is in training/fsdp2.
 """
 
 from torchbagua.fsdp.attach_sharded import attach

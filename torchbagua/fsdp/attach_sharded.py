@@ -1,4 +1,4 @@
-"""attach for sharded modules: `torchbagua.attach` with what only they need."""
+"""attach for sharded modules: `torchbagua.attach` with two more arguments."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,18 +34,18 @@ def attach(
 
     Args:
         module, optimizer, algorithm, process_group, grad_scaler, observers, timeout: see `torchbagua.attach`.
-        replicate_group: if several meshes of one dimension train copies of the module: the torch group of the ranks
-            that hold the same shards as this one. They first get the parameters and buffers of the first of them. Then
-            gradients are averaged over them too, or, by an algorithm that averages weights, which needs this group,
-            each rank's shards.
+        replicate_group: the torch group of the ranks that hold the same shards as this rank, if several
+            one-dimensional meshes train copies of the module. All ranks of this group first get the parameters and
+            buffers of its first rank. A gradient algorithm then averages gradients over this group too. A weight
+            algorithm needs this group, and averages each rank's shards over it.
         quantize_weights: the codec with which ranks gather the weights: its name, see `torchbagua.codecs`, or a
             Compressor that needs no error feedback. Forward and backward then compute with the decoded weights, which
             are the same on all ranks (qwZ of ZeRO++, Wang et al., arXiv 2306.10209). The optimizer keeps its shards in
             full precision. By default weights are gathered in full precision too.
 
     Raises:
-        The errors of `torchbagua.attach`, and ValueError if fully_shard was called on no part of the module and one of
-        the two arguments is given.
+        The errors of `torchbagua.attach`, and ValueError if one of the two arguments is given although fully_shard was
+        called on no part of the module.
     """
     sharding = Sharding(replicate_group, quantize_weights)
     setup = check_arguments(module, optimizer, algorithm, process_group, grad_scaler, observers, timeout, sharding)

@@ -1,4 +1,4 @@
-"""A torch process group that averages the replicas of native HSDP: its all-reduce is that of a gradient algorithm."""
+"""A torch process group that averages the replicas of native HSDP with the compressed mean of a gradient algorithm."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,21 +22,21 @@ from torchbagua.transport.private_groups import default_backends
 class ReplicaGroup(dist.ProcessGroup):
     """A group of ranks that hold the same shards. It compresses sums and means of flat floating-point tensors.
 
-    Torch's own backends do everything else. FSDP calls its all-reduce in `foreach_reduce`, in which only the group can
-    be replaced.
+    Torch's own backends run all other operations. FSDP calls the all-reduce in `foreach_reduce`, where only the group
+    can be replaced. The constructor is collective.
 
     Args:
-        algorithm: has ranks compare it, and opens private groups.
-        codecs: of the mean that takes the place of an all-reduce.
-        store, rank, size, timeout: what torch gives the maker of a backend. Collective.
+        algorithm: the algorithm, which ranks compare; it opens private groups.
+        codecs: the codecs of the mean that replaces an all-reduce.
+        store, rank, size, timeout: the arguments that torch passes to a backend's constructor.
     """
 
     def __init__(
         self, algorithm: Algorithm, codecs: MeanCodecs, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the one constructor that Python may override
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor that Python may override
         backends = default_backends(store, rank, size, timeout)
-        # The algorithm gets a group of its own, whose all-reduce is not this one.
+        # The algorithm gets a separate group, since this group's all-reduce would call the algorithm again.
         self._inner = dist.ProcessGroup(store, rank, size)
         for group in (self, self._inner):
             add_backends(group, backends)
@@ -47,14 +47,14 @@ class ReplicaGroup(dist.ProcessGroup):
         self._has_warned = False
 
     def announce(self, part: CommunicatingPart) -> None:
-        """Take note of what is all-reduced next: the gradients of `part`."""
+        """Record that the gradients of `part` are all-reduced next."""
         self._announced = part
 
     def allreduce(self, *arguments: Any, **named: Any) -> Any:
-        """Replace the tensors by their sum or mean over the ranks, and return torch's handle of that.
+        """Replace the tensors by their sum or mean over the ranks, and return a torch Work.
 
         Raises:
-            CommunicationError: a rank is gone or did not take part in time.
+            CommunicationError: a rank died or did not take part in time.
         """
         if not is_compressed(*arguments, **named):
             return self._inner.allreduce(*arguments, **named)
@@ -66,9 +66,9 @@ class ReplicaGroup(dist.ProcessGroup):
         elif not self._has_warned:
             self._has_warned = True
             warn_user(
-                f"torchbagua: an all-reduce of {x_L.numel():,} elements is compressed in blocks that end at no "
-                "parameter's end: if it is FSDP's, call torchbagua.fsdp.align_blocks(module) after fully_shard; if it "
-                "is yours, use another group to have it exact"
+                f"torchbagua: an all-reduce of {x_L.numel():,} elements is compressed in blocks that are not aligned "
+                "with parameters. If FSDP called it, call torchbagua.fsdp.align_blocks(module) after fully_shard. If "
+                "your code called it, use another group to get an exact result"
             )
         self._runner.algorithm_runner.use_device(x_L.device)
         mean = self._mean_of(row, average=options.reduceOp == dist.ReduceOp.AVG)
@@ -78,7 +78,7 @@ class ReplicaGroup(dist.ProcessGroup):
         return work_of(future)
 
     def shutdown(self) -> None:
-        """End the private groups; `destroy_process_group` calls it, on all ranks."""
+        """Close the private groups; `destroy_process_group` calls it, on all ranks."""
         self._runner.algorithm_runner.ends_in_order = True
         self._runner.algorithm_runner.close()
         super().shutdown()
@@ -106,14 +106,14 @@ def is_compressed(tensors: Any, options: Any = None, **named: Any) -> bool:
 
 
 class Announcer:
-    """The reduce-scatter that a part had, which tells the group of its replicas what is all-reduced after it.
+    """Wraps a part's reduce-scatter to announce the part to the group of its replicas before the all-reduce.
 
-    It does so where memory is allocated: with one shard FSDP calls the reduce-scatter itself not at all.
+    It announces the part when memory is allocated, since FSDP does not call the reduce-scatter with only one shard.
 
     Args:
-        comm: the reduce-scatter.
-        part: whose gradients it gets.
-        group: over which they are all-reduced.
+        comm: the wrapped reduce-scatter.
+        part: the part whose gradients are reduced.
+        group: the group over which the gradients are all-reduced.
     """
 
     def __init__(self, comm: Any, part: CommunicatingPart, group: ReplicaGroup) -> None:
@@ -129,5 +129,5 @@ class Announcer:
         return memory
 
     def __call__(self, **arguments: Any) -> Any:
-        """Reduce-scatter; FSDP gives the arguments by name."""
+        """Reduce-scatter; FSDP passes the arguments by name."""
         return self._comm(**arguments)

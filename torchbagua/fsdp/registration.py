@@ -1,4 +1,4 @@
-"""A backend for the replicas of sharded modules: what a user calls before the mesh is made, and after fully_shard."""
+"""Registers a backend for the replicas of sharded modules, and aligns its blocks with parameters."""
 
 from functools import partial
 
@@ -14,9 +14,9 @@ from torchbagua.training.fsdp2.rows import check_parameters_inside, communicatin
 
 
 def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
-    """Make a torch.distributed backend whose groups average gradients by an algorithm, for the replicas of HSDP.
+    """Register a torch.distributed backend whose groups average gradients with an algorithm, for the replicas of HSDP.
 
-    For a mesh on which FSDP itself keeps replicas, as of `fully_shard` with two dimensions, or of `replicate`:
+    Use it for a mesh on which FSDP itself has replicas: with `fully_shard` on two dimensions, or with `replicate`:
 
         torchbagua.fsdp.register_backend(tb.ByteGradAlgorithm())
         mesh = init_device_mesh(
@@ -25,17 +25,18 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
         fully_shard(model, mesh=mesh)
         torchbagua.fsdp.align_blocks(model)
 
-    A group of this backend compresses each all-reduce, sum or mean, of a flat floating-point tensor, also one of yours.
-    Metrics are exact as tensors without a dimension, or over another group. Everything else, as the reduce-scatter,
-    stays torch's own. Register on all ranks, before the mesh is made.
+    A group of this backend compresses each all-reduce, sum or mean, of a flat floating-point tensor, including your own
+    all-reduces. Metrics stay exact if they are tensors without dimensions, or are reduced over another group. Torch's
+    own backends run all other operations, such as the reduce-scatter. Register on all ranks, before the mesh is
+    created.
 
     Args:
-        algorithm: one that averages gradients and takes sharded modules, with `average=True` and without error
-            feedback. FSDP says whether it needs the sum or the mean. `hierarchical` is about the nodes of the replicas.
-        name: what `backend_override` says; it must not be taken, in the whole process.
+        algorithm: a gradient algorithm that supports sharded modules, with `average=True` and without error feedback.
+            FSDP determines whether it needs the sum or the mean. `hierarchical` refers to the nodes of the replicas.
+        name: the backend's name in `backend_override`. It must not be taken in this process.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"register_backend: algorithm must be an Algorithm, got {algorithm!r}")
@@ -43,22 +44,22 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"register_backend: name must be a lower-case identifier, got {name!r}")
     if name in dist.Backend.backend_list:
-        raise ValueError(f"register_backend: name {name!r} is taken; give another, and say it in backend_override too")
+        raise ValueError(f"register_backend: name {name!r} is taken; use another name, also in backend_override")
     dist.Backend.register_backend(name, partial(ReplicaGroup, algorithm, codecs), devices=["cpu", "cuda"])
 
 
 def align_blocks(module: torch.nn.Module) -> None:
-    """Have blocks end where parameters end, in what a module all-reduces over groups of `register_backend`.
+    """Align blocks with parameters in a module's all-reduces over groups of `register_backend`.
 
-    Call it after fully_shard or replicate. Without it a group sees no parameters: these share blocks, small ones lose
-    precision, and a RuntimeWarning says so. It sets a reduce-scatter, which hands everything to the one before.
+    Call it after fully_shard or replicate. Without it a group does not know the parameters: they share blocks, small
+    values lose precision, and a RuntimeWarning reports it. It installs a reduce-scatter, which calls the previous one.
 
     Raises:
         ValueError: no part of the module has replicas over a group of such a backend.
     """
     found = False
     parts = sharded_parts(module)
-    reshard(parts.values())  # an evaluation may have left parameters gathered, and the module's own
+    reshard(parts.values())  # an evaluation may have left the full parameters in the module
     communicating = communicating_parts(module, parts)
     check_parameters_inside(module, communicating)
     for part in communicating:
@@ -68,6 +69,6 @@ def align_blocks(module: torch.nn.Module) -> None:
             part.part.set_custom_reduce_scatter(Announcer(fsdp_reduce_scatter(part.param_group)[0], part, group))
     if not found:
         raise ValueError(
-            "align_blocks: no part of the module has replicas over a group of register_backend; make the mesh with "
+            "align_blocks: no part of the module has replicas over a group of register_backend; create the mesh with "
             "backend_override, and call fully_shard or replicate first"
         )

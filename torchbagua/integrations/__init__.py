@@ -1,5 +1,5 @@
-"""Adapters: `attach` in other people's training loops, and each rank's state in their checkpoints.
+"""Adapters: `attach` in the training loops of other frameworks, and each rank's state in their checkpoints.
 
-May import whatever users may.
+May import only what users may.
 Begin with common.py, then the framework's own file.
 """

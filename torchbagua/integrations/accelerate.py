@@ -1,4 +1,4 @@
-"""attach for programs that use accelerate: after `prepare`, and with `save_state` and `load_state` of every rank."""
+"""attach for programs that use accelerate. Call it after `prepare`; `save_state` and `load_state` handle every rank."""
 
 import copy
 import weakref
@@ -25,26 +25,26 @@ def attach(
     algorithm: tb.Algorithm | str,
     **options: Any,
 ) -> tb.Attachment:
-    """Put an algorithm in charge of what a prepared model communicates, until you detach it. Collective.
+    """Let an algorithm communicate for a prepared model, until you detach it. Collective.
 
-    The GradScaler of `accelerator` is handed over, unless `options` has another. Until you detach,
-    `accelerator.save_state` writes the mean of the ranks' weights where you expect the model, and beside it
-    `torchbagua_<rank>.pt` for each rank, with all that this rank needs to go on bit for bit. `accelerator.load_state`
-    gives each rank its own again. Call both on all ranks.
+    The GradScaler of `accelerator` is passed to `torchbagua.attach`, unless `options` has another one. Until you
+    detach, `accelerator.save_state` writes the mean of the ranks' weights as the model. Alongside the model it writes
+    `torchbagua_<rank>.pt` for each rank, with everything that this rank needs to continue with
+    bitwise identical results. `accelerator.load_state` restores each rank's own state. Call both on all ranks.
 
     Args:
-        accelerator: which has prepared the model.
-        model: what `accelerator.prepare` returned.
-        optimizer: what `accelerator.prepare` returned, one or several.
+        accelerator: the Accelerator that prepared the model.
+        model: the model that `accelerator.prepare` returned.
+        optimizer: the optimizer, or a list of the optimizers, that `accelerator.prepare` returned.
         algorithm: an algorithm, or its registered name.
-        options: of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
+        options: keyword arguments of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
 
     Returns:
-        What `torchbagua.attach` returns: a context manager, which detaches when you leave it.
+        The Attachment that `torchbagua.attach` returns: a context manager that detaches on exit.
 
     Raises:
-        TypeError, ValueError: `model` or `optimizer` is not what `prepare` returned, or that makes no
-            DistributedDataParallel: of one process, for instance. Or as `torchbagua.attach`.
+        TypeError, ValueError: `model` or `optimizer` is not what `prepare` returned, or accelerate creates no
+            DistributedDataParallel, for instance in a single process. Also raised by `torchbagua.attach`.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"attach: accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
@@ -57,11 +57,11 @@ def attach(
             "attach: model must be the DistributedDataParallel that accelerator.prepare returned, got "
             f"{type(model).__name__}; {order}"
         )
-    prepared = {id(one) for wrapper in accelerator._optimizers for one in (wrapper, wrapper.optimizer)}
-    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        if id(one) not in prepared:
+    prepared = {id(item) for wrapper in accelerator._optimizers for item in (wrapper, wrapper.optimizer)}
+    for given in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if id(given) not in prepared:
             raise ValueError(
-                f"attach: optimizer must be what prepare returned, got another {type(one).__name__}; {order}"
+                f"attach: optimizer must be what prepare returned, got another {type(given).__name__}; {order}"
             )
     attachment = tb.attach(ddp, optimizer, algorithm, **{"grad_scaler": accelerator.scaler, **options})
     _RankStates.of(accelerator, ddp.module).keep(attachment)
@@ -69,15 +69,15 @@ def attach(
 
 
 class _RankStates:
-    """Has `save_state` and `load_state` keep what each rank needs. accelerate itself keeps rank 0's alone.
+    """Makes `save_state` and `load_state` save and load each rank's state. accelerate itself saves rank 0's only.
 
-    accelerate calls hooks before it saves and before it loads, with the folder, and registered objects after it has
-    loaded, without.
+    accelerate calls hooks before it saves and before it loads, and passes them the folder. It calls registered objects
+    after it has loaded, without the folder.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, module: torch.nn.Module) -> None:
         self._accelerator = accelerator
-        self._module = weakref.ref(module)  # which accelerator.free_memory is to free
+        self._module = weakref.ref(module)  # weak, so that accelerator.free_memory can free it
         self._attachment: tb.Attachment | None = None
         self._files = Path()
         self._hooks = [
@@ -88,26 +88,29 @@ class _RankStates:
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, module: torch.nn.Module) -> "_RankStates":
-        """Return that of an earlier attachment, or a new one: accelerate counts them. Those of no model are removed."""
-        for one in [one for one in accelerator._custom_objects if isinstance(one, cls) and not one._is_prepared]:
-            one._remove()
-        found = [one for one in accelerator._custom_objects if isinstance(one, cls) and one._module() is module]
+        """Return the module's object from an earlier attachment, or a new one. Objects of freed models are removed.
+
+        The object is reused, since accelerate numbers the registered objects.
+        """
+        for stale in [item for item in accelerator._custom_objects if isinstance(item, cls) and not item._is_prepared]:
+            stale._remove()
+        found = [item for item in accelerator._custom_objects if isinstance(item, cls) and item._module() is module]
         return found[0] if found else cls(accelerator, module)
 
     def keep(self, attachment: tb.Attachment) -> None:
         """Save and load for `attachment` until it is detached."""
         self._attachment = attachment
-        attachment.runner.on_close(partial(setattr, self, "_attachment", None))  # which holds the model
+        attachment.runner.on_close(partial(setattr, self, "_attachment", None))  # the attachment references the model
 
     def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._accelerator._custom_objects = [one for one in self._accelerator._custom_objects if one is not self]
+        self._accelerator._custom_objects = [item for item in self._accelerator._custom_objects if item is not self]
 
     @property
     def _is_prepared(self) -> bool:
-        """Whether the accelerator still has the model: `free_memory` drops all."""
-        return any(one is self._module() for one in self._accelerator._models)
+        """Whether the accelerator still has the model: `free_memory` drops all models."""
+        return any(model is self._module() for model in self._accelerator._models)
 
     @property
     def _running(self) -> tb.Attachment | None:
@@ -119,13 +122,13 @@ class _RankStates:
             save_rank_state(attachment, self._files, self._accelerator.process_index)
             if attachment.runner.averages_weights:
                 with attachment.averaged_weights():
-                    weights[index] = copy.deepcopy(weights[index])  # they are no copies, and are written later
+                    weights[index] = copy.deepcopy(weights[index])  # accelerate's are not copies, and are written later
 
     def _before_load(self, models: list[torch.nn.Module], folder: str) -> None:
         if self._running is not None:
             self._note_folder(models, folder)
             if not any(Path(folder).glob("torchbagua*_*.pt")):
-                self._refuse()  # before accelerate loads half of it, and then misses what was registered
+                self._refuse()  # before accelerate loads half of the checkpoint and then fails on registered objects
 
     def _refuse(self) -> None:
         raise ValueError(
@@ -139,11 +142,11 @@ class _RankStates:
         return index
 
     def state_dict(self) -> dict[str, bool]:
-        """Return what accelerate writes once, for all ranks."""
+        """Return the state that accelerate writes once, for all ranks."""
         return {"is_attached": self._running is not None}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Load this rank's own, where an algorithm is attached."""
+        """Load this rank's state, if an algorithm is attached."""
         if (attachment := self._running) is not None:
             if not state["is_attached"]:
                 self._refuse()

@@ -1,4 +1,4 @@
-"""What adapters share: how a framework is imported, and what is checked before there is a model."""
+"""Code that adapters share: the import of a framework, and checks that need no model."""
 
 import inspect
 from collections.abc import Collection, Iterator
@@ -18,14 +18,14 @@ from torchbagua.training.attach_checks import check_algorithm
 
 @dataclass(frozen=True)
 class Framework:
-    """What `framework` has imported, and for whom."""
+    """The framework that `framework` has imported, and the adapter that needs it."""
 
     package: str
     tested: str
     adapter: str
 
     def check_names(self, owner: object, names: Collection[str]) -> None:
-        """Raise RuntimeError where `owner` lacks an attribute: in the version that is installed it has another name."""
+        """Raise RuntimeError if `owner` lacks an attribute, which may have another name in the installed version."""
         if missing := [name for name in names if not hasattr(owner, name)]:
             raise RuntimeError(
                 f"{self.adapter} needs {type(owner).__name__}.{missing[0]}, which {self.package} "
@@ -36,23 +36,23 @@ class Framework:
 
 @contextmanager
 def framework(package: str, *, tested: str, adapter: str, extra: str | None = None) -> Iterator[Framework]:
-    """Import a framework in the `with` block. Afterwards a RuntimeWarning is given if it is older than what was tested.
+    """Import a framework in the `with` block. Gives a RuntimeWarning if its version is older than the tested one.
 
     For the top of an adapter:
 
         with framework("accelerate", tested="1.15.0", adapter="torchbagua.integrations.accelerate") as known:
             import accelerate
 
-    What it gives has a check for private names.
+    It yields a Framework, which has a check for private names.
 
     Args:
-        package: its name, as pip knows it.
+        package: the package's name on PyPI.
         tested: the oldest version that the adapter's tests were run with.
         adapter: the module that needs it.
-        extra: the extra of torchbagua that brings it; by default it is called as the package.
+        extra: the extra of torchbagua that installs it; by default it has the package's name.
 
     Raises:
-        ImportError: it cannot be imported; names the extra.
+        ImportError: the framework cannot be imported. The message names the extra.
     """
     try:
         yield Framework(package, tested, adapter)
@@ -64,7 +64,7 @@ def framework(package: str, *, tested: str, adapter: str, extra: str | None = No
     installed = metadata.version(package)
     if TorchVersion(installed) < tested:
         warn_user(
-            f"torchbagua: {adapter} was tested with {package} {tested} and later, installed is {package} {installed}"
+            f"torchbagua: {adapter} was tested with {package} {tested} and later; installed is {package} {installed}"
         )
 
 
@@ -74,15 +74,16 @@ def take_arguments(
     """Move the arguments of an algorithm that is given by its name out of `arguments`, and return them.
 
     Args:
-        adapter: what was called with them, for errors.
-        algorithm: a registered name; or an algorithm, which takes no further ones.
-        arguments: those of the call; what remains is for the framework.
-        others: the names that the framework takes.
+        adapter: the function that was called, for errors.
+        algorithm: a registered name; or an algorithm, which takes no further arguments.
+        arguments: the arguments of the call. The framework's arguments remain.
+        others: the names of the framework's arguments.
 
     Raises:
         KeyError: no algorithm has that name.
-        TypeError: it is neither a name nor an algorithm, or an argument is neither the algorithm's nor the framework's.
-        ValueError: a value does not fit. Those of an algorithm that needs the optimizer are not looked at here.
+        TypeError: `algorithm` is neither a name nor an algorithm, or an argument is neither the algorithm's nor the
+            framework's.
+        ValueError: a value is invalid. Values for an algorithm that needs the optimizer are not checked here.
     """
     check_algorithm(adapter, algorithm)
     named = {} if isinstance(algorithm, Algorithm) else inspect.signature(get(algorithm)).parameters
@@ -90,8 +91,8 @@ def take_arguments(
     own = {name: arguments.pop(name) for name in named.keys() - needed if name in arguments}
     if unknown := sorted(arguments.keys() - set(others)):
         raise TypeError(
-            f"{adapter}: {unknown[0]} is no argument of {algorithm!r}, which has {sorted(named.keys() - needed)}, nor "
-            f"one that is handed on: {sorted(others)}"
+            f"{adapter}: {unknown[0]} is not an argument of {algorithm!r}, which has {sorted(named.keys() - needed)}, "
+            f"nor one that is passed to the framework: {sorted(others)}"
         )
     if isinstance(algorithm, str) and not needed:
         Algorithm.init(algorithm, **own)
@@ -99,22 +100,22 @@ def take_arguments(
 
 
 def check_options(options: Collection[str]) -> None:
-    """Raise TypeError unless all are keyword arguments of `torchbagua.attach`, for one that is called later."""
+    """Raise TypeError unless all options are keyword arguments of `torchbagua.attach`, if it is only called later."""
     parameters = inspect.signature(attach).parameters.values()
-    allowed = sorted(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+    allowed = sorted(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
     if unknown := sorted(set(options) - set(allowed)):
-        raise TypeError(f"attach: {unknown[0]} is no option of torchbagua.attach, which has {allowed}")
+        raise TypeError(f"attach: {unknown[0]} is not an option of torchbagua.attach, which has {allowed}")
 
 
 def check_uses_ddp(accelerator: Any) -> None:
-    """Raise ValueError where accelerate makes no DistributedDataParallel: of one process, or FSDP's."""
+    """Raise ValueError if accelerate creates no DistributedDataParallel: in a single process, or with FSDP."""
     if not str(accelerator.distributed_type.value).startswith("MULTI_"):
         raise ValueError(
-            "attach: accelerate must run DistributedDataParallel, of several processes, got DistributedType."
+            "attach: accelerate must run DistributedDataParallel in several processes, got DistributedType."
             f"{accelerator.distributed_type.value}; start with torchrun or accelerate launch, without FSDP or DeepSpeed"
         )
 
 
 def without_compiler(model: torch.nn.Module) -> Any:
-    """Return the module that torch.compile has wrapped, or `model`."""
+    """Return the module that torch.compile has wrapped, or `model` if it is not compiled."""
     return getattr(model, "_orig_mod", model)

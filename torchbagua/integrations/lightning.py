@@ -1,4 +1,4 @@
-"""Lightning: a DDPStrategy in which an algorithm communicates, named "bagua" once this module is imported."""
+"""Lightning: a DDPStrategy in which an algorithm communicates. Importing this module registers it as "bagua"."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,23 +15,23 @@ from torchbagua.algorithms import init_for
 from torchbagua.integrations.common import framework, take_arguments
 from torchbagua.integrations.rank_files import gather_rank_states, load_gathered_rank_state
 
-# Two packages of the same code, each with classes and a registry of its own; pip installs the second with the first.
+# Two packages with the same code, but separate classes and registries. pip installs the second with the first.
 _PACKAGES = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)] or ["lightning"]
 with framework(_PACKAGES[0], tested="2.6.6", adapter="torchbagua.integrations.lightning", extra="lightning"):
     _TREES = [import_module("lightning.pytorch" if name == "lightning" else name) for name in _PACKAGES]
 
-# What is handed on to DDPStrategy: its own arguments, and those of DDP but for what it or the algorithm decides.
-_HANDED_ON = {"process_group_backend", "start_method", "timeout", *signature(DistributedDataParallel).parameters} - {
+# The arguments passed on to DDPStrategy: its own, and those of DDP that neither DDPStrategy nor the algorithm sets.
+_PASSED_ON = {"process_group_backend", "start_method", "timeout", *signature(DistributedDataParallel).parameters} - {
     *("module", "device_ids", "output_device", "process_group", "device_mesh"),
     *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),  # gradients that bypass communication hooks
-    "mixed_precision",  # which has a communication hook of its own
+    "mixed_precision",  # installs its own communication hook
 }
 _KEY = "torchbagua"  # in a checkpoint: what each rank's Attachment.rank_state_dict returned
 _Base: Any = object
 
 
 class _BaguaStrategy(_Base):
-    """What stands before the DDPStrategy of either package."""
+    """The mixin that precedes the DDPStrategy of either package."""
 
     _tree: Any
 
@@ -49,7 +49,7 @@ class _BaguaStrategy(_Base):
         observers: Sequence[tb.Observer] = (),
         **bagua_kwargs: Any,
     ) -> None:
-        arguments = take_arguments("BaguaStrategy", algorithm, bagua_kwargs, _HANDED_ON)
+        arguments = take_arguments("BaguaStrategy", algorithm, bagua_kwargs, _PASSED_ON)
         positional = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(*positional, **{"gradient_as_bucket_view": flatten, **bagua_kwargs})
         self._algorithm, self._arguments = algorithm, arguments
@@ -59,7 +59,7 @@ class _BaguaStrategy(_Base):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if not isinstance(self.model, DistributedDataParallel):  # it validates, tests or predicts
+        if not isinstance(self.model, DistributedDataParallel):  # the Trainer validates, tests or predicts
             return
         is_adam = [isinstance(optimizer, tb.QAdamOptimizer) for optimizer in self.optimizers]
         if self._algorithm == "qadam" and (is_adam != [True] or len(self.lr_scheduler_configs) > 1):
@@ -82,7 +82,7 @@ class _BaguaStrategy(_Base):
         self._validation.close()
 
     def _saved(self) -> tb.Attachment | None:
-        """The attachment, unless an exception has Lightning save: then the other ranks may not come here."""
+        """Return the attachment; None if Lightning saves due to an exception: other ranks may not save then."""
         return None if self.lightning_module.trainer.interrupted else self.attachment
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -115,35 +115,36 @@ class _BaguaStrategy(_Base):
 class BaguaStrategy(_BaguaStrategy, _TREES[0].strategies.DDPStrategy):  # type: ignore[misc]
     """Lightning's DDPStrategy with an algorithm of torchbagua: `Trainer(strategy=BaguaStrategy("bytegrad"))`.
 
-    It attaches the algorithm when `fit` begins and detaches it when it ends. `Trainer(strategy="bagua")` takes the
-    defaults. It is of the package `lightning`, or of `pytorch_lightning` where that alone is installed.
+    It attaches the algorithm when `fit` begins and detaches it when `fit` ends. `Trainer(strategy="bagua")` uses the
+    defaults. The base class is from the package `lightning`, or from `pytorch_lightning` if only that is installed.
 
-    A checkpoint holds each rank's `Attachment.rank_state_dict`, under "torchbagua", and `fit(ckpt_path=...)` goes on
-    from there bit for bit. One that an exception has Lightning save holds rank 0's weights only.
+    A checkpoint stores each rank's `Attachment.rank_state_dict`, under "torchbagua", and `fit(ckpt_path=...)` continues
+    from it with bitwise identical results. A checkpoint that Lightning saves due to an exception has rank 0's weights
+    only.
 
     Args:
         algorithm: an algorithm, or its registered name.
         flatten: DDP's `gradient_as_bucket_view`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io: as in DDPStrategy.
-        precision_plugin: as in DDPStrategy. Its GradScaler is handed to `attach`.
+        precision_plugin: as in DDPStrategy. Its GradScaler is passed to `attach`.
         averaged_weights: validate the mean of the ranks' weights, and save it as the model. With False, each rank
-            validates its own weights, and rank 0's are saved. All the same where gradients are averaged.
+            validates its own weights, and rank 0's are saved. It makes no difference with a gradient algorithm.
         observers: as in `attach`.
         bagua_kwargs: arguments of the algorithm that `algorithm` names; `process_group_backend`, `start_method` and
             `timeout` of DDPStrategy; and the arguments of DistributedDataParallel.
 
     Attributes:
-        attachment: what `attach` returned, while `fit` runs; else None.
+        attachment: the Attachment while `fit` runs; else None.
 
     Raises:
-        KeyError, TypeError, ValueError: no algorithm has that name, an argument is unknown or does not fit.
+        KeyError, TypeError, ValueError: no algorithm has that name, or an argument is unknown or invalid.
     """
 
     _tree = _TREES[0]
 
 
 class PytorchLightningBaguaStrategy(_BaguaStrategy, _TREES[-1].strategies.DDPStrategy):  # type: ignore[misc]
-    """`BaguaStrategy` for the Trainer of `pytorch_lightning`, which takes no strategy of `lightning`."""
+    """`BaguaStrategy` for the Trainer of `pytorch_lightning`, which does not accept strategies of `lightning`."""
 
     _tree = _TREES[-1]
 

@@ -1,4 +1,4 @@
-"""attach for transformers' Trainer: one line, and its training, checkpoints and logs know of the algorithm."""
+"""attach for transformers' Trainer: one call installs an algorithm in its training, checkpoints and logs."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -15,40 +15,40 @@ from torchbagua.runtime.optimizer_steps import unwrap
 from torchbagua.training.attach_checks import check_algorithm
 
 with framework("transformers", tested="5.23.0", adapter="torchbagua.integrations.transformers") as _tested:
-    import accelerate  # noqa: F401 - without it transformers can be imported, and makes no Trainer
+    import accelerate  # noqa: F401 - without it transformers can be imported, but creates no Trainer
     import transformers
 
 _MARK = "_torchbagua_attached"
-_NOTE = "torchbagua"  # in trainer_state.json: which step's state of an algorithm is beside it, and of how many ranks
+_NOTE = "torchbagua"  # key in trainer_state.json: the step and number of ranks of the algorithm's state alongside it
 
 
 def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **options: Any) -> "TrainerAttachment":
-    """Put an algorithm in charge of what a Trainer communicates when it trains. Call it before `trainer.train`.
+    """Let an algorithm communicate for a Trainer while it trains. Call it before `trainer.train`.
 
-    Trainers of subclasses are taken too. From then on:
+    Subclasses of Trainer are supported too. After the call:
 
-    - The algorithm is attached while the trainer trains: to the model that it has wrapped, its optimizer and its
-      GradScaler. It is detached before the trainer loads the best model, or where training raises.
-    - Checkpoints hold the mean of the ranks' weights, and for each rank `torchbagua_<rank>.pt`, all that this rank
-      needs to go on bit for bit. `trainer.train(resume_from_checkpoint=...)` reads it.
+    - The algorithm is attached while the trainer trains: to the model that the trainer has wrapped, its optimizer and
+      its GradScaler. It is detached before the trainer loads the best model, or when training raises.
+    - Checkpoints contain the mean of the ranks' weights and, for each rank, `torchbagua_<rank>.pt` with everything that
+      this rank needs to continue with bitwise identical results. `trainer.train(resume_from_checkpoint=...)` loads it.
     - `evaluate` and `predict` use the mean of the ranks' weights.
-    - Logs of the loss have what communication cost this rank in a step, since the last log: `torchbagua/step_ms`,
+    - Logs of the loss include this rank's cost of communication per step since the last log: `torchbagua/step_ms`,
       `exposed_ms`, `overlap_percent`, `sent_MB_a_step` and `compression_ratio_to_float32`.
 
     Args:
         trainer: a Trainer that is not training.
-        algorithm: an algorithm, or its registered name. For QAdam, make the trainer with `optimizers=(qadam, None)`.
-        options: of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
+        algorithm: an algorithm, or its registered name. For QAdam, create the trainer with `optimizers=(qadam, None)`.
+        options: keyword arguments of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
 
     Raises:
-        TypeError, ValueError: `trainer` is no Trainer, is training or attached already, or does not use DDP; or an
-            argument does not fit.
+        TypeError, ValueError: `trainer` is not a Trainer, is already training or attached, or does not use DDP; or an
+            argument is invalid.
         KeyError: no algorithm has that name.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"attach: trainer must be a transformers.Trainer, got {type(trainer).__name__}")
     if trainer.is_in_train:
-        raise ValueError("attach: trainer is training, or has failed to; call attach before trainer.train")
+        raise ValueError("attach: trainer is training, or its training failed; call attach before trainer.train")
     if hasattr(trainer, _MARK):
         raise ValueError("attach: an algorithm is attached to the trainer already; detach it first")
     check_uses_ddp(trainer.accelerator)
@@ -57,7 +57,7 @@ def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **optio
     if trainer.optimizer is not None:
         init_for(algorithm, [unwrap(trainer.optimizer)])
     elif algorithm == "qadam" and type(trainer).create_optimizer is transformers.Trainer.create_optimizer:
-        raise ValueError("attach: qadam needs a QAdamOptimizer; make the trainer with optimizers=(q_adam, None)")
+        raise ValueError("attach: qadam needs a QAdamOptimizer; create the trainer with optimizers=(q_adam, None)")
     return TrainerAttachment(trainer, algorithm, options)
 
 
@@ -65,7 +65,7 @@ class TrainerAttachment:
     """An algorithm that a Trainer uses whenever it trains.
 
     Attributes:
-        attachment: that of the training that is on, or else of the last one; None before the first.
+        attachment: the Attachment of the current training, or else of the last one; None before the first training.
     """
 
     attachment: tb.Attachment | None = None
@@ -91,13 +91,13 @@ class TrainerAttachment:
         self._undo.callback(delattr, trainer, _MARK)
 
     def detach(self) -> None:
-        """Give the trainer back as it was. A second call does nothing.
+        """Restore the trainer. A second call does nothing.
 
         Raises:
-            RuntimeError: the trainer is training: what it still saves and evaluates would be one rank's.
+            RuntimeError: the trainer is training: it would save and evaluate the weights of one rank only.
         """
         if self._running is not None:
-            raise RuntimeError("TrainerAttachment.detach: the trainer is training; call it when trainer.train is done")
+            raise RuntimeError("TrainerAttachment.detach: the trainer is training; call it after trainer.train is done")
         self._undo.close()
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class TrainerAttachment:
         model = without_compiler(trainer.model_wrapped)
         self.attachment = self._run.enter_context(tb.attach(model, trainer.optimizer, self._algorithm, **options))
         if checkpoint is not None:
-            note = trainer.state.stateful_callbacks.get(_NOTE, {})  # of an earlier step, if a run without us kept it
+            note = trainer.state.stateful_callbacks.get(_NOTE, {})  # stale if a run without torchbagua copied it
             num_ranks = note["num_ranks"] if note.get("global_step") == trainer.state.global_step else 0
             load_noted_rank_state(self.attachment, Path(checkpoint) / "torchbagua", num_ranks)
         return prepared

@@ -1,10 +1,10 @@
 """Compiled kernels, the same operations in plain torch, and the code that builds, loads and launches the kernels.
 
-May import observe and the modules that begin with _. Importing it registers operations; it compiles and loads nothing.
+May import observe and the modules whose names begin with _. Importing it registers the operations and compiles nothing.
 Begin with ops.py, the table of operations, then loader.py.
 """
 
-# What is imported registers its operations: a codec is a name here.
+# Each imported module registers its operations: to add a codec, add its module here.
 from torchbagua.native import blockk, low_rank, minmax_uint4, minmax_uint8, qadam, ring, sign1bit, topk  # noqa: F401
 from torchbagua.native.loader import load
 from torchbagua.native.operation_status import OperationStatus, status

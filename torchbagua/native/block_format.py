@@ -1,13 +1,14 @@
-"""What codecs of blocks share: the operations over block tables, in plain torch.
+"""Code shared by the block-wise codecs: the operations over block tables, in plain torch.
 
-A *block table* is an int64 tensor [B, 4] on the device of the data, one row for each block: `start`, the offset of the
-block in x in elements; `length`, its elements, at least 1; `header`, the offset in the wire of its header bytes, a
-multiple of 4; `payload`, the offset in the wire of its payload bytes. A sparse codec's is [B, 5], with `kept`, how many
-elements of the block travel. What the blocks of one table write must not overlap, nor may a tensor that is written
-overlap one that is read: the result would depend on the kernel.
+A *block table* is an int64 tensor [B, 4] on the device of the data, one row per block: `start`, the offset of the block
+in x, in elements; `length`, its number of elements, at least 1; `header`, the offset of its header bytes in the wire, a
+multiple of 4; `payload`, the offset of its payload bytes in the wire. The table of a sparse codec is [B, 5]; the fifth
+field, `kept`, is the number of elements of the block that are sent. The blocks of one table must not write overlapping
+ranges, and a tensor that is written must not overlap a tensor that is read: the result would depend on the kernel.
 
-Blocks of equal length are coded together as the rows of one matrix. Shapes: K blocks, L elements, H header bytes,
-P payload bytes; x: [N] float32, bfloat16 or float16; wire: [W] uint8; rows: [R, W], one wire of each sender.
+Blocks of equal length are encoded and decoded together, as the rows of one matrix. Shapes: K blocks, L elements,
+H header bytes, P payload bytes; x: [N] float32, bfloat16 or float16; wire: [W] uint8; rows: [R, W], one wire for each
+sender.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from torchbagua.native.ops import (
 
 _DENSE_FIELDS = 4
 
-UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: no codec takes a magnitude from there on
+UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: codecs reject magnitudes from 2^126 on
 
 
 class Group(NamedTuple):
-    """Blocks that are alike: where they lie in x [K, L], and in the wire their headers [K, H] and payloads [K, P].
+    """Blocks of one shape: indices of elements in x [K, L], and of headers [K, H] and payloads [K, P] in a wire.
 
-    `kept` is how many elements of each travel; all of them where the codec is not sparse.
+    `kept` is the number of elements sent per block; all of them if the codec is not sparse.
     """
 
     elements: Tensor
@@ -51,12 +52,12 @@ class Group(NamedTuple):
 
 
 class TableFormat(ABC):
-    """The operations of a codec over block tables. A subclass says how alike blocks are read and written.
+    """The operations of a codec over block tables. A subclass defines how blocks of one shape are read and written.
 
     Attributes:
-        name: how the names of its operations begin.
-        header_bytes: of a block, a multiple of 4.
-        table: what its tables are.
+        name: the prefix of its operations' names.
+        header_bytes: the size of a block's header, a multiple of 4.
+        table: the kind of its block tables.
     """
 
     name: ClassVar[str]
@@ -65,53 +66,53 @@ class TableFormat(ABC):
 
     @abstractmethod
     def payload_sizes(self, table: Tensor) -> Tensor:
-        """The payload bytes of the blocks of a table."""
+        """Return the payload bytes of each block of a table."""
 
     @abstractmethod
     def read(self, wire: Tensor, group: Group) -> Tensor:
-        """The blocks [K, L] float32 of a wire."""
+        """Return the blocks [K, L] float32 decoded from a wire."""
 
     @abstractmethod
     def write(self, wire: Tensor, group: Group, values_kl: Tensor) -> None:
         """Write the headers and payloads of blocks [K, L] float32."""
 
     def allowed_rows(self) -> str:
-        """What a row of a table must be, for a message."""
+        """Describe a valid row of a table, for an error message."""
         return "rows (start, length >= 1, header at a multiple of 4, payload)"
 
     def are_allowed(self, table: Tensor) -> Tensor:
-        """Which rows of a table are such, before it is looked at where they lie."""
+        """Return which rows of a table are valid, apart from their offsets."""
         return (table[:, 1] >= 1) & (table[:, 2] % 4 == 0)
 
     def encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
-        """Read x, write header and payload of every block; other bytes of the wire stay as they are."""
+        """Read x and write the header and payload of every block; other bytes of the wire do not change."""
         for group in self._groups("encode", table, x.numel(), wire.numel()):
             self.write(wire, group, x[group.elements].to(torch.float32))
 
     def decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
-        """Read the wire, write x: float32 arithmetic, rounded to the type of x at the end."""
+        """Read the wire and write x: float32 arithmetic, rounded to the dtype of x at the end."""
         for group in self._groups("decode", table, x.numel(), wire.numel()):
             x[group.elements] = self.read(wire, group).to(x.dtype)
 
     def decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
-        """Decode all rows, add in float32 in row order, divide by `divisor` in float32, write x, float32."""
+        """Decode all rows, sum them in float32 in row order, divide by `divisor` in float32, and write x, float32."""
         for group in self._groups("decode_mean", table, x.numel(), rows.shape[1]):
             x[group.elements] = self._mean(rows, group, divisor)
 
     def decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-        """Encode that mean, as long as one of the rows; a block's `start` is not used."""
+        """Encode the mean of the rows to a wire as long as one row; the `start` of a block is not used."""
         for group in self._groups("decode_mean_encode", table, None, wire.numel()):
             self.write(wire, group, self._mean(rows, group, divisor))
 
     def encode_feedback(self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
-        """Encode x + residual, float32, and write what the wire leaves out of that to left_out, where blocks are."""
+        """Encode x + residual, float32, and write the new residual to left_out, at the elements of the blocks."""
         for group in self._groups("encode_feedback", table, x.numel(), wire.numel()):
             self._write_sum(wire, group, x[group.elements] + residual[group.elements], left_out)
 
     def decode_mean_encode_feedback(
         self, rows: Tensor, table: Tensor, divisor: float, residual: Tensor, wire: Tensor, left_out: Tensor
     ) -> None:
-        """Do the same with the mean of the rows, as long as one of them, + residual."""
+        """Encode the mean of the rows + residual to a wire as long as a row; write the new residual to left_out."""
         for group in self._groups("decode_mean_encode_feedback", table, residual.numel(), wire.numel()):
             self._write_sum(wire, group, self._mean(rows, group, divisor) + residual[group.elements], left_out)
 
@@ -120,7 +121,7 @@ class TableFormat(ABC):
         left_out[group.elements] = sum_kl - self.read(wire, group)
 
     def _groups(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> Iterator[Group]:
-        """The blocks that are alike; ValueError for one outside the wire, or x where its elements are counted."""
+        """Yield groups of blocks of one shape; ValueError for a block outside the wire, or outside of x."""
         self._check_blocks(operation, table, num_elements, wire_bytes)
         header_offsets = torch.arange(self.header_bytes, device=table.device)
         alike = table[:, [1, *range(_DENSE_FIELDS, table.shape[1])]]
@@ -152,7 +153,7 @@ class TableFormat(ABC):
             raise refusal(f"{self.name}_{operation}", "table", allowed, got)
 
     def _mean(self, rows: Tensor, group: Group, divisor: float) -> Tensor:
-        """The mean [K, L] float32 of the blocks of all rows."""
+        """Return the mean [K, L] float32 of the blocks over all rows."""
         total_kl = self.read(rows[0], group)
         for row in rows[1:]:
             total_kl = total_kl + self.read(row, group)
@@ -160,23 +161,23 @@ class TableFormat(ABC):
 
 
 class BlockFormat(TableFormat):
-    """The bytes of a codec whose blocks are laid out by their lengths. A subclass says how rows of blocks are coded."""
+    """The wire encoding of a codec with payload sizes that depend only on block lengths. A subclass codes blocks."""
 
     @abstractmethod
     def payload_bytes(self, lengths: Tensor) -> Tensor:
-        """The payload bytes of blocks of `lengths` elements."""
+        """Return the payload bytes of blocks of `lengths` elements."""
 
     @abstractmethod
     def most_bytes(self, num_elements: int, num_blocks: int) -> int:
-        """The most that headers and payloads of `num_blocks` blocks with `num_elements` elements in all can take."""
+        """Return the maximum header and payload bytes of `num_blocks` blocks with `num_elements` elements in total."""
 
     @abstractmethod
     def encode_rows(self, values_kl: Tensor) -> tuple[Tensor, Tensor]:
-        """Headers [K, H] and payloads [K, P] uint8 of K blocks [K, L] float32."""
+        """Return the headers [K, H] and payloads [K, P] uint8 of K blocks [K, L] float32."""
 
     @abstractmethod
     def decode_rows(self, headers_kh: Tensor, payloads_kp: Tensor, length: int) -> Tensor:
-        """The K blocks [K, length] float32; NaN where a header is one that no encoder writes."""
+        """Return the K blocks [K, length] float32; NaN for a block with a header that no encoder writes."""
 
     def payload_sizes(self, table: Tensor) -> Tensor:
         return self.payload_bytes(table[:, 1])
@@ -188,7 +189,7 @@ class BlockFormat(TableFormat):
         wire[group.header], wire[group.payload] = self.encode_rows(values_kl)
 
 
-# The operations, methods of TableFormat: what their arguments are, in their order, and which of these they write.
+# The operations, methods of TableFormat: the kinds of their arguments, in order, and the arguments that they write.
 _OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
     "encode": ({"x": ELEMENTS, "table": TABLE, "wire": WIRE}, ("wire",)),
     "decode": ({"wire": WIRE, "table": TABLE, "x": ELEMENTS}, ("x",)),
@@ -204,15 +205,15 @@ _OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
     ),
 }
 
-# A GPU takes decode_mean and encode_feedback in turn.
-_OF_CPUS = {"decode_mean_encode_feedback"}
+# On a GPU, callers run decode_mean and encode_feedback one after the other.
+_CPU_ONLY = {"decode_mean_encode_feedback"}
 
-# The codecs by name. Filled at import: __init__.py imports their files, which register them.
+# The codecs by name. Filled at import: __init__.py imports their modules, which register them.
 CODECS: dict[str, BlockFormat] = {}
 
 
 def register_codec(codec: BlockFormat) -> None:
-    """Make a codec's operations `torchbagua::<name>_encode` and so on: the last line of its file."""
+    """Register the operations `torchbagua::<name>_encode` and so on of a codec: the last line of its module."""
     CODECS[codec.name] = codec
     define_operations(codec)
 
@@ -222,4 +223,4 @@ def define_operations(codec: TableFormat) -> None:
     for suffix, (dense_kinds, writes) in _OPERATIONS.items():
         kinds = {**dense_kinds, "table": codec.table}
         check = functools.partial(check_arguments, f"{codec.name}_{suffix}", kinds)
-        define_op(codec.name, suffix, check, getattr(codec, suffix), writes, is_of_cpus=suffix in _OF_CPUS)
+        define_op(codec.name, suffix, check, getattr(codec, suffix), writes, is_cpu_only=suffix in _CPU_ONLY)

@@ -12,7 +12,7 @@ _INDEX_BYTES = 2
 
 
 class BlockKFormat(SparseFormat):
-    """A run of neighbours is kept, and its number travels."""
+    """One run of adjacent elements of a block is sent, with the number of the run."""
 
     name = "blockk"
 
@@ -31,7 +31,7 @@ class BlockKFormat(SparseFormat):
         return self._indices(group, sums_kr.argmax(dim=1, keepdim=True))
 
     def pack(self, group: Group, indices_kn: Tensor) -> Tensor:
-        runs_k1 = -(-indices_kn[:, :1] // group.kept)  # the last run may begin between two multiples
+        runs_k1 = -(-indices_kn[:, :1] // group.kept)  # the last run may begin between two multiples of its length
         return torch.cat((runs_k1 & 255, runs_k1 >> 8), dim=1).to(torch.uint8)
 
     def unpack(self, group: Group, bytes_ki: Tensor) -> tuple[Tensor, Tensor]:

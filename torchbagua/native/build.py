@@ -1,9 +1,9 @@
-"""Compiles a native library when it is first needed, into a cache that all processes of a user share.
+"""Compiles a native library when it is first needed, into a cache shared by all processes of a user.
 
-Many processes may come at once and any may be killed. The library is compiled in a private folder and renamed into
-place when it is known to load. What happens to the file later, on a disk that is full or a machine that goes down, the
-digest at its end shows: to load a library that was cut short would end the process. A lock of the operating system,
-which ends with the process that holds it, makes one process compile while the others wait.
+Many processes may compile concurrently, and any of them may be killed. The library is compiled in a private folder and
+renamed into place once it is known to load. A digest at the end of the file detects later damage, such as from a full
+disk or a machine that goes down: loading a truncated library would kill the process. A lock of the operating system,
+which is released when the process that holds it ends, makes one process compile while the others wait.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ import torch
 from torchbagua.native import recipe
 from torchbagua.native.cuda_toolkit import Toolkit, Unavailable
 
-# Compiling takes some ten seconds, for CUDA half a minute; a machine that needs longer than this for it hangs.
+# Compiling takes one to two minutes on one core; a machine that exceeds this timeout is hung.
 COMPILE_TIMEOUT_S = 600.0
 
-# In a process of its own: torch.utils.cpp_extension wants ninja on PATH, where this process may not have it; it imports
-# setuptools, which replaces distutils; and a library that does not load is found out before it is in the cache.
+# Runs in a separate process: torch.utils.cpp_extension needs ninja on PATH, which this process may lack; it imports
+# setuptools, which replaces distutils; and a library that does not load is detected before it is in the cache.
 _COMPILE = """
 import json, sys
 import torch.utils.cpp_extension
@@ -43,14 +43,14 @@ except (ImportError, OSError, RuntimeError) as error:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: $TORCHBAGUA_CACHE, else torchbagua below $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("TORCHBAGUA_CACHE"):
-        return Path(own)
+    """Returns the cache folder: $TORCHBAGUA_CACHE, else torchbagua in $XDG_CACHE_HOME or ~/.cache."""
+    if configured := os.environ.get("TORCHBAGUA_CACHE"):
+        return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchbagua"
 
 
 def compiler_command() -> list[str]:
-    """The words of the C++ compiler that torch uses: $CXX, else c++. Raises ValueError for words that do not end."""
+    """Returns the command of the C++ compiler that torch uses, $CXX or c++. Raises ValueError for an unclosed quote."""
     command = os.environ.get("CXX", "").strip() or "c++"
     try:
         return shlex.split(command)
@@ -59,16 +59,16 @@ def compiler_command() -> list[str]:
 
 
 def find_compiler() -> str:
-    """The path of the C++ compiler; raises Unavailable."""
+    """Returns the path of the C++ compiler; raises Unavailable."""
     name = compiler_command()[0]
     found = shutil.which(name)
     if found is None:
-        raise Unavailable(f"there is no C++ compiler ({name} is not on PATH; CXX names another)")
+        raise Unavailable(f"no C++ compiler was found ({name} is not on PATH; set CXX to use another)")
     return found
 
 
 def ninja_folder() -> Path | None:
-    """The folder of the ninja to compile with: that of the ninja package, wherever PATH points, else PATH's own."""
+    """Returns the folder of the ninja to compile with: the ninja package first, whatever PATH says, then PATH."""
     if importlib.util.find_spec("ninja") is not None:
         import ninja
 
@@ -82,10 +82,10 @@ class Build:
     """One compilation.
 
     Attributes:
-        binary: what is compiled.
-        csrc: the folder of its sources.
-        toolkit: the CUDA toolkit to compile with, where CUDA is.
-        architectures: the compute capabilities that it is compiled for, 90 for 9.0, where CUDA is.
+        binary: the library to compile.
+        csrc: the folder with its sources.
+        toolkit: the CUDA toolkit to compile with; None for the CPU library.
+        architectures: the compute capabilities to compile for, 90 for 9.0; empty for the CPU library.
     """
 
     binary: recipe.Binary
@@ -94,9 +94,9 @@ class Build:
     architectures: tuple[int, ...] = ()
 
     def library_file(self) -> Path:
-        """Where the library lies in the cache, compiled or not.
+        """Returns the path of the library in the cache, whether it is compiled or not.
 
-        Its folder is keyed by torch's version, the machine and the compilers; its name by sources and flags.
+        The folder is keyed by torch's version, the machine and the compilers; the name by sources and flags.
         """
         stem = recipe.stem(self.binary, self.csrc)
         version = subprocess.run([*compiler_command(), "--version"], capture_output=True, check=False)
@@ -109,7 +109,7 @@ class Build:
         return cache_folder() / key.hexdigest()[:16] / f"{stem}.so"
 
     def arguments(self) -> dict[str, Any]:
-        """What torch.utils.cpp_extension.load is given, apart from names and places."""
+        """Returns the arguments of torch.utils.cpp_extension.load, except for names and paths."""
         arguments: dict[str, Any] = {
             "sources": [str(self.csrc / self.binary.source)],
             "extra_cflags": list(self.binary.cxx_flags),
@@ -124,11 +124,11 @@ class Build:
 
 
 def compile_once(library: Path, build: Build) -> None:
-    """Compiles `build` to `library`, or waits while another process does; nothing where it is there and whole.
+    """Compiles `build` to `library`, or waits for a process that does; does nothing if `library` exists and is intact.
 
     Raises:
-        RuntimeError: the compiler failed, with its output; it, or the process waited for, took longer than
-            COMPILE_TIMEOUT_S; or the cache folder cannot be made.
+        RuntimeError: the compiler failed (the message has its output); it, or the other process, took longer than
+            COMPILE_TIMEOUT_S; or the cache folder cannot be created.
         OSError: the cache folder cannot be written.
     """
     if read_sealed(library):
@@ -136,16 +136,16 @@ def compile_once(library: Path, build: Build) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeError(f"no folder for it: {error}; TORCHBAGUA_CACHE names another cache folder") from None
+        raise RuntimeError(f"cannot create the cache folder: {error}; set TORCHBAGUA_CACHE to another one") from None
     lock = library.with_name("lock")
     try:
         held = filelock.FileLock(lock, timeout=COMPILE_TIMEOUT_S).acquire()
     except filelock.Timeout:
-        raise RuntimeError(f"another process has held {lock} for {COMPILE_TIMEOUT_S:.0f} s") from None
+        raise RuntimeError(f"another process has held the lock {lock} for {COMPILE_TIMEOUT_S:.0f} s") from None
     with held:
         if read_sealed(library):
             return
-        # Only a process that was stopped leaves one of these: whoever compiles holds the lock.
+        # Only a killed process leaves such a folder behind: a process that compiles holds the lock.
         for left_over in library.parent.glob("build-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
@@ -155,13 +155,13 @@ def compile_once(library: Path, build: Build) -> None:
 
 
 def _compile(stem: str, build: Build, folder: Path) -> Path:
-    """Compiles and, in a process of its own, loads the library; returns its file, in `folder`."""
+    """Compiles the library and loads it, in a separate process; returns its file, in `folder`."""
     arguments = {**build.arguments(), "name": stem, "build_directory": str(folder), "is_python_module": False}
     ninja = ninja_folder()
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([*([str(ninja)] if ninja else []), os.environ.get("PATH", os.defpath)]),
-        # This process may have found torch in ways that a new one would not.
+        # A new process may lack the path entries by which this process found torch.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
     }
     if build.toolkit is not None:
@@ -180,14 +180,14 @@ def _compile(stem: str, build: Build, folder: Path) -> Path:
         try:
             status = child.wait(COMPILE_TIMEOUT_S)
         except BaseException as error:
-            # To the child and its ninja, which ends the compilers that it has put in groups of their own.
+            # Signals the child and its ninja. Ninja ends its compilers, which it runs in separate process groups.
             os.killpg(child.pid, signal.SIGTERM)
             child.wait()
             if isinstance(error, subprocess.TimeoutExpired):
-                raise RuntimeError(f"compiling took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
+                raise RuntimeError(f"compilation took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
             raise
     if status != 0:
-        raise RuntimeError(f"compiling failed:\n{log.read_text(errors='replace').strip()}")
+        raise RuntimeError(f"compilation failed:\n{log.read_text(errors='replace').strip()}")
     return folder / f"{stem}.so"
 
 
@@ -195,9 +195,9 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def seal(file: Path) -> None:
-    """Append its digest to a file that is written completely, and that nobody else sees yet.
+    """Appends a digest to a completely written file that no other process sees yet.
 
-    At the end, since the loader of shared libraries takes a file that goes on after its last section.
+    The digest is at the end because the loader of shared libraries ignores bytes after the last section.
     """
     digest = hashlib.sha256(file.read_bytes()).digest()
     with file.open("ab") as whole:
@@ -205,7 +205,7 @@ def seal(file: Path) -> None:
 
 
 def read_sealed(file: Path) -> bytes | None:
-    """Return what was sealed; None where there is no such file or it was cut short or altered."""
+    """Returns the sealed content; None if the file does not exist, is truncated or was altered."""
     try:
         whole = file.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Loads and launches compiled CUDA kernels through the driver, beside torch: in its contexts, on its streams."""
+"""Loads and launches compiled CUDA kernels through the driver, in torch's contexts and on torch's streams."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-# What a kernel is given for one of its parameters: bytes of the same layout.
+# The argument for one parameter of a kernel: bytes of the same layout.
 Parameter = ctypes.c_float | ctypes.Array[Any] | ctypes.Structure
 
 
 @dataclass(frozen=True)
 class LoadedKernels:
-    """Kernels on one device.
+    """Kernels loaded on one device.
 
     Attributes:
-        device: its index.
-        context: the device's primary one, which torch uses too.
-        module: what was loaded.
-        functions: the kernels found so far, by name.
+        device: the device index.
+        context: the primary context of the device, which torch uses too.
+        module: the loaded module.
+        functions: the kernels looked up so far, by name.
     """
 
     device: int
@@ -31,11 +31,11 @@ class LoadedKernels:
 
 
 class Driver:
-    """The CUDA driver, as `cuda.bindings.driver` gives it.
+    """The CUDA driver, accessed through `cuda.bindings.driver`.
 
     Args:
-        bindings: that module.
-        current_stream: the handle of torch's current stream of a device.
+        bindings: the module `cuda.bindings.driver`.
+        current_stream: returns the handle of torch's current stream on a device.
     """
 
     def __init__(self, bindings: ModuleType, current_stream: Callable[[int], int]) -> None:
@@ -43,7 +43,7 @@ class Driver:
         self._current_stream = current_stream
 
     def capability(self, device: int) -> int:
-        """The compute capability of a device, 90 for 9.0."""
+        """Returns the compute capability of a device, 90 for 9.0."""
         attributes = self._bindings.CUdevice_attribute
         (handle,) = self._call("cuDeviceGet", device)
         parts = (
@@ -54,17 +54,17 @@ class Driver:
         return int(major) * 10 + int(minor)
 
     def require_version(self, compiler: str) -> None:
-        """RuntimeError where the driver is for an older CUDA than the one that compiled the kernels, say "13.0"."""
+        """Raises RuntimeError if the driver's CUDA has an older major version than `compiler`, such as "13.0"."""
         (version,) = self._call("cuDriverGetVersion")
         if version // 1000 < int(compiler.split(".")[0]):
             raise RuntimeError(
-                f"the NVIDIA driver is too old: it is for CUDA {version // 1000}.{version % 1000 // 10}, NVRTC is of "
-                f"CUDA {compiler}; a newer driver, or an NVRTC and cuda-python of the driver's version, is needed, or "
-                "TORCHBAGUA_NATIVE=reference (plain torch)"
+                f"the NVIDIA driver is too old: it supports CUDA {version // 1000}.{version % 1000 // 10}, but NVRTC "
+                f"is from CUDA {compiler}; install a newer driver, or an NVRTC and cuda-python of the driver's "
+                "version, or set TORCHBAGUA_NATIVE=reference (plain torch)"
             )
 
     def load(self, device: int, image: bytes) -> LoadedKernels:
-        """Brings compiled kernels to a device, which has a context from then on; RuntimeError where it refuses them."""
+        """Loads compiled kernels on a device, and retains its context; RuntimeError if the driver rejects them."""
         (handle,) = self._call("cuDeviceGet", device)
         (context,) = self._call("cuDevicePrimaryCtxRetain", handle)
         with self._inside(context):
@@ -74,22 +74,22 @@ class Driver:
     def launch(
         self, kernels: LoadedKernels, name: str, num_blocks: int, num_threads: int, parameters: Sequence[Parameter]
     ) -> None:
-        """Enqueues a kernel on the current stream of its device and waits for nothing.
+        """Enqueues a kernel on the current stream of its device and returns without waiting.
 
         Args:
-            kernels: where it was loaded.
-            name: the kernel's.
+            kernels: the loaded kernels that contain it.
+            name: the name of the kernel.
             num_blocks: the length of the grid, in thread blocks.
-            num_threads: of a thread block.
-            parameters: one for each of the kernel's.
+            num_threads: the number of threads in a thread block.
+            parameters: one argument for each parameter of the kernel.
 
         Raises:
-            RuntimeError: the driver refuses the launch, or an earlier kernel has failed.
+            RuntimeError: the driver rejects the launch, or an earlier kernel has failed.
         """
         addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         shape = (num_blocks, 1, 1, num_threads, 1, 1)
         stream = self._current_stream(kernels.device)
-        # A thread that has called no CUDA function yet, such as one of autograd's, has no current context.
+        # A thread that has not called any CUDA function yet, such as an autograd thread, has no current context.
         with self._inside(kernels.context):
             function = kernels.functions.get(name)
             if function is None:
@@ -107,7 +107,7 @@ class Driver:
             self._call("cuCtxPopCurrent")
 
     def _call(self, function: str, *arguments: object) -> tuple[Any, ...]:
-        """The results of a function of the driver; RuntimeError where it fails."""
+        """Calls a driver function and returns its results; RuntimeError if it fails."""
         result, *results = getattr(self._bindings, function)(*arguments)
         if result != self._bindings.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{function} of the CUDA driver failed: {result.name}")

@@ -1,6 +1,6 @@
-"""Finds NVIDIA's CUDA compiler, or says why it cannot be used.
+"""Finds NVIDIA's CUDA compiler, or reports why it cannot be used.
 
-`setup.py` runs this file by path, and the loader imports it: so it needs nothing beyond the standard library.
+`setup.py` runs this file by path, and the loader imports it, so it needs only the standard library.
 """
 
 import os
@@ -15,16 +15,16 @@ _USUAL_FOLDER = "/usr/local/cuda"
 
 
 class Unavailable(Exception):
-    """Why native kernels cannot be had in one way, in words that continue a sentence."""
+    """The reason why one path to native kernels is unavailable, phrased as a clause of a longer message."""
 
 
 class Toolkit(NamedTuple):
     """An installed CUDA toolkit.
 
     Attributes:
-        folder: what CUDA_HOME is to name.
-        version: of CUDA, such as "13.0".
-        architectures: the compute capabilities that nvcc knows, 90 for 9.0.
+        folder: the value for CUDA_HOME.
+        version: the CUDA version, such as "13.0".
+        architectures: the compute capabilities that nvcc supports, 90 for 9.0.
     """
 
     folder: Path
@@ -32,12 +32,12 @@ class Toolkit(NamedTuple):
     architectures: tuple[int, ...]
 
     def library_folders(self) -> list[Path]:
-        """Where the CUDA runtime may lie, to link with."""
+        """Returns the folders that may contain the CUDA runtime to link with."""
         return [path for path in (self.folder / "lib64", self.folder / "lib") if path.is_dir()]
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of $CUDA_HOME, or $CUDA_PATH, else of PATH, else of the usual place; None where there is none."""
+    """Returns the nvcc in $CUDA_HOME or $CUDA_PATH, else on PATH, else in the usual folder; None if none is found."""
     home = _home()
     if home:
         return shutil.which("nvcc", path=str(Path(home) / "bin"))
@@ -49,43 +49,43 @@ def _home() -> str | None:
 
 
 def usable_toolkit(torch_cuda: str | None) -> Toolkit:
-    """The toolkit for a torch with CUDA `torch_cuda` (`torch.version.cuda`); raises Unavailable."""
+    """Returns the toolkit for a torch with CUDA `torch_cuda` (`torch.version.cuda`); raises Unavailable."""
     if torch_cuda is None:
         raise Unavailable("this torch is built without CUDA")
     nvcc = find_nvcc()
     if nvcc is None:
         home = _home()
         searched = (
-            f"on PATH, or in {_USUAL_FOLDER}" if home is None else f"in {home}, which CUDA_HOME or CUDA_PATH names"
+            f"on PATH or in {_USUAL_FOLDER}" if home is None else f"in {home}, which CUDA_HOME or CUDA_PATH specifies"
         )
-        raise Unavailable(f"there is no nvcc ({searched})")
+        raise Unavailable(f"nvcc was not found {searched}")
     try:
-        toolkit = _ask(nvcc)
+        toolkit = _query(nvcc)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise Unavailable(f"{nvcc} does not answer as nvcc does ({error})") from None
+        raise Unavailable(f"{nvcc} does not respond like nvcc ({error})") from None
     if toolkit.version.split(".")[0] != torch_cuda.split(".")[0]:
-        raise Unavailable(f"{nvcc} is of CUDA {toolkit.version}, and torch of CUDA {torch_cuda}")
+        raise Unavailable(f"{nvcc} is from CUDA {toolkit.version}, but torch was built with CUDA {torch_cuda}")
     return toolkit
 
 
 def nearest_architecture(capability: int, known: Iterable[int]) -> int:
-    """The newest of the `known` architectures that is no newer than `capability`; ValueError where all are newer."""
+    """Returns the newest `known` architecture that is no newer than `capability`; ValueError if all are newer."""
     return max(architecture for architecture in known if architecture <= capability)
 
 
-def _ask(nvcc: str) -> Toolkit:
-    """What `nvcc` says of itself; OSError, SubprocessError or ValueError where it is something else."""
+def _query(nvcc: str) -> Toolkit:
+    """Asks `nvcc` about its toolkit; OSError, SubprocessError or ValueError if it is not an nvcc."""
 
-    def answers(pattern: str, *arguments: str) -> list[str]:
+    def find_in_output(pattern: str, *arguments: str) -> list[str]:
         command = [nvcc, *arguments]
-        asked = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        found = re.findall(pattern, asked.stdout)
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        found = re.findall(pattern, output.stdout)
         if not found:
-            raise ValueError(f"no {pattern} in what {' '.join(arguments)} prints")
+            raise ValueError(f"no {pattern} in the output of {' '.join(arguments)}")
         return found
 
-    # What is on PATH may be a script that calls the real one, beside which libraries and headers are.
-    folder = answers(r"TOP=(.*)", "--dryrun", "-x", "cu", os.devnull)[0]
-    version = answers(r"release (\d+\.\d+)", "--version")[0]
-    architectures = sorted(map(int, answers(r"compute_(\d+)\b", "--list-gpu-arch")))
+    # The nvcc on PATH may be a script that calls the real one, which is next to the libraries and headers.
+    folder = find_in_output(r"TOP=(.*)", "--dryrun", "-x", "cu", os.devnull)[0]
+    version = find_in_output(r"release (\d+\.\d+)", "--version")[0]
+    architectures = sorted(map(int, find_in_output(r"compute_(\d+)\b", "--list-gpu-arch")))
     return Toolkit(Path(folder).resolve(), version, tuple(architectures))

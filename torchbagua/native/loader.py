@@ -1,7 +1,7 @@
-"""Makes the compiled kernels available: a library built ahead, else what is compiled at first use, else the reference.
+"""Makes compiled kernels available: built ahead of time, else compiled at first use, else the reference kernels.
 
-The dispatcher is the fallback: the plain torch of every operation is registered for every device, and what is loaded
-adds kernels that take precedence. What is loaded is asked of torch, never remembered here.
+The dispatcher provides the fallback: the plain torch of every operation is registered for every device, and loading
+adds kernels that take precedence. This module stores no record of what is loaded; it asks torch.
 """
 
 import functools
@@ -25,21 +25,21 @@ NativePath = Literal["aot", "jit", "nvrtc", "reference"]
 
 VARIABLE = "TORCHBAGUA_NATIVE"
 _ALLOWED: tuple[NativePath, ...] = ("aot", "jit", "nvrtc", "reference")
-_WAY_OUT = f"{VARIABLE}=reference runs without native kernels (slower, same bytes)"
+_FALLBACK_HINT = f"Set {VARIABLE}=reference to run without native kernels (slower, same bytes)"
 
-# Threads of one process; processes are kept apart by build.py.
-_one_loader = threading.Lock()
+# Serializes the threads of this process; build.py serializes processes.
+_load_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class DeviceKernels:
-    """The native kernels of one type of device.
+    """The native kernels of one device type.
 
     Attributes:
-        device: the type, as torch writes it.
-        binary: what they are built from.
-        paths: the ways to come by them, the best first.
-        advice: what would give them where they are missing.
+        device: the device type, as torch spells it.
+        binary: the library that contains them, and how it is compiled.
+        paths: the ways to obtain them, the best first.
+        advice: how to obtain them if they are missing, for a warning.
     """
 
     device: Literal["cpu", "cuda"]
@@ -52,27 +52,27 @@ CPU = DeviceKernels(
     "cpu",
     recipe.CPU,
     ("aot", "jit"),
-    "A C++ compiler on PATH, or named by CXX, gives the fast ones at the next start",
+    "For fast kernels at the next start, put a C++ compiler on PATH, or set CXX",
 )
 CUDA = DeviceKernels(
     "cuda",
     recipe.CUDA,
     ("aot", "jit", "nvrtc"),
-    "`pip install 'torchbagua[cuda]'`, or nvcc and a C++ compiler, gives the fast ones at the next start",
+    "For fast kernels at the next start, run `pip install 'torchbagua[cuda]'`, or install nvcc and a C++ compiler",
 )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The path that `load` takes for the kernels of one device.
+    """The path that `load` selects for the kernels of one device type.
 
     Attributes:
         path: "aot" (built ahead of time), "jit" (compiled at first use), "nvrtc" (the same, for CUDA without nvcc) or
             "reference" (plain torch).
-        why: the reason, for people.
-        library: the file to load, which for "jit" need not exist yet; None for "nvrtc" and "reference".
-        build: how it is compiled, for "jit".
-        compiler: what compiles the kernels, for "nvrtc".
+        why: the reason, in human-readable form.
+        library: the file to load, which need not exist yet for "jit"; None for "nvrtc" and "reference".
+        build: how the library is compiled, for "jit".
+        compiler: compiles the kernels, for "nvrtc".
     """
 
     path: NativePath
@@ -82,7 +82,7 @@ class Choice:
     compiler: nvrtc.Compiler | None = None
 
     def provide(self) -> None:
-        """Compiles where it has to, and loads."""
+        """Compiles the kernels if necessary, and loads them."""
         if self.library is not None:
             if self.build is not None:
                 compile_once(self.library, self.build)
@@ -92,20 +92,20 @@ class Choice:
 
 
 def load() -> None:
-    """Makes the best kernels of this machine available; a second call, from any thread, does nothing.
+    """Makes the best kernels for this machine available; a second call, from any thread, does nothing.
 
-    They are those for the CPU and, where there is a GPU that torch can use, those for CUDA.
+    Loads the kernels for the CPU and, if torch can use a GPU, the kernels for CUDA.
 
-    Reads the variable TORCHBAGUA_NATIVE: aot, jit, nvrtc or reference allow that path alone; nvrtc concerns CUDA, the
-    CPU's kernels are then chosen as usual. May compile, which takes some seconds once per machine. Where nothing built
-    is there and nothing can be compiled the reference kernels stay, and one warning per device says why and what would
-    help.
+    Reads the environment variable TORCHBAGUA_NATIVE. The values aot, jit, nvrtc and reference allow only that path;
+    nvrtc applies to CUDA, and the CPU kernels are then selected as usual. May compile, which takes some seconds once
+    per machine. If no built library exists and none can be compiled, the reference kernels stay in use, and one warning
+    per device type gives the reason and the fix.
 
     Raises:
-        ValueError: TORCHBAGUA_NATIVE has another value.
-        RuntimeError: a library does not load, a compiler fails, or the path asked for is not to be had.
+        ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
+        RuntimeError: a library does not load, a compiler fails, or the requested path is not available.
     """
-    with _one_loader:
+    with _load_lock:
         for kernels in usable_devices():
             _load(kernels)
 
@@ -115,8 +115,11 @@ def _load(kernels: DeviceKernels) -> None:
     loaded = loaded_path(kernels)
     if loaded is not None:
         if forced not in (None, loaded):
-            what = loaded_library(kernels) or f"kernels for {kernels.device} by NVRTC"
-            raise RuntimeError(f"{VARIABLE}={forced} was set after {what} had been loaded, which nothing undoes")
+            subject = loaded_library(kernels) or f"the NVRTC kernels for {kernels.device}"
+            raise RuntimeError(
+                f"{VARIABLE}={forced} was set after {subject} had been loaded, which cannot be undone; set it "
+                "before the process starts"
+            )
         return
     choice = choose(kernels)
     if choice.path == "reference" and forced is None:
@@ -125,18 +128,18 @@ def _load(kernels: DeviceKernels) -> None:
         choice.provide()
     except (ImportError, OSError, RuntimeError) as error:
         cause = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        what = f"the native library {choice.library}" if choice.library else f"NVRTC for {kernels.device}"
-        raise RuntimeError(f"{what} is not usable ({choice.why}). {_WAY_OUT}. The cause: {cause}") from error
+        subject = f"the native library {choice.library}" if choice.library else f"NVRTC for {kernels.device}"
+        raise RuntimeError(f"{subject} is not usable ({choice.why}). {_FALLBACK_HINT}. Cause: {cause}") from error
 
 
 def choose(kernels: DeviceKernels) -> Choice:
-    """Which path `load` takes for `kernels`, and why: the first of aot, jit and nvrtc that can be had. Changes nothing.
+    """Returns the path that `load` selects for `kernels`, and why: the first available of aot, jit and nvrtc.
 
-    Reads the environment and the file system, and for CUDA asks torch which GPUs there are.
+    Changes nothing. Reads the environment and the file system, and for CUDA asks torch for the GPUs of this machine.
 
     Raises:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
-        RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
+        RuntimeError: TORCHBAGUA_NATIVE requests a path that this machine does not have.
     """
     forced = forced_path(kernels)
     if forced == "reference":
@@ -152,7 +155,7 @@ def choose(kernels: DeviceKernels) -> Choice:
             return replace(choice, why="; ".join([", and ".join(reasons), choice.why]) if reasons else choice.why)
     if forced:
         remedy = "`pip install --no-build-isolation` builds it. " if forced == "aot" else ""
-        raise RuntimeError(f"{', but '.join(reasons)}. {remedy}{_WAY_OUT}")
+        raise RuntimeError(f"{', but '.join(reasons)}. {remedy}{_FALLBACK_HINT}")
     return Choice("reference", ", and ".join(reasons))
 
 
@@ -160,9 +163,9 @@ def _built_ahead(kernels: DeviceKernels) -> Choice:
     folder = Path(__file__).parent
     library = folder / f"{recipe.stem(kernels.binary, sources())}.abi3.so"
     if library.exists():
-        return Choice("aot", "built ahead of time from the sources that are here", library)
+        return Choice("aot", "built ahead of time from the current sources", library)
     for other in sorted(folder.glob(f"{kernels.binary.prefix}*.so")):
-        raise Unavailable(f"the built library {other.name} is not from the sources in {sources()}")
+        raise Unavailable(f"the prebuilt library {other.name} was not built from the sources in {sources()}")
     raise Unavailable(f"no library for {kernels.device} was built ahead of time")
 
 
@@ -178,27 +181,27 @@ def _compiled_at_first_use(kernels: DeviceKernels) -> Choice:
 
 def _compiled_by_nvrtc(kernels: DeviceKernels) -> Choice:
     compiler = nvrtc.find_compiler(torch.version.cuda, sources())
-    return Choice("nvrtc", f"NVRTC {compiler.version} is here", compiler=compiler)
+    return Choice("nvrtc", f"NVRTC {compiler.version} is available", compiler=compiler)
 
 
 def forced_path(kernels: DeviceKernels) -> NativePath | None:
-    """What TORCHBAGUA_NATIVE says of `kernels`, None for nothing; ValueError where it is not allowed."""
+    """Returns the path that TORCHBAGUA_NATIVE forces for `kernels`, or None; ValueError if its value is not allowed."""
     value = os.environ.get(VARIABLE, "")
     for path in _ALLOWED:
         if value == path:
             return path if path in (*kernels.paths, "reference") else None
     if value:
-        raise ValueError(f"{VARIABLE}={value!r}: allowed are {', '.join(_ALLOWED)}, or nothing for the best there is")
+        raise ValueError(f"{VARIABLE}={value!r} is not allowed: set it to one of {', '.join(_ALLOWED)}, or unset it")
     return None
 
 
 def usable_devices() -> list[DeviceKernels]:
-    """Those that this process can use."""
+    """Returns the kernels for the device types that this process can use."""
     return [CPU, CUDA] if torch.cuda.is_available() and not _torch.is_forked_from_cuda() else [CPU]
 
 
 def capabilities() -> list[int]:
-    """The compute capability of every CUDA device, 90 for 9.0, the current device's first."""
+    """Returns the compute capability of every CUDA device, 90 for 9.0; the current device comes first."""
     current = torch.cuda.current_device()
     devices = sorted(range(torch.cuda.device_count()), key=lambda device: device != current)
     found = [torch.cuda.get_device_capability(device) for device in devices]
@@ -206,21 +209,21 @@ def capabilities() -> list[int]:
 
 
 def _architectures_for(toolkit: cuda_toolkit.Toolkit) -> tuple[int, ...]:
-    """What to compile for with `toolkit`, of what it knows, for the GPUs that are there."""
-    # What a GPU that is too old is then told comes from the launch.
+    """Returns the architectures that `toolkit` supports and must compile for, given the GPUs of this machine."""
+    # For a GPU that is too old, the launch raises the error.
     wanted = {max(capability, nvrtc.OLDEST_ARCHITECTURE) for capability in capabilities()}
-    return tuple(sorted({cuda_toolkit.nearest_architecture(one, toolkit.architectures) for one in wanted}))
+    return tuple(sorted({cuda_toolkit.nearest_architecture(minimum, toolkit.architectures) for minimum in wanted}))
 
 
 def sources() -> Path:
-    """The folder of the native sources: inside an installed package, or at the top of a checkout."""
+    """Returns the folder of the native sources: inside an installed package, or at the top of a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "_csrc"
     return installed if installed.is_dir() else package.parent / "csrc_cuda"
 
 
 def loaded_library(kernels: DeviceKernels) -> Path | None:
-    """The library of `kernels` that this process has loaded, None where there is none."""
+    """Returns the library of `kernels` that this process has loaded, or None."""
     for name in torch.ops.loaded_libraries:
         if Path(name).name.startswith(kernels.binary.prefix):
             return Path(name)
@@ -228,7 +231,7 @@ def loaded_library(kernels: DeviceKernels) -> Path | None:
 
 
 def loaded_path(kernels: DeviceKernels) -> NativePath | None:
-    """How this process has come by `kernels`, None where it runs the reference."""
+    """Returns the path by which this process has loaded `kernels`; None if it runs the reference."""
     library = loaded_library(kernels)
     if library is not None:
         return "aot" if library.parent == Path(__file__).parent else "jit"
@@ -236,14 +239,14 @@ def loaded_path(kernels: DeviceKernels) -> NativePath | None:
 
 
 def has_kernel(operation: str, kernels: DeviceKernels) -> bool:
-    """Whether an operation has a native kernel for the device, loaded and registered."""
+    """Returns whether an operation has a loaded and registered native kernel for the device."""
     return _torch.has_kernel(f"torchbagua::{operation}", kernels.device.upper())
 
 
 @functools.cache
 def _warn_of_reference(device: str, why: str, advice: str) -> None:
-    """Says once a process that a device takes the slow path."""
+    """Warns, once per process and device type, that the device runs the slow reference kernels."""
     warn_user(
-        f"torchbagua runs its reference kernels for {device}, which are many times slower: {why}. {advice}; "
-        f"{VARIABLE}=reference accepts the slow ones silently."
+        f"torchbagua runs its reference kernels for {device}, which are many times slower: {why}. {advice}. "
+        f"Set {VARIABLE}=reference to run the slow kernels without this warning."
     )

@@ -1,22 +1,23 @@
-"""Gradients of low rank in plain torch: the Gram-Schmidt process, and products of factors; docs/arithmetic.md.
+"""Low-rank gradients in plain torch: the Gram-Schmidt process and products of factors; see docs/arithmetic.md.
 
-A *factor* of rank r is r vectors of one length, float32, one after the other. Those of several matrices lie in one
-tensor. The Gram-Schmidt process over all of them is three operations, of which each is one launch on a GPU:
+A *factor* of rank r is r vectors of equal length, float32, stored one after the other. The factors of several matrices
+share one tensor. The Gram-Schmidt process over all of them is three operations, each of which is one launch on a GPU:
 
 1. `gram`: the inner products of the vectors, in float64, for each *piece* of up to 1024 elements.
-2. `solve`: their sums over the pieces, and what each vector is to be a combination of: the inverse of the Cholesky
-   factor. A vector that depends on those before it gets zeros.
-3. `combine`: the combinations, in place.
+2. `solve`: sums the inner products over the pieces and computes the coefficients that orthonormalize the vectors: the
+   inverse of the Cholesky factor. A vector that depends linearly on the vectors before it gets zeros.
+3. `combine`: replaces the vectors by the linear combinations, in place.
 
-Tables are int64 tensors on the device of the data, a row for each piece, matrix or part of a product:
+Tables are int64 tensors on the device of the data, with one row per piece, matrix or part of a product:
 
 - pieces [T, 5]: `start`, the offset of its first element in the first vector; `stride`, from one vector to the next;
   `rank`; `length`; `matrix`, the row of its coefficients.
-- matrices [B, 3]: `first`, `count`, its pieces; `rank`.
+- matrices [B, 3]: `first` and `count`, its pieces; `rank`.
 - products [U, 7]: `start`, the offset of its first element in the product; `rows` and `columns`; `rank`; `left_start`
-  and `left_stride`, as of a piece of the left factor; `right_start`, the offset of the right factor.
+  and `left_stride`, as `start` and `stride` of a piece, of the left factor; `right_start`, the offset of the right
+  factor.
 
-Rows of one table must not overlap in what they write.
+The rows of one table must not write overlapping ranges.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _PRODUCTS = TensorKind((torch.int64,), ("U", 7))
 
 
 def num_entries(rank: int) -> int:
-    """Entries in the lower triangle of a matrix of `rank` rows: row by row, the diagonal too."""
+    """Return the number of entries in the lower triangle of a matrix of `rank` rows, with its diagonal."""
     return rank * (rank + 1) // 2
 
 
 def gram(factors: Tensor, table: Tensor, products: Tensor) -> None:
-    """Write to `products` [T, W] the inner products of the vectors of each piece: entries of a lower triangle."""
-    pieces = _pieces_within("gram", table, factors, products, 2**62)  # `gram` does not look at matrices
+    """Write the inner products of the vectors of each piece to `products` [T, W], as a lower triangle, row by row."""
+    pieces = _pieces_within("gram", table, factors, products, 2**62)  # `gram` does not read `matrix`
     for index, (start, stride, rank, length, _) in enumerate(pieces):
         padded = factors.new_zeros(rank, -(-length // _LANES) * _LANES, dtype=torch.float64)
         padded[:, :length] = factors.as_strided((rank, length), (stride, 1), start)
@@ -65,9 +66,9 @@ def gram(factors: Tensor, table: Tensor, products: Tensor) -> None:
 
 
 def solve(products: Tensor, table: Tensor, coefficients: Tensor) -> None:
-    """Write to `coefficients` [B, W] what makes the vectors of each matrix orthonormal, and then what it was made of.
+    """Write to `coefficients` [B, W] the coefficients that orthonormalize the vectors of each matrix.
 
-    Both are entries of a lower triangle: of the inverse of the Cholesky factor, and of the factor.
+    They are the inverse of the Cholesky factor, then the factor, both as the entries of a lower triangle.
     """
     rows = _rows_within(
         "solve",
@@ -88,7 +89,7 @@ def solve(products: Tensor, table: Tensor, coefficients: Tensor) -> None:
 
 
 def _inverse_of(triangle: list[float], rank: int) -> tuple[list[float], list[float]]:
-    """The inverse of the Cholesky factor, and the factor, of which the diagonal is not used: in Python's floats."""
+    """Return the inverse of the Cholesky factor, and the factor (its diagonal is not used), as Python floats."""
     inverse = [0.0] * len(triangle)
     starts = [num_entries(i) for i in range(rank)]
     for j in range(rank):
@@ -119,7 +120,7 @@ def _inverse_length(square_of_part: float, square: float) -> float:
 
 
 def combine(coefficients: Tensor, table: Tensor, factors: Tensor) -> None:
-    """Replace the vectors of each piece by their combinations, formed in float64."""
+    """Replace the vectors of each piece by their linear combinations, computed in float64."""
     pieces = _pieces_within("combine", table, factors, coefficients, len(coefficients))
     for start, stride, rank, length, matrix in pieces:
         vectors = factors.as_strided((rank, length), (stride, 1), start)
@@ -132,9 +133,9 @@ def combine(coefficients: Tensor, table: Tensor, factors: Tensor) -> None:
 
 
 def product(left: Tensor, right: Tensor, table: Tensor, values: Tensor, left_out: Tensor) -> None:
-    """Write the transposed left factor times the right one to `values`, and take it out of `left_out`.
+    """Write the transposed left factor times the right factor to `values`, and subtract it from `left_out`.
 
-    Terms are added in the order of the vectors, in float32.
+    The terms are summed in the order of the vectors, in float32.
     """
     rows = _rows_within(
         "product",
@@ -148,28 +149,28 @@ def product(left: Tensor, right: Tensor, table: Tensor, values: Tensor, left_out
         ),
     )
     for start, num_rows, columns, rank, left_start, left_stride, right_start in rows:
-        of_left = left.as_strided((rank, num_rows), (left_stride, 1), left_start)
-        of_right = right.as_strided((rank, columns), (columns, 1), right_start)
+        left_vectors = left.as_strided((rank, num_rows), (left_stride, 1), left_start)
+        right_vectors = right.as_strided((rank, columns), (columns, 1), right_start)
         total = values.new_zeros(num_rows, columns)
-        for one, other in zip(of_left, of_right, strict=True):
-            total += one[:, None] * other
+        for left_vector, right_vector in zip(left_vectors, right_vectors, strict=True):
+            total += left_vector[:, None] * right_vector
         elements = slice(start, start + num_rows * columns)
         values[elements] = total.view(-1)
         left_out[elements] -= total.view(-1)
 
 
 def _rows_within(operation: str, table: Tensor, lies_within: Callable[..., bool]) -> list[list[int]]:
-    """The rows of a table, all of which lie within the other tensors; ValueError where one does not."""
+    """Return the rows of a table; ValueError for a row that does not lie within the other tensors."""
     rows: list[list[int]] = table.tolist()
     for index, row in enumerate(rows):
         if not lies_within(*row):
             allowed = "rows that lie within the other tensors"
-            raise refusal(f"low_rank_{operation}", "table", allowed, f"another row {index}")
+            raise refusal(f"low_rank_{operation}", "table", allowed, f"row {index} outside them")
     return rows
 
 
 def _pieces_within(operation: str, table: Tensor, factors: Tensor, grid: Tensor, num_matrices: int) -> list[list[int]]:
-    """The same of a table of pieces of `factors`, for each of which a row of `grid` holds a lower triangle."""
+    """Return the rows of a table of pieces of `factors`; a row of `grid` contains a lower triangle for each piece."""
     return _rows_within(
         operation,
         table,
@@ -209,16 +210,16 @@ def _check_combine(coefficients: Tensor, table: Tensor, factors: Tensor) -> None
 
 
 def _check_product(left: Tensor, right: Tensor, table: Tensor, values: Tensor, left_out: Tensor) -> None:
-    of_values = FLOATS._replace(shape=("V",))
+    result = FLOATS._replace(shape=("V",))
     kinds = {"left": FLOATS, "right": FLOATS._replace(shape=("M",)), "table": _PRODUCTS}
     check_arguments(
-        "low_rank_product", kinds | {"values": of_values, "left_out": of_values}, left, right, table, values, left_out
+        "low_rank_product", kinds | {"values": result, "left_out": result}, left, right, table, values, left_out
     )
 
 
 def _check_num_rows(operation: str, name: str, grid: Tensor, table: Tensor) -> None:
     if len(grid) != len(table):
-        raise refusal(f"low_rank_{operation}", name, f"of {len(table)} rows, as table has", list(grid.shape))
+        raise refusal(f"low_rank_{operation}", name, f"a tensor of {len(table)} rows, like table", list(grid.shape))
 
 
 define_op("low_rank", "gram", _check_gram, gram, ("products",))

@@ -1,7 +1,7 @@
 """The min-max codecs in plain torch; docs/arithmetic.md has the formulas.
 
-Every line is one float32 operation, because eager torch computes `255.0 / t`, `lerp`, `addcmul` and `alpha=` otherwise
-than they read.
+Every line is one float32 operation, because eager torch does not compute `255.0 / t`, `lerp`, `addcmul` and `alpha=` as
+they are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
 
 
 class _Coder(NamedTuple):
-    """A header unpacked for coding, [K, 1] each."""
+    """Headers unpacked for encoding and decoding, [K, 1] each."""
 
     min: Tensor
     max: Tensor
@@ -59,11 +59,11 @@ def _make_coder(range_k2: Tensor, num_steps: int) -> _Coder:
 
 
 class MinMaxFormat(BlockFormat):
-    """A range in the header, and codes that count steps of it. A subclass says how both lie in bytes.
+    """A range in the header, and codes that count steps of the range. A subclass defines the byte layout of both.
 
     Attributes:
         num_steps: the largest code.
-        unusable_magnitude: the bits of the smallest magnitude that a block cannot hold.
+        unusable_magnitude: the bits of the smallest magnitude that a block cannot encode.
     """
 
     num_steps: ClassVar[int]
@@ -71,23 +71,23 @@ class MinMaxFormat(BlockFormat):
 
     @abstractmethod
     def widened(self, range_k2: Tensor) -> Tensor:
-        """The smallest ranges around others [K, 2] float32, minimum and maximum, that a header can hold."""
+        """Return the smallest ranges that a header can store around ranges [K, 2] float32, minimum and maximum."""
 
     @abstractmethod
     def pack_range(self, range_k2: Tensor) -> Tensor:
-        """The headers [K, H] uint8 of such ranges."""
+        """Return the headers [K, H] uint8 of ranges that `widened` returned."""
 
     @abstractmethod
     def unpack_range(self, headers_kh: Tensor) -> Tensor:
-        """The ranges [K, 2] float32 of headers."""
+        """Return the ranges [K, 2] float32 of headers."""
 
     @abstractmethod
     def pack_codes(self, codes_kl: Tensor) -> Tensor:
-        """The payloads [K, P] uint8 of codes [K, L] uint8."""
+        """Return the payloads [K, P] uint8 of codes [K, L] uint8."""
 
     @abstractmethod
     def unpack_codes(self, payloads_kp: Tensor, length: int) -> Tensor:
-        """The codes [K, length] uint8 of payloads."""
+        """Return the codes [K, length] uint8 of payloads."""
 
     def encode_rows(self, values_kl: Tensor) -> tuple[Tensor, Tensor]:
         usable = (_magnitude(values_kl) < self.unusable_magnitude).all(dim=1, keepdim=True)

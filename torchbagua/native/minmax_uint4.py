@@ -17,7 +17,7 @@ class MinMaxUInt4Format(MinMaxFormat):
     name = "minmax_uint4"
     header_bytes = 4
     num_steps = 15
-    unusable_magnitude = 0x7E7F0001  # above the largest bfloat16 that is below 2^126
+    unusable_magnitude = 0x7E7F0001  # just above the largest bfloat16 below 2^126
 
     def payload_bytes(self, lengths: Tensor) -> Tensor:
         return lengths // 2 + lengths % 2
@@ -27,12 +27,12 @@ class MinMaxUInt4Format(MinMaxFormat):
 
     def widened(self, range_k2: Tensor) -> Tensor:
         bits = range_k2.view(torch.int32)
-        # To cut off the lower half of a float rounds towards zero; added before, 0xffff makes that away from zero.
+        # Truncating the lower half of a float rounds toward zero; adding 0xffff first rounds away from zero instead.
         grows = torch.stack((bits[:, 0] < 0, bits[:, 1] >= 0), dim=1)
         return ((bits + 0xFFFF * grows.to(torch.int32)) & -0x10000).view(torch.float32) + 0.0  # -0 becomes +0
 
     def pack_range(self, range_k2: Tensor) -> Tensor:
-        # The upper half of each, which `to(torch.bfloat16)` gives too, but for the bits of NaN.
+        # The upper half of each float, as `to(torch.bfloat16)` would give except for the bits of NaN.
         return (range_k2.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
 
     def unpack_range(self, headers_kh: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""QAdam's momenta on their way through a codec, in plain torch: the codec and a change of form, one after the other.
+"""Encoding and decoding of QAdam's momenta in plain torch: a codec and a change of form, one after the other.
 
-A CPU takes a few blocks at a time through both while they are in its cache, with the same bits; on a GPU callers take
-the two operations in turn. Momenta are flat, those of one parameter or of a part of it each, and together as long as
-the gradients. Each has a `beta1` and a `share`, see `qadam.py`.
+The CPU kernels take a few blocks at a time through both while the blocks are in the cache; the result is bitwise equal.
+On a GPU, callers run the two operations one after the other. Momenta are flat tensors; each belongs to one parameter or
+to a part of one, and together they are as long as the gradients. Each has a `beta1` and a `share`, see `qadam.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOMENTUM = TensorKind(ELEMENTS.dtypes, ("M",))
 
-# What tensors the operations have before the momenta, in their order, and which of these they write.
+# The tensor arguments of the operations before the momenta, in order, and the arguments that they write.
 _OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
     "encode_momenta": ({"gradients": FLOATS, "table": TABLE, "wire": WIRE}, ("wire",)),
     "encode_momenta_feedback": (
@@ -34,7 +34,7 @@ _OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
 
 
 class MomentaFormat:
-    """These operations of a codec."""
+    """The operations of a codec over QAdam's momenta."""
 
     def __init__(self, codec: BlockFormat) -> None:
         self._codec = codec
@@ -48,7 +48,7 @@ class MomentaFormat:
         beta1s: list[float],
         shares: list[float],
     ) -> None:
-        """Encode the momenta that a rank sends, of its gradients."""
+        """Encode the momenta that a rank sends, computed from its gradients."""
         sent = _change_form(qadam_form_momenta, gradients.clone(), momenta, beta1s, shares)
         self._codec.encode(sent, table, wire)
 
@@ -63,7 +63,7 @@ class MomentaFormat:
         beta1s: list[float],
         shares: list[float],
     ) -> None:
-        """Encode these + residual, and write what the wire leaves out of that."""
+        """Encode these momenta + residual, and write the new residual to left_out."""
         sent = _change_form(qadam_form_momenta, gradients.clone(), momenta, beta1s, shares)
         self._codec.encode_feedback(sent, residual, table, wire, left_out)
 
@@ -76,7 +76,7 @@ class MomentaFormat:
         beta1s: list[float],
         shares: list[float],
     ) -> None:
-        """Decode averaged momenta, and write the gradients that explain them; elements of no block stay."""
+        """Decode averaged momenta and write the gradients that yield them; elements outside the blocks stay."""
         averages = torch.zeros_like(gradients)
         self._codec.decode(wire, table, averages)
         found = _change_form(qadam_form_gradients, averages, momenta, beta1s, shares)
@@ -94,17 +94,17 @@ def _change_form(
     return values
 
 
-# The codecs that have these operations, by name. Filled at import: the files of codecs define them.
+# The names of the codecs with these operations. Filled at import: the modules of the codecs define them.
 MOMENTA_CODECS: set[str] = set()
 
 
 def define_momenta_operations(codec: BlockFormat) -> None:
-    """Define the operations of a codec with kernels for them: csrc_cuda/cpu has them for every DenseCodec."""
+    """Define these operations for a codec that has kernels for them: in csrc_cuda/cpu, every DenseCodec has them."""
     MOMENTA_CODECS.add(codec.name)
     momenta_format = MomentaFormat(codec)
     for suffix, (kinds, writes) in _OPERATIONS.items():
         check = functools.partial(_check, f"{codec.name}_{suffix}", kinds)
-        define_op(codec.name, suffix, check, getattr(momenta_format, suffix), writes, is_of_cpus=True)
+        define_op(codec.name, suffix, check, getattr(momenta_format, suffix), writes, is_cpu_only=True)
 
 
 def _check(operation: str, kinds: dict[str, TensorKind | None], *arguments: Any, **by_name: Any) -> None:
@@ -114,9 +114,9 @@ def _check(operation: str, kinds: dict[str, TensorKind | None], *arguments: Any,
     gradients, momenta = given["gradients"], given["momenta"]
     for momentum in momenta:
         check_arguments(operation, {"gradients": FLOATS, "momenta": _MOMENTUM}, gradients, momentum)
-    together = sum(momentum.numel() for momentum in momenta)
-    if together != gradients.numel():
-        raise refusal(operation, "momenta", f"as long as gradients together, {gradients.numel()}", together)
+    total = sum(momentum.numel() for momentum in momenta)
+    if total != gradients.numel():
+        raise refusal(operation, "momenta", f"of the same total length as gradients, {gradients.numel()}", total)
     for name in ("beta1s", "shares"):
         if len(given[name]) != len(momenta):
             raise refusal(operation, name, f"a list of {len(momenta)} numbers", f"a list of {len(given[name])}")

@@ -1,6 +1,6 @@
-"""Compiles the CUDA kernels with NVRTC, the compiler that torch's own CUDA wheels bring. It needs no GPU.
+"""Compiles the CUDA kernels with NVRTC, the compiler in torch's own CUDA wheels. Compiling needs no GPU.
 
-What it makes is kept in the cache of build.py, one file for sources, options, architecture and NVRTC's version.
+The result is stored in the cache of build.py, one file per sources, options, architecture and NVRTC version.
 """
 
 import os
@@ -14,22 +14,22 @@ from torchbagua.native import recipe
 from torchbagua.native.build import cache_folder, read_sealed, seal
 from torchbagua.native.cuda_toolkit import Unavailable, nearest_architecture
 
-# The oldest compute capability with kernels: 7.5, which CUDA 13 begins with.
+# The oldest compute capability with kernels: 7.5, the oldest that CUDA 13 supports.
 OLDEST_ARCHITECTURE = recipe.ARCHITECTURES[0]
 
-INSTALL = "`pip install 'torchbagua[cuda]'` brings cuda-python"
+INSTALL = "`pip install 'torchbagua[cuda]'` installs cuda-python"
 
 
 class Compiler:
-    """NVRTC, and what it compiles.
+    """NVRTC, and the sources that it compiles.
 
     Args:
         bindings: the module `cuda.bindings.nvrtc`.
         csrc: the folder `csrc_cuda`.
-        binary: what it compiles there.
+        binary: the source file in that folder to compile, and its flags.
 
     Attributes:
-        version: of NVRTC, such as "13.0".
+        version: the NVRTC version, such as "13.0".
 
     Raises:
         RuntimeError: NVRTC's library is not found or does not load.
@@ -43,48 +43,48 @@ class Compiler:
         (self._architectures,) = self._call("nvrtcGetSupportedArchs")
 
     def target_of(self, capability: int) -> str:
-        """What to compile for a GPU of the compute capability, 90 for 9.0: machine code, else PTX for the driver.
+        """Returns the target to compile for on a GPU of the compute capability, 90 for 9.0: machine code, else PTX.
 
         Raises:
             RuntimeError: the GPU is older than the kernels allow.
         """
         if capability < OLDEST_ARCHITECTURE:
             raise RuntimeError(
-                f"the GPU has compute capability {_dotted(capability)}, the kernels need "
-                f"{_dotted(OLDEST_ARCHITECTURE)} or newer; TORCHBAGUA_NATIVE=reference runs without them"
+                f"the GPU has compute capability {_dotted(capability)}, but the kernels need "
+                f"{_dotted(OLDEST_ARCHITECTURE)} or newer; set TORCHBAGUA_NATIVE=reference to run without them"
             )
         nearest = nearest_architecture(capability, self._architectures)
-        # Machine code runs on later minor versions of its major version, PTX on everything later.
+        # Machine code runs on later minor versions of its major version; PTX runs on all later versions.
         return f"sm_{nearest}" if nearest // 10 == capability // 10 else f"compute_{nearest}"
 
     def has_source(self, path: str) -> bool:
-        """Whether there is such a file among the sources."""
+        """Returns whether the sources contain the file `path`."""
         return (self._csrc / path).is_file()
 
     def image_for(self, capability: int) -> bytes:
-        """The kernels for a GPU of the compute capability, from the cache where they are there.
+        """Returns the kernels for a GPU of the compute capability, from the cache if it has them.
 
         Raises:
-            RuntimeError: the GPU is older than the kernels allow, or NVRTC fails, with its output.
+            RuntimeError: the GPU is older than the kernels allow, or NVRTC fails; the message has its output.
         """
         target = self.target_of(capability)
         file = self.cache_file(target)
         image = read_sealed(file)
         if image is None:
             image = self.compile(target)
-            _keep(file, image)
+            _store(file, image)
         return image
 
     def cache_file(self, target: str) -> Path:
-        """Where the kernels for `target` lie, compiled or not."""
+        """Returns the cache file of the kernels for `target`, whether it exists or not."""
         stem = recipe.stem(self._binary, self._csrc)
         return cache_folder() / f"{stem}-{target}-nvrtc_{self.version}.cuda"
 
     def compile(self, target: str) -> bytes:
-        """Machine code for a target such as "sm_90", PTX for one such as "compute_90".
+        """Returns machine code for a target such as "sm_90", or PTX for a target such as "compute_90".
 
         Raises:
-            RuntimeError: NVRTC fails, with its output.
+            RuntimeError: NVRTC fails; the message has its output.
         """
         source = f'#include "{self._binary.source}"\n'.encode()
         options = [f"--gpu-architecture={target}", *self._binary.nvcc_flags, f"--include-path={self._csrc}"]
@@ -99,15 +99,15 @@ class Compiler:
         finally:
             self._call("nvrtcDestroyProgram", program)
 
-    def _text(self, what: str, program: object) -> bytes:
-        """What NVRTC has of a program."""
-        (size,) = self._call(f"nvrtcGet{what}Size", program)
-        text = bytes(size)  # cuda.bindings wants bytes to write into, although Python takes them for constant
-        self._call(f"nvrtcGet{what}", program, text)
+    def _text(self, kind: str, program: object) -> bytes:
+        """Returns a log or an image of a program: `kind` is the name in NVRTC's getters."""
+        (size,) = self._call(f"nvrtcGet{kind}Size", program)
+        text = bytes(size)  # cuda.bindings writes into bytes, although Python considers them immutable
+        self._call(f"nvrtcGet{kind}", program, text)
         return text
 
     def _call(self, function: str, *arguments: object) -> tuple[Any, ...]:
-        """The results of a function of NVRTC; RuntimeError where it fails."""
+        """Calls an NVRTC function and returns its results; RuntimeError if it fails."""
         result, *results = getattr(self._bindings, function)(*arguments)
         if result != self._bindings.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"{function} of NVRTC failed: {result.name}")
@@ -115,7 +115,7 @@ class Compiler:
 
 
 def find_compiler(torch_cuda: str | None, csrc: Path) -> Compiler:
-    """The NVRTC to use with a torch with CUDA `torch_cuda` (`torch.version.cuda`); raises Unavailable."""
+    """Returns the NVRTC for a torch with CUDA `torch_cuda` (`torch.version.cuda`); raises Unavailable."""
     if torch_cuda is None:
         raise Unavailable("this torch is built without CUDA")
     try:
@@ -128,8 +128,8 @@ def find_compiler(torch_cuda: str | None, csrc: Path) -> Compiler:
         major = torch_cuda.split(".")[0]
         cause = str(error).splitlines()[0]
         raise Unavailable(
-            f"cuda-python finds no NVRTC ({cause}): pip install 'nvidia-cuda-nvrtc=={major}.*', and a cuda-python of "
-            f"torch's CUDA, {major}"
+            f"cuda-python finds no NVRTC ({cause}): run `pip install 'nvidia-cuda-nvrtc=={major}.*'`, and install a "
+            f"cuda-python for torch's CUDA, {major}"
         ) from None
 
 
@@ -137,8 +137,8 @@ def _dotted(capability: int) -> str:
     return f"{capability // 10}.{capability % 10}"
 
 
-def _keep(file: Path, image: bytes) -> None:
-    """Keeps `image` for the next start, or warns that it cannot: another process sees the whole file or none."""
+def _store(file: Path, image: bytes) -> None:
+    """Stores `image` for the next start, or warns that it cannot; other processes see the complete file or none."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix="nvrtc-", delete=False) as temporary:
@@ -152,6 +152,6 @@ def _keep(file: Path, image: bytes) -> None:
                 raise
     except OSError as error:
         warn_user(
-            f"torchbagua compiles its CUDA kernels anew at every start, because they cannot be kept: {error}; "
-            "TORCHBAGUA_CACHE names another cache folder"
+            f"torchbagua recompiles its CUDA kernels at every start, because it cannot cache them: {error}; "
+            "set TORCHBAGUA_CACHE to another cache folder"
         )

@@ -1,4 +1,4 @@
-"""Says which kernels every native operation runs, and why."""
+"""Reports which kernels every native operation runs, and why."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class OperationStatus:
-    """What runs when `torchbagua::<operation>` is called on a tensor of `device`.
+    """The kernel that runs when `torchbagua::<operation>` is called on a tensor on `device`.
 
     Attributes:
         operation: the operation's name, without its namespace.
@@ -26,8 +26,8 @@ class OperationStatus:
         path: "aot" (library built ahead of time), "jit" (compiled at first use), "nvrtc" (the same, for CUDA without
             nvcc) or "reference" (plain torch).
         instruction_set: "avx512", "avx2" or "default" (portable) for native CPU kernels, else None.
-        library: the loaded file, None for NVRTC and the reference.
-        why: the reason, for people.
+        library: the loaded file; None for NVRTC and the reference.
+        why: the reason, in human-readable form.
     """
 
     operation: str
@@ -39,17 +39,17 @@ class OperationStatus:
 
 
 def status() -> list[OperationStatus]:
-    """The present state of every operation on every device of this machine that runs it; loads and changes nothing.
+    """Return the status of every operation on every usable device type of this machine, without loading anything.
 
     Raises:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
-        RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
+        RuntimeError: TORCHBAGUA_NATIVE requests a path that this machine does not have.
     """
     return [
         _status_of(name, kernels)
         for kernels in loader.usable_devices()
         for name in sorted(NATIVE_OPS)
-        if kernels.device == "cpu" or not NATIVE_OPS[name].is_of_cpus
+        if kernels.device == "cpu" or not NATIVE_OPS[name].is_cpu_only
     ]
 
 
@@ -64,8 +64,8 @@ def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:
 
 def _why_reference(kernels: DeviceKernels, loaded: loader.NativePath | None) -> str:
     if loaded is not None:
-        return f"there is no native kernel of it for {kernels.device}"
+        return f"it has no native kernel for {kernels.device}"
     choice = loader.choose(kernels)
     if choice.path == "reference":
         return choice.why
-    return f"nothing is loaded yet; torchbagua.native.load() will take {choice.path}: {choice.why}"
+    return f"no kernels are loaded yet; torchbagua.native.load() will select {choice.path}: {choice.why}"

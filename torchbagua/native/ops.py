@@ -1,9 +1,9 @@
-"""The table of native operations, and what they refuse.
+"""The table of native operations, and the checks of their arguments.
 
-An operation is a function in plain torch. Its schema is read from the function's annotations, and the function serves
-every device until a library, or NVRTC, adds kernels that take precedence. An operation that refuses its arguments
-raises ValueError and has written nothing. What would let a kernel leave its tensors is refused, in the words of
-csrc_cuda/arguments.h.
+An operation is a function in plain torch. Its schema is inferred from the annotations, and the function serves every
+device until a library, or NVRTC, registers kernels that take precedence. An operation that rejects its arguments raises
+ValueError before it writes anything. Arguments that would make a kernel access memory outside its tensors are rejected,
+with the same messages as in csrc_cuda/arguments.h.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ ELEMENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NativeOp:
-    """One native operation; called, it checks its arguments and computes in plain torch.
+    """One native operation. A call checks the arguments and computes in plain torch.
 
     Attributes:
-        family: what it belongs to, a codec's name or "qadam"; the file of its CUDA kernels is called so.
-        check: raises ValueError for arguments that no kernel may be given.
-        compute: does it, for any device.
-        derived_numbers: what its CUDA kernels take after the numbers of a call, formed of these.
-        is_of_cpus: whether it has kernels for CPUs alone, in whose caches parts of tensors stay; on GPUs its callers
-            take other operations in turn.
+        family: the group that it belongs to, such as a codec's name or "qadam"; also the name of its CUDA source file.
+        check: raises ValueError for arguments that are invalid for every kernel.
+        compute: computes the result, on any device.
+        derived_numbers: computes from the numbers of a call the further numbers that its CUDA kernels take.
+        is_cpu_only: whether it has kernels only for CPUs, where parts of tensors stay in the cache; on GPUs, callers
+            run other operations one after the other instead.
     """
 
     family: str
     check: Callable[..., None]
     compute: Callable[..., None]
     derived_numbers: Callable[[Mapping[str, float]], list[float]]
-    is_of_cpus: bool
+    is_cpu_only: bool
 
     def __call__(self, *arguments: Any, **numbers: float) -> None:
         """Check the arguments, then compute."""
@@ -45,7 +45,7 @@ class NativeOp:
         self.compute(*arguments, **numbers)
 
 
-# By name. Filled at import: __init__.py imports the files that define operations.
+# By name. Filled at import: __init__.py imports the modules that define operations.
 NATIVE_OPS: dict[str, NativeOp] = {}
 
 
@@ -57,68 +57,68 @@ def define_op(
     writes: tuple[str, ...],
     *,
     derived_numbers: Callable[[Mapping[str, float]], list[float]] = lambda numbers: [],
-    is_of_cpus: bool = False,
+    is_cpu_only: bool = False,
 ) -> None:
-    """Add the operation `<family>_<suffix>` to the table, and give it to torch; `writes` names what it writes."""
+    """Add the operation `<family>_<suffix>` to the table and register it; `writes` names the arguments it writes."""
     name = f"{family}_{suffix}"
-    op = NATIVE_OPS[name] = NativeOp(family, check, compute, derived_numbers, is_of_cpus)
+    op = NATIVE_OPS[name] = NativeOp(family, check, compute, derived_numbers, is_cpu_only)
     torch.library.define(f"torchbagua::{name}", torch.library.infer_schema(compute, mutates_args=writes))
-    # The fallback: torch takes it on every device for which no kernel of its own is registered.
+    # The fallback: torch calls it on every device without a registered kernel.
     torch.library.impl(f"torchbagua::{name}", "CompositeExplicitAutograd", op.__call__)
-    # Without it the plain torch would run on tensors that have no values.
+    # Without it, the plain torch would run on fake tensors, which have no values.
     torch.library.register_fake(f"torchbagua::{name}", check)
 
 
-# "default", "avx2" or "avx512": what the loaded CPU library uses. It has no kernel until a library is loaded.
+# Returns "default", "avx2" or "avx512": the instruction set of the loaded CPU library. No kernel exists before that.
 torch.library.define("torchbagua::cpu_instruction_set", "() -> str")
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """Dtype, shape, device and, where it is not the usual, layout of `tensor`, for a message."""
+    """Return the dtype, shape and device of `tensor`, and its layout if unusual, for an error message."""
     layout = "" if tensor.is_contiguous() else "non-contiguous "
     return f"{layout}{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 def refusal(operation: str, argument: str, allowed: str, got: object) -> ValueError:
-    """The error for an argument."""
+    """Return the error for an invalid argument."""
     return ValueError(f"torchbagua::{operation}: {argument} must be {allowed}, got {got}")
 
 
 class TensorKind(NamedTuple):
-    """What a tensor must be: one of the types, and the sizes. Last sizes with one name are equal within a call."""
+    """The allowed dtypes and the shape of a tensor. Last dimensions of the same name have equal sizes in a call."""
 
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int | str, ...]
 
 
-# Of a row of a table: of any codec; and of a sparse one, which has how many elements are kept.
+# The number of fields in a row of a table. The row of a sparse codec also has the number of elements to send.
 _BLOCK_FIELDS, _SPARSE_FIELDS = 4, 5
 
-# What the arguments of operations are; what a table holds is not looked at.
+# The kinds of the operations' arguments. The content of a table is not checked here.
 ELEMENTS = TensorKind(ELEMENT_TYPES, ("N",))
 FLOATS = TensorKind((torch.float32,), ("N",))
 WIRE = TensorKind((torch.uint8,), ("W",))
 ROWS = TensorKind((torch.uint8,), ("R", "W"))
 TABLE = TensorKind((torch.int64,), ("B", _BLOCK_FIELDS))
 SPARSE_TABLE = TensorKind((torch.int64,), ("B", _SPARSE_FIELDS))
-DIVISOR = None  # a number, the only one there is
+DIVISOR = None  # a number rather than a tensor
 
 
 def check_arguments(name: str, kinds: Mapping[str, TensorKind | None], *arguments: Any, **by_name: Any) -> None:
-    """Raise ValueError for the first argument of an operation that is not of its kind, on the device of the first.
+    """Raise ValueError for the first argument that is not of its kind or not on the device of the first argument.
 
-    It runs before every launch of NVRTC's kernels, so what is right takes little time.
+    This check runs before every launch of NVRTC's kernels, so it is fast for valid arguments.
 
     Args:
-        name: of the operation.
-        kinds: of all its arguments, in their order; DIVISOR is that of a number.
-        arguments, by_name: as it was called.
+        name: the name of the operation.
+        kinds: the kinds of all its arguments, in order; DIVISOR for a number.
+        arguments, by_name: the arguments of the call.
     """
     if by_name:
         given = {**dict(zip(kinds, arguments, strict=False)), **by_name}
         arguments = tuple(given[argument] for argument in kinds)
     device = arguments[0].device
-    # The last sizes of the tensors before, by what their kinds call them; a number is called itself.
+    # The last sizes of the tensors so far, by the names in their kinds; a fixed size is its own name.
     sizes: dict[int | str, int] = {size: size for size in (_BLOCK_FIELDS, _SPARSE_FIELDS)}
     for value, (argument, kind) in zip(arguments, kinds.items(), strict=True):
         if kind is None:
@@ -135,7 +135,7 @@ def check_arguments(name: str, kinds: Mapping[str, TensorKind | None], *argument
         ):
             raise _tensor_refusal(name, argument, kind, sizes, device, value)
         if kind is ROWS and not len(value):
-            raise refusal(name, argument, "of at least one row", describe_tensor(value))
+            raise refusal(name, argument, "a tensor of at least one row", describe_tensor(value))
 
 
 def _tensor_refusal(
@@ -148,6 +148,6 @@ def _tensor_refusal(
 
 
 def names_of(*dtypes: torch.dtype) -> str:
-    """As in "float32, bfloat16 or float16"."""
+    """Return the names of dtypes, such as "float32, bfloat16 or float16"."""
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     return " or ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

@@ -34,7 +34,7 @@ def qadam_update(
     largest_ratio: float,
     step_size: float,
 ) -> None:
-    """Update weights and momenta after the warm-up: in float32, tensors of float64 in float64."""
+    """Update weights and momenta after the warm-up: in float32, or in float64 for float64 tensors."""
     for weight, gradient, momentum, second_moment in zip(weights, gradients, momenta, second_moments, strict=True):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         kept = weight.to(dtype) * shrink
@@ -48,18 +48,18 @@ def qadam_update(
 
 
 def _square_root(values: Tensor) -> Tensor:
-    """Correctly rounded: torch's own of float32 on a CPU is off by one in the last place of some."""
+    """Return the correctly rounded square root: torch's float32 sqrt on a CPU is sometimes off by one ulp."""
     return values.double().sqrt().to(values.dtype)
 
 
 def qadam_form_momenta(gradients: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
-    """Make of each gradient, float32, the momentum that travels: `share` is (1 - beta1) / loss scale."""
+    """Replace each gradient, float32, by the momentum to send: `share` is (1 - beta1) / loss scale."""
     for gradient, momentum in zip(gradients, momenta, strict=True):
         gradient.mul_(share).add_(momentum.float() * beta1)
 
 
 def qadam_form_gradients(averages: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
-    """Make of each averaged momentum, float32, the gradient that explains it."""
+    """Replace each averaged momentum, float32, by the gradient that yields it."""
     for average, momentum in zip(averages, momenta, strict=True):
         average.sub_(momentum.float() * beta1).div_(torch.full((1,), share, device=average.device))
 
@@ -105,7 +105,7 @@ def _check_length(operation: str, name: str, tensors: list[Tensor], length: int)
 
 
 def _one_minus_beta1(numbers: Mapping[str, float]) -> list[float]:
-    """The last number of csrc_cuda/element/qadam.h's QAdamStep: in float64, as make_qadam_step forms it."""
+    """Return the last number of QAdamStep in csrc_cuda/element/qadam.h: in float64, as in make_qadam_step."""
     return [1.0 - numbers["beta1"]]
 
 

@@ -1,4 +1,4 @@
-"""The ring of compressed differences in plain torch, LowPrecisionRing's update; docs/arithmetic.md has the formulas."""
+"""LowPrecisionRing's update, a ring of compressed differences, in plain torch; docs/arithmetic.md has the formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchbagua.native.ops import FLOATS, check_arguments, define_op
 
 def ring_difference(weights: Tensor, own: Tensor, left: Tensor, right: Tensor, difference: Tensor) -> None:
     """Write `left / 3 + weights + right / 3 - 5/3 own`, summed in this order, to `difference`."""
-    # Tensors: on a GPU, division by a Python number is a multiplication by its reciprocal.
+    # The divisors are tensors: on a GPU, torch divides by a Python number by multiplying by its reciprocal.
     three = torch.full((1,), 3.0, dtype=left.dtype, device=left.device)
     five_thirds = torch.div(torch.full_like(three, 5.0), three)
     torch.add(torch.div(left, three), weights, out=difference)
@@ -18,7 +18,7 @@ def ring_difference(weights: Tensor, own: Tensor, left: Tensor, right: Tensor, d
 
 
 def ring_advance(difference: Tensor, own: Tensor, weights: Tensor) -> None:
-    """Add `difference` to `own`, and copy the sum to `weights`."""
+    """Add `difference` to `own` and copy the sum to `weights`."""
     weights.copy_(own.add_(difference))
 
 
@@ -32,6 +32,6 @@ def _check_advance(difference: Tensor, own: Tensor, weights: Tensor) -> None:
     check_arguments("ring_advance", kinds, difference, own, weights)
 
 
-# A GPU takes one launch for each operation of these, in one piece for all weights, whatever is fused.
-define_op("ring", "difference", _check_difference, ring_difference, ("difference",), is_of_cpus=True)
-define_op("ring", "advance", _check_advance, ring_advance, ("own", "weights"), is_of_cpus=True)
+# CPU only: on a GPU, each torch operation in these functions is one launch over all weights.
+define_op("ring", "difference", _check_difference, ring_difference, ("difference",), is_cpu_only=True)
+define_op("ring", "advance", _check_advance, ring_advance, ("own", "weights"), is_cpu_only=True)

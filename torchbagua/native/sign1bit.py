@@ -18,7 +18,7 @@ def _is_usable(scale: Tensor) -> Tensor:
 
 
 def _sum_of_magnitudes(values_kl: Tensor) -> Tensor:
-    """The sums [K, 1], added in the order of docs/arithmetic.md; the zeros of the padding change none."""
+    """Return the sums [K, 1], in the order of docs/arithmetic.md; the zeros of the padding do not change them."""
     num_blocks, length = values_kl.shape
     steps = pad(values_kl.abs(), (0, -length % _LANES)).view(num_blocks, -1, _LANES).unbind(1)
     lanes = steps[0]
@@ -32,7 +32,7 @@ def _sum_of_magnitudes(values_kl: Tensor) -> Tensor:
 
 
 class Sign1BitFormat(BlockFormat):
-    """The mean magnitude, float32, in the header; a bit for each element, set where it is negative."""
+    """The mean magnitude, float32, in the header; one bit per element, set if the element is negative."""
 
     name = "sign1bit"
     header_bytes = 4

@@ -1,4 +1,4 @@
-"""What sparse codecs share, in plain torch: some elements of each block travel in 8 bits; docs/arithmetic.md."""
+"""Code shared by the sparse codecs, in plain torch: some elements of a block are sent in 8 bits; docs/arithmetic.md."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _is_usable(largest: Tensor) -> Tensor:
 
 
 class SparseFormat(TableFormat):
-    """The largest kept magnitude, float32, in the header; then what says which elements are kept, and a byte for each.
+    """The largest sent magnitude, float32, in the header; then the indices of the sent elements, and a byte for each.
 
-    A subclass says which are kept.
+    A subclass selects the elements to send.
     """
 
     header_bytes = 4
@@ -32,23 +32,23 @@ class SparseFormat(TableFormat):
 
     @abstractmethod
     def index_sizes(self, table: Tensor) -> Tensor:
-        """What the indices of the blocks of a table take in their payloads."""
+        """Return the bytes that the indices take in the payload of each block of a table."""
 
     @abstractmethod
     def most_index_bytes(self, block: int, kept: int, num_blocks: int, most_kept: int) -> int:
-        """The most that these can take of so many blocks: `most_kept` of their elements are kept, `kept` of `block`."""
+        """Return the maximum index bytes of blocks that send `kept` of `block` elements each, `most_kept` in total."""
 
     @abstractmethod
     def choose(self, group: Group, values_kl: Tensor) -> Tensor:
-        """The indices [K, N] int64 of what is kept of blocks [K, L] float32, ascending; any if it cannot be coded."""
+        """Return the ascending indices [K, N] int64 to send of blocks [K, L] float32; any indices if not encodable."""
 
     @abstractmethod
     def pack(self, group: Group, indices_kn: Tensor) -> Tensor:
-        """The bytes [K, I] uint8 of these indices."""
+        """Return the bytes [K, I] uint8 of indices."""
 
     @abstractmethod
     def unpack(self, group: Group, bytes_ki: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices [K, N] of such bytes, and whether an encoder may have written them, [K, 1] bool."""
+        """Return the indices [K, N] in such bytes, and whether an encoder can have written them, [K, 1] bool."""
 
     def allowed_rows(self) -> str:
         return (

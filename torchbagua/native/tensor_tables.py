@@ -1,4 +1,4 @@
-"""Lists of tensors as the tables that csrc_cuda/kernels/tensor_table.cuh takes: what cuda/qadam.h is in C++."""
+"""Converts lists of tensors to the tables of csrc_cuda/kernels/tensor_table.cuh: the counterpart of cuda/qadam.h."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK_ELEMENTS = 8192
 
 
 class TensorTable(ctypes.Structure):
-    """The tensors of one launch, in rows of any number of pointers."""
+    """The tensors of one launch; each row has one pointer per list."""
 
     rows: Any
     num_chunks: int
@@ -26,7 +26,7 @@ class TensorTable(ctypes.Structure):
 
 @functools.cache
 def table_type(num_pointers: int) -> type[TensorTable]:
-    """The table whose rows have so many pointers."""
+    """Return the table type with `num_pointers` pointers per row."""
 
     class Row(ctypes.Structure):
         _fields_ = [
@@ -47,15 +47,15 @@ def table_type(num_pointers: int) -> type[TensorTable]:
 
 
 def tables_of(lists: Sequence[list[Tensor]], kinds: list[Tensor]) -> Iterator[tuple[TensorTable, Tensor]]:
-    """Yield tables that together hold all the tensors, each with the first of `kinds`, one of the lists, that it holds.
+    """Yield tables that together contain all tensors, each with its first tensor in `kinds`, which is one of the lists.
 
-    A table holds the next ones that are alike in device and, in the list `kinds`, in element type.
+    A table contains consecutive tensors with the same device and, in the list `kinds`, the same dtype.
     """
     start = 0
     while start < len(kinds):
         first = kinds[start]
         table = table_type(len(lists))(chunk_elements=CHUNK_ELEMENTS)
-        for kind, *tensors in zip(*(some[start : start + TABLE_ROWS] for some in (kinds, *lists)), strict=True):
+        for kind, *tensors in zip(*(column[start : start + TABLE_ROWS] for column in (kinds, *lists)), strict=True):
             if (kind.dtype, kind.device) != (first.dtype, first.device):
                 break
             row = table.rows[table.num_rows]

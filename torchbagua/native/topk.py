@@ -10,18 +10,18 @@ from torchbagua.native.sparse import LONGEST_BLOCK, SparseFormat
 
 
 def index_bits(length: int) -> int:
-    """How many bits an index into a block of `length` elements takes."""
+    """Return the number of bits of an index into a block of `length` elements."""
     return (length - 1).bit_length()
 
 
 def _index_bits(lengths: Tensor) -> Tensor:
-    """The same of each of `lengths`, which are at most LONGEST_BLOCK."""
+    """Return the same for each of `lengths`, which are at most LONGEST_BLOCK."""
     powers = 1 << torch.arange(LONGEST_BLOCK.bit_length(), device=lengths.device)
     return torch.searchsorted(powers, lengths.contiguous())
 
 
 def _pack(indices_kn: Tensor, bits: int) -> Tensor:
-    """The bytes [K, P] uint8 of numbers [K, N] of `bits` bits, one after the other, the lowest bit first."""
+    """Return numbers [K, N] of `bits` bits as bytes [K, P] uint8, one after the other, the lowest bit first."""
     each = indices_kn[:, :, None] >> torch.arange(bits, device=indices_kn.device) & 1
     stream = torch.nn.functional.pad(each.flatten(1), (0, -indices_kn.shape[1] * bits % 8))
     weights = 1 << torch.arange(8, device=indices_kn.device)
@@ -29,14 +29,14 @@ def _pack(indices_kn: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(bytes_kp: Tensor, count: int, bits: int) -> Tensor:
-    """The numbers [K, count] int64 of such bytes."""
+    """Return the numbers [K, count] int64 in such bytes."""
     stream = bytes_kp[:, :, None].long() >> torch.arange(8, device=bytes_kp.device) & 1
     each = stream.flatten(1)[:, : count * bits].view(len(bytes_kp), count, bits)
     return (each << torch.arange(bits, device=bytes_kp.device)).sum(dim=2)
 
 
 class TopKFormat(SparseFormat):
-    """The largest elements are kept, and their indices travel."""
+    """The elements of largest magnitude are sent, with their indices."""
 
     name = "topk"
 

@@ -1,6 +1,6 @@
-"""Events of communication, the tracer that emits them, and the observers that show them.
+"""Events of communication, the tracer that emits them, and the observers that display them.
 
-May import the modules that begin with _ alone; observers know events.py and not the tracer.
+May import only the modules whose names begin with _. Observers depend on events.py, not on the tracer.
 Begin with events.py, then summary.py.
 """
 

@@ -1,4 +1,4 @@
-"""Traces that write on a thread of their own, so that training does not wait for disks and pictures."""
+"""Traces that write on a separate thread, so that training does not wait for disks and pictures."""
 
 import atexit
 import os
@@ -13,25 +13,26 @@ from typing import Protocol
 
 from torchbagua.observe.events import CommEvent, Run, Trace, TraceError
 
-# Often enough that a process that is killed loses little, and seldom enough that training is seldom interrupted.
+# Often enough that a killed process loses little, and rarely enough that training is rarely interrupted.
 _WRITE_EVERY_S = 0.5
-# Of a disk that hangs, memory shall not fill with what it has not taken.
+# If the disk hangs, unwritten events must not fill the memory.
 _MOST_WAITING = 500_000
 _LONGEST_END_S = 30.0
 
 
 def folder_of(owner: str, argument: str, path: object) -> Path:
-    """Return the folder at `path`, which is made where it is missing.
+    """Return the folder at `path`; create it if it is missing.
 
     Raises:
-        TypeError, ValueError: it is no path, or no folder that can be written to; names `owner` and `argument`.
+        TypeError: `path` is not a path. The message names `owner` and `argument`.
+        ValueError: `path` is not a writable folder. The message names `owner` and `argument`.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{owner}: {argument} must be a path, got {path!r}")
     folder = Path(path)
     try:
         if not str(path):
-            raise ValueError("it is empty")
+            raise ValueError("the path is empty")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
@@ -40,25 +41,26 @@ def folder_of(owner: str, argument: str, path: object) -> Path:
 
 
 class Writer(Protocol):
-    """What a trace writes with. It is called on one thread, and must not hold the trace."""
+    """Writes the events of a trace. One thread calls it. It must not reference the trace."""
 
     def write(self, steps: list[list[CommEvent]]) -> None:
-        """Write the events of some steps, of each of which the last is the step's own."""
+        """Write the events of steps. The last event of each step is the "step" event."""
         ...
 
     def close(self, events: list[CommEvent]) -> None:
-        """Write those that came after the last whole step, and finish."""
+        """Write the events after the last complete step, and finish."""
         ...
 
 
 class BackgroundTrace(Trace):
-    """Has events written on a thread of its own, step by step.
+    """Writes events on a separate thread, step by step.
 
-    Subclasses override `open`. What the writer raises is raised to whoever tells of a later step. The thread ends with
-    `on_end`; where nobody calls that, with the trace itself or else with the process.
+    Subclasses override `open`. If the writer raises an error, `on_comm` raises it at the end of a later step. The
+    thread ends with `on_end`. If `on_end` is never called, the thread ends when the trace is garbage-collected, or at
+    exit.
 
     Args:
-        place: what is written to, in errors.
+        place: the name of the destination in errors.
     """
 
     def __init__(self, place: object) -> None:
@@ -66,50 +68,50 @@ class BackgroundTrace(Trace):
         self._thread: _WriterThread | None = None
 
     def open(self, run: Run) -> Writer:
-        """Return what writes."""
+        """Return the writer."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ValueError where it has been attached before."""
+        """Raise ValueError if the trace has been attached before."""
         if self._thread is not None:
-            raise ValueError(f"{type(self).__name__}: a trace serves one attachment; make another one")
+            raise ValueError(f"{type(self).__name__}: a trace serves one attachment; create another trace")
 
     def on_start(self, run: Run) -> None:
-        """Open what is written to. Raises TraceError where that cannot be done."""
+        """Open the destination. Raises TraceError if that fails."""
         self.check()
-        with self._explained():
+        with self._name_place_in_errors():
             self._thread = _WriterThread(f"torchbagua {type(self).__name__}", self.open(run))
         weakref.finalize(self, self._thread.ending.set).atexit = False
 
     def on_comm(self, event: CommEvent) -> None:
-        """Leave the event to the thread. Raises TraceError at the end of a step where it could not write."""
+        """Pass the event to the thread. At the end of a step, raise TraceError if the thread failed to write."""
         if self._thread is not None:
             self._thread.events.append(event)
             if event.phase == "step":
-                with self._explained():
+                with self._name_place_in_errors():
                     self._thread.check()
 
     def on_end(self) -> None:
-        """Wait until all is written. Raises TraceError where it could not be."""
+        """Wait until all events are written. Raises TraceError if writing failed."""
         if self._thread is not None:
-            with self._explained():
+            with self._name_place_in_errors():
                 self._thread.end()
                 self._thread.check()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _name_place_in_errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # of which a TimeoutError is one
-            raise TraceError(f"{str(self._place)!r} cannot be written to: {error}") from error
+        except OSError as error:  # includes TimeoutError
+            raise TraceError(f"cannot write to {str(self._place)!r}: {error}") from error
 
 
 class _WriterThread(threading.Thread):
-    """Hands events to a writer now and then: many at once take far less time.
+    """Passes events to a writer in batches, which takes far less time than one by one.
 
     Attributes:
-        events: that are to be written; any thread appends.
-        ending: set where no more will come.
+        events: the events to be written; any thread may append.
+        ending: set when no more events will arrive.
     """
 
     def __init__(self, name: str, writer: Writer) -> None:
@@ -142,15 +144,15 @@ class _WriterThread(threading.Thread):
             atexit.unregister(self.end)
 
     def check(self) -> None:
-        """Raise what writing has led to."""
+        """Raise the error of the writer, or TimeoutError if the writer is too slow."""
         if self._failure is not None:
             raise self._failure
         if len(self.events) > _MOST_WAITING:
-            raise TimeoutError(f"what it writes to is so slow that {_MOST_WAITING} events wait to be written")
+            raise TimeoutError(f"it is so slow that {_MOST_WAITING} events wait to be written")
         if self.ending.is_set() and self.is_alive():
-            raise TimeoutError(f"what it writes to takes longer than {_LONGEST_END_S:g} s for the rest")
+            raise TimeoutError(f"it takes longer than {_LONGEST_END_S:g} s for the last events")
 
     def end(self) -> None:
-        """Wait, for so long at most, until all is written."""
+        """Wait at most `_LONGEST_END_S` until all events are written."""
         self.ending.set()
         self.join(_LONGEST_END_S)

@@ -1,4 +1,4 @@
-"""What TensorBoardTrace writes: names of charts, and how they are filled."""
+"""The charts that TensorBoardTrace writes: their names and their values."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from torchbagua.observe.over_ranks import OverRanks
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# TensorBoard shows groups, which end at the slash, and charts within them in alphabetical order.
+# TensorBoard sorts groups (the name up to the slash), and the charts in a group, alphabetically.
 _OVERVIEW, _DETAIL, _RANKS = "communication", "communication_detail", "communication_of_all_ranks"
 _SENT_IN_ALL = f"{_DETAIL}/sent_MB_in_all"
 _OVER_RANKS = (
@@ -25,13 +25,13 @@ _OVER_RANKS = (
     f"{_DETAIL}/communication_ms",
 )
 
-# A picture costs some tenths of a second: it is drawn as often as that is at most this share of time.
+# A picture takes several tenths of a second. Pictures are drawn so rarely that they take at most this share of time.
 _PICTURE_SHARE = 0.001
 _FLUSH_EVERY_S = 2.0
 
 
 def layout() -> dict[str, dict[str, list[Any]]]:
-    """Return the charts of the tab Custom Scalars, which has several lines in one."""
+    """Return the charts of the tab Custom Scalars, which shows several lines in one chart."""
     of_a_step = [f"{_OVERVIEW}/step_ms", f"{_DETAIL}/communication_ms", f"{_OVERVIEW}/exposed_ms"]
     phases = [f"{_DETAIL}/{phase}_ms" for phase in PHASES]
     over_ranks = {
@@ -45,11 +45,11 @@ def layout() -> dict[str, dict[str, list[Any]]]:
 
 
 def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
-    """Return what the charts show, by tag.
+    """Return the values of the charts, by tag.
 
     Args:
-        figures: of the steps since the charts were written last.
-        sent_bytes: since the beginning.
+        figures: the figures of the steps since the last write.
+        sent_bytes: the bytes sent since the start of the run.
     """
     num_steps = figures.num_steps
 
@@ -77,14 +77,14 @@ def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
 
 
 class ChartWriter:
-    """Fills the charts, step by step.
+    """Writes the charts, step by step.
 
     Args:
-        run: what is traced.
-        writer: None on a rank that only puts its figures up for another.
-        over_ranks: brings the ranks' figures together.
-        every_n_steps: how often to write.
-        closes_writer: whether nobody else writes with it.
+        run: the traced run.
+        writer: None on a rank that only publishes its figures for another rank.
+        over_ranks: collects the ranks' figures.
+        every_n_steps: the interval between writes, in steps.
+        closes_writer: whether `close` closes the writer, because no one else uses it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ChartWriter:
         closes_writer: bool,
     ) -> None:
         self._run = run
-        self._writer: Any = writer  # whose methods have no types (torch 2.13)
+        self._writer: Any = writer  # its methods have no type annotations (torch 2.13)
         self._over_ranks = over_ranks
         self._every_n_steps = every_n_steps
         self._closes_writer = closes_writer
@@ -112,7 +112,7 @@ class ChartWriter:
             self._writer.add_text(f"{_OVERVIEW}/run", text)
 
     def write(self, steps: list[list[CommEvent]]) -> None:
-        """Add the events of steps, and write where it is time."""
+        """Add the events of steps, and write every `every_n_steps` steps."""
         for events in steps:
             self._sent_bytes += sum(event.bytes_sent for event in events)
             self._window.add(events)
@@ -122,10 +122,10 @@ class ChartWriter:
                 self._write()
 
     def close(self, events: list[CommEvent]) -> None:
-        """Write what there is of steps since the last time, the last timeline, and what other ranks have put up."""
+        """Write the steps since the last write, the last timeline, and the figures that other ranks published."""
         if self._window.num_steps:
             self._write()
-        found = self._over_ranks.found_last()
+        found = self._over_ranks.collect_last()
         if self._writer is None:
             return
         if sent_bytes := sum(event.bytes_sent for event in events):
@@ -149,7 +149,7 @@ class ChartWriter:
                 )
             if time.monotonic() >= self._next_picture_s:
                 self._draw()
-            self._write_over_ranks(self._over_ranks.found())
+            self._write_over_ranks(self._over_ranks.collect())
             if time.monotonic() > self._flushed_s + _FLUSH_EVERY_S:
                 self._writer.flush()
                 self._flushed_s = time.monotonic()
@@ -179,7 +179,7 @@ class ChartWriter:
         from torchbagua.observe.timeline import draw
 
         start_s = time.monotonic()
-        # What add_figure does, without pyplot, which a thread beside the main one should not start.
+        # The same as add_figure, without pyplot, which should not start on a thread other than the main thread.
         canvas: Any = FigureCanvasAgg(draw({self._run.rank: self._undrawn}))
         canvas.draw()
         picture = np.asarray(canvas.buffer_rgba())[..., :3]

@@ -1,4 +1,4 @@
-"""When phases began and ended: on the host known at once, on a GPU when it has come to that, without waiting for it."""
+"""The times of phases: on the host known at once, on a GPU known later, without waiting for the GPU."""
 
 import time
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ import torch
 from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Details, Phase
 
 Timestamp = int | torch.cuda.Event
-"""`time.perf_counter_ns`, or a place in a stream, of which the time is not known before the GPU has come to it."""
+"""`time.perf_counter_ns`, or a position in a stream, whose time is unknown until the GPU has reached it."""
 
 
 class TimedPhase(NamedTuple):
-    """A phase that has ended, or will have when a GPU has come to that, and what it is about.
+    """A phase that has ended, or that ends when the GPU reaches its end timestamp, and its details.
 
     Attributes:
-        measured: on the host, complete by the end; the details' values where it is given.
+        measured: host tensors, complete at `end`; if given, they replace the values of `details`.
     """
 
     phase: Phase
@@ -27,11 +27,11 @@ class TimedPhase(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """What was told of in a training step, or in a part of one.
+    """The phases of a training step, or of a part of a step.
 
     Attributes:
-        end: of the step; None where more of it is to come.
-        lane_end: when the lane began what is part of the next step; None where the step's end divides them.
+        end: the end of the step; None if more phases of the step follow.
+        lane_end: when the lane started its work of the next step; None if it did so at the end of the step.
     """
 
     number: int
@@ -42,32 +42,32 @@ class TimedStep(NamedTuple):
 
 
 class Clock(Protocol):
-    """Gives timestamps, and makes events of what lies between two of them."""
+    """Takes timestamps, and converts timed phases into events."""
 
     def now(self) -> Timestamp:
-        """Return this moment."""
+        """Return the current timestamp."""
         ...
 
     def fetch(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return values on the host, complete at a timestamp that is taken after this."""
+        """Return values on the host, complete at any timestamp taken after this call."""
         ...
 
     def resolve(self, step: TimedStep, *, waits: bool) -> list[CommEvent] | None:
-        """Return the events of a step, its own last of all, without phases that end before they begin.
+        """Return the events of a step, the "step" event last, without phases that end before they begin.
 
-        Steps come in order. Phases of the lane after `lane_end` are kept, and are among the events of the next step.
-        None where times are not known yet, for which it waits if it is told to.
+        Steps must be passed in order. Phases of the lane after `lane_end` are stored, and returned with the next step.
+        Return None if some times are not known yet, unless `waits` is set: then wait for them.
         """
         ...
 
 
 class HostClock:
-    """For what the host does: all timestamps are its own."""
+    """The clock for work on the host: all timestamps are host times."""
 
     def __init__(self) -> None:
-        self._step_start_ns = 0  # found with the first phase
-        self._lane_start_ns = 0  # when the lane began what is part of the step
-        self._early: list[TimedPhase] = []  # part of the next step
+        self._step_start_ns = 0  # determined by the first phase
+        self._lane_start_ns = 0  # when the lane started its work of the current step
+        self._early: list[TimedPhase] = []  # phases of the next step
 
     def now(self) -> int:
         return time.perf_counter_ns()
@@ -87,9 +87,9 @@ class HostClock:
             if _is_early(phase, end_ns, lane_end_ns):
                 self._early.append(phase)
                 continue
-            if step.number == 0:  # which begins with the first phase in it
+            if step.number == 0:  # step 0 begins with its first phase
                 self._step_start_ns = min(self._step_start_ns or start_ns, start_ns)
-            # The lane may come with what has ended a moment before the step did when that has been told of.
+            # The lane may report a phase that ended just before the end of the last step after that step was reported.
             begin_ns = self._step_start_ns if phase.phase in TRAINING_PHASES else self._lane_start_ns
             number = step.number - (end_ns < begin_ns)
             if start_ns <= end_ns:
@@ -103,10 +103,10 @@ class HostClock:
 
 
 class GpuClock:
-    """For what is done in the streams of one GPU; its times are on the host's clock, from which others may come too.
+    """The clock for work in the streams of one GPU. All times are on the host's clock, and host times may be mixed in.
 
-    Waits for the GPU once, when it is made, which is when the step under way begins. The error of all times is that of
-    this one comparison, some 10 us, and what the GPU's own clock drifts.
+    The constructor waits for the GPU once; the current step starts then. The error of all times is the error of this
+    one comparison, about 10 us, plus the drift of the GPU's clock.
 
     Args:
         device: the GPU.
@@ -117,10 +117,10 @@ class GpuClock:
         self._base = self.now()
         self._base.synchronize()
         self._base_ns = self._step_start_ns = time.perf_counter_ns()
-        self._early: list[TimedPhase] = []  # part of the next step
+        self._early: list[TimedPhase] = []  # phases of the next step
 
     def now(self) -> torch.cuda.Event:
-        """Return where the calling thread's stream stands now."""
+        """Return the current position in the calling thread's stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -153,7 +153,7 @@ class GpuClock:
             events.append(CommEvent("step", self._step_start_ns, end_ns, step.number, step.algorithm))
             self._step_start_ns = end_ns
         if on_gpu:
-            # Measured from here on: CUDA tells milliseconds in float32, exact over short times.
+            # Measure from here on: CUDA reports milliseconds in float32, which is exact only over short times.
             self._base_ns, self._base = self._ns(on_gpu[-1]), on_gpu[-1]
         return events
 
@@ -165,7 +165,7 @@ class GpuClock:
 
 
 def _is_early(phase: TimedPhase, end_ns: int, lane_end_ns: int | None) -> bool:
-    """Return whether the lane did it beside the next step."""
+    """Return whether the lane ran the phase as part of the next step."""
     return lane_end_ns is not None and end_ns > lane_end_ns and phase.phase not in TRAINING_PHASES
 
 

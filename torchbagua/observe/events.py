@@ -1,4 +1,4 @@
-"""What observers are told about communication: data only."""
+"""The data that observers receive about communication."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,20 +7,20 @@ from typing import Literal, NamedTuple, Protocol
 
 Phase = Literal[
     # on the lane
-    "bucket",  # all that is done for a bucket; the next five lie within, but for agreements, which serve no bucket
-    "encode",  # values become bytes
+    "bucket",  # all work on a bucket; contains the next five phases, except for agreements, which serve no bucket
+    "encode",  # the codec encodes values into bytes
     "receive",  # the lane waits for a message
-    "reduce",  # what has been received is added up
-    "decode",  # bytes become values
+    "reduce",  # received data are summed
+    "decode",  # the codec decodes bytes into values
     "measure",  # sampled values are computed, for observers only
     # on the network
-    "send",  # from when a message is handed to the transport until it is known to be gone; the lane goes on meanwhile
+    "send",  # from passing a message to the transport until it is known to be sent; meanwhile the lane continues
     # on the training thread
-    "step",  # from the end of one `optimizer.step` to that of the next; the next three lie within
-    "backward",  # from the first gradient until autograd has the last one; through `attach` only
-    "wait",  # training stands still until the lane is done: this is the exposed part of communication
-    "apply",  # averaged weights are brought into the module
-    "detach",  # detaching forms the last mean of the weights; after the last step
+    "step",  # from the end of one `optimizer.step` to the end of the next; contains the next three phases
+    "backward",  # from the first gradient until autograd has computed the last one; with `attach` only
+    "wait",  # training blocks until the lane is done: the exposed part of communication
+    "apply",  # averaged weights are written into the module
+    "detach",  # detach computes the last mean of the weights; after the last step
 ]
 
 TRAINING_PHASES: frozenset[Phase] = frozenset({"step", "backward", "wait", "apply", "detach"})
@@ -31,29 +31,29 @@ _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 class CommEvent(NamedTuple):
     """One phase of communication, or of the training step around it, on one rank.
 
-    Times are those of `time.perf_counter_ns` in this process.
+    Times are values of `time.perf_counter_ns` in this process.
 
     Attributes:
-        phase: what happened: one of the phases in the table below.
-        start_ns: when it began.
-        end_ns: when it ended.
-        step: the step in which it ended: how many optimizer steps there were since `attach`. A step that a GradScaler
-            skips is part of the next one. What an algorithm starts at the end of a step, to run beside the next one,
-            is part of the next one. Without `attach`, averaged backward passes are counted.
+        phase: the phase, one of those in the table below.
+        start_ns: when the phase began.
+        end_ns: when the phase ended.
+        step: the step in which the phase ended: the number of optimizer steps since `attach`. A step that a GradScaler
+            skips is part of the next step. Work that an algorithm starts at the end of a step, to run concurrently with
+            the next step, is part of the next step. Without `attach`, averaged backward passes are counted.
         algorithm: the class name of the algorithm.
-        operation: the exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL),
+        operation: the exchange that the phase is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL),
             "peer_exchange", or "agreement" for small numbers.
-        bucket: the name of the bucket that it served; for an agreement, what that is about.
-        scope: the group that it ran over: "world", "intra_node" or "inter_node". With " of replicas" after it, it ran
-            over `attach`'s replicate_group.
-        ranks: the members of that group, as ranks of the group that trains; or of the replicas.
-        peers: the rank that a message goes to or comes from. In "reduce", the peer if the mean is taken with a single
-            one.
-        message: the number of the message among those between these two ranks in this group, the same on both.
-        num_elements: how many elements of the averaged tensors it is about; 0 for an agreement.
-        raw_bytes: what these elements take uncompressed.
-        wire_bytes: what these elements take on the wire: the payload that is handed to the transport, without headers.
-        values: what "measure" found, by name; in "apply", how old the averaged weights are.
+        bucket: the name of the bucket; for an agreement, its subject.
+        scope: the group of the operation: "world", "intra_node" or "inter_node". The suffix " of replicas" means
+            `attach`'s replicate_group.
+        ranks: the members of that group, as ranks of the training group, or as ranks of the replicas.
+        peers: the rank to which a message is sent or from which it is received. In "reduce", the peer if the mean is
+            taken with a single peer.
+        message: the number of the message among the messages between these two ranks in this group, the same on both.
+        num_elements: the number of elements of the averaged tensors in the phase; 0 for an agreement.
+        raw_bytes: the uncompressed size of these elements.
+        wire_bytes: the size of these elements on the wire: the payload passed to the transport, without headers.
+        values: the values that "measure" computed, by name; in "apply", the age of the averaged weights.
     """
 
     phase: Phase
@@ -74,12 +74,12 @@ class CommEvent(NamedTuple):
 
     @property
     def duration_ns(self) -> int:
-        """How long it took, in nanoseconds."""
+        """The duration in nanoseconds."""
         return self.end_ns - self.start_ns
 
     @property
     def bits_per_element(self) -> float:
-        """Bits on the wire for each element; 0 without elements."""
+        """Bits on the wire per element; 0 without elements."""
         return 8 * self.wire_bytes / self.num_elements if self.num_elements else 0.0
 
     @property
@@ -94,7 +94,7 @@ class CommEvent(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What a phase is about: the fields of `CommEvent` from `operation` on, in their order; it says what they are."""
+    """The details of a phase: the fields of `CommEvent` from `operation` on, in order; see there."""
 
     operation: str = ""
     bucket: str = ""
@@ -109,12 +109,12 @@ class Details(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """What a rank has to add to its clock for rank 0's, in ns.
+    """The offset that a rank adds to its clock to get rank 0's, in ns.
 
     Attributes:
-        own_ns: when that was found, on its own clock.
-        offset_ns: what to add.
-        error_ns: how far off that may be at most.
+        own_ns: when the offset was measured, on the rank's own clock.
+        offset_ns: the offset.
+        error_ns: the largest possible error of the offset.
     """
 
     own_ns: int
@@ -123,32 +123,32 @@ class ClockOffset(NamedTuple):
 
 
 class Board(Protocol):
-    """Where every rank pins up a text for the others, without waiting for anybody."""
+    """Slots in which every rank publishes texts for the others, without waiting for any rank."""
 
     def put(self, slot: int, text: str) -> None:
         """Replace this rank's text in `slot`."""
         ...
 
     def get(self, slot: int) -> list[str] | None:
-        """Return all ranks' texts in `slot`, in rank order; None where one has put none there yet."""
+        """Return all ranks' texts in `slot`, in rank order; None if a rank has not published one yet."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a `Trace` is told of the run when it starts.
+    """The description of a run that a `Trace` receives when the run starts.
 
     Attributes:
-        id: the same on all ranks, and on no other run.
+        id: the same on all ranks, and unique to the run.
         algorithm: the class name of the algorithm.
         description: the algorithm with its arguments.
-        rank: the rank whose events they are.
-        nodes: the number of each rank's node.
+        rank: the rank of the events.
+        nodes: the node number of each rank.
         settings: hyperparameters and environment, by name.
-        board: where ranks leave texts for each other; None if the run was read from a file.
-        clock_offsets: what to add to this rank's clock for rank 0's: an entry for each comparison of clocks. Grows
-            during the run.
-        failures: which observers have failed, and why. Grows during the run.
+        board: the board on which ranks publish texts for each other; None if the run was read from a file.
+        clock_offsets: the offsets from this rank's clock to rank 0's, one for each comparison of clocks. Grows during
+            the run.
+        failures: the observers that failed, and their errors. Grows during the run.
     """
 
     id: str
@@ -163,33 +163,33 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks train together."""
+        """The number of ranks that train together."""
         return len(self.nodes)
 
 
 class Observer(Protocol):
-    """Any object with a method `on_comm`. It is told of every phase, for `attach(..., observers=[...])`.
+    """Any object with a method `on_comm`, which is called for every phase. For `attach(..., observers=[...])`.
 
-    Events arrive at the end of the training step in which the phase ended, and on a GPU when it has come to that end.
-    Events that are pending arrive in `Attachment.summary`, in `abort` of asynchronous averaging, and in detach.
-    Training waits meanwhile, so be quick. Calls may come from several threads, one at a time. An observer that raises
-    is dropped, with a warning. For more, such as the begin and the end of the run, write a subclass of `Trace`.
+    Events arrive at the end of the training step in which the phase ended; on a GPU, they arrive once the GPU has
+    reached that end. Pending events arrive in `Attachment.summary`, in `abort` of asynchronous averaging, and in
+    detach. Training waits for `on_comm`, so it should be quick. Several threads may call it, one at a time. An observer
+    that raises is dropped, with a warning. To be notified of the start and the end of the run too, subclass `Trace`.
     """
 
     def on_comm(self, event: CommEvent) -> None:
-        """Take note of a phase that has ended."""
+        """Handle a phase that has ended."""
         ...
 
 
 class TraceError(RuntimeError):
-    """A trace cannot go on; the message says all that there is to say, and no traceback is shown."""
+    """A trace cannot continue. The message is complete, so the warning shows no traceback."""
 
 
 class Trace:
-    """An observer that is also told of the run. A subclass overrides the methods that it needs.
+    """An observer that is also notified of the run. A subclass overrides the methods that it needs.
 
     Attributes:
-        compares_clocks: True to have the ranks compare their clocks. All do so if a trace of any rank asks for it.
+        compares_clocks: True to compare the ranks' clocks. All ranks do so if a trace of any rank requests it.
     """
 
     compares_clocks = False
@@ -198,21 +198,21 @@ class Trace:
         """Raise ValueError if the trace cannot serve another run. Called before it is attached."""
 
     def on_start(self, run: Run) -> None:
-        """Take note of the run, before the first event."""
+        """Handle the start of the run, before the first event."""
 
     def samples(self, step: int) -> bool:
-        """Return whether values, quantisation errors for instance, are to be measured in this step."""
+        """Return whether to measure values in this step, such as quantization errors."""
         return False
 
     def on_comm(self, event: CommEvent) -> None:
-        """Take note of a phase that has ended."""
+        """Handle a phase that has ended."""
 
     def on_end(self) -> None:
-        """Finish: there are no further events."""
+        """Finish: no further events follow."""
 
 
 def check_observers(owner: str, observers: Sequence[Observer]) -> None:
-    """Raise TypeError or ValueError unless `observers` is a list of observers; `owner` is what the error names."""
+    """Raise TypeError or ValueError unless `observers` is a list of observers; the error names `owner`."""
     if not isinstance(observers, list | tuple):
         raise TypeError(f"{owner}: observers must be a list of objects with a method on_comm(event), got {observers!r}")
     for observer in observers:

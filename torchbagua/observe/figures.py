@@ -1,4 +1,4 @@
-"""What communication costs, from events: the figures of a number of steps."""
+"""The cost of communication, computed from events: the figures of a number of steps."""
 
 import math
 from collections import Counter
@@ -8,16 +8,16 @@ from torchbagua.observe.events import CommEvent
 
 FLOAT32_BITS = 32
 
-# Those that tables and charts show.
+# The phases that tables and charts show.
 PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
 
-# What the lane or the network is busy with; "bucket" lies around these, and "measure" is work for observers.
+# The phases in which the lane or the network is busy. "bucket" encloses these, and "measure" is work for observers.
 _COMMUNICATION = ("encode", "send", "receive", "reduce", "decode")
 _NETWORK = ("send", "receive")
 
 
 def busy_ns(spans: Iterable[tuple[int, int]]) -> int:
-    """Return for how long at least one of these (start, end) was under way."""
+    """Return the length of the union of these (start, end) intervals."""
     total, last = 0, 0
     for start, end in sorted(spans):
         if end > last:
@@ -30,19 +30,19 @@ class Figures:
     """Sums over the events of one rank. Times are in nanoseconds.
 
     Attributes:
-        num_steps: how many steps have ended.
-        step_ns: how long they took.
-        wait_ns: how long training waited for communication in them (exposed time).
-        communication_ns: how long the lane or the network was busy, hidden behind training or not.
-        network_ns: how long a message was under way, or waited for.
-        phase_ns: how long each phase took, by its name. Phases may overlap.
-        bytes_sent: on the wire, without headers of the transport.
-        bytes_received: on the wire, without headers of the transport.
-        num_elements: how many elements were sent.
-        num_rounds: how many rounds of averaging were applied to the weights; 0 where ranks do not average in rounds.
-        staleness_steps: how many steps before that their snapshots were taken, of all rounds together.
-        bucket_ns: how long each bucket of each step took.
-        latest: the last of the sampled values, by name; and `peer`, if a mean is taken with a single one.
+        num_steps: the number of completed steps.
+        step_ns: the total duration of these steps.
+        wait_ns: how long training waited for communication in these steps (exposed time).
+        communication_ns: how long the lane or the network was busy, whether or not training overlapped it.
+        network_ns: how long a message was in flight or waited for.
+        phase_ns: the total duration of each phase, by name. Phases may overlap.
+        bytes_sent: bytes on the wire, without transport headers.
+        bytes_received: bytes on the wire, without transport headers.
+        num_elements: the number of elements sent.
+        num_rounds: the number of rounds whose mean was applied to the weights; 0 if ranks do not average in rounds.
+        staleness_steps: the total staleness of these rounds: the steps between a snapshot and the use of its mean.
+        bucket_ns: the duration of each bucket of each step.
+        latest: the latest sampled values, by name; and `peer`, if the mean is taken with a single peer.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Figures:
         self.num_rounds = self.staleness_steps = 0
         self.bucket_ns: list[int] = []
         self.latest: dict[str, float] = {}
-        self._encoded_squared = self._left_out_squared = 0.0
+        self._encoded_squared = self._residual_squared = 0.0
         self._residuals: dict[tuple[str, str], float] = {}  # by bucket and name
 
     def add(self, events: Sequence[CommEvent]) -> None:
@@ -94,39 +94,39 @@ class Figures:
 
     def _add_measured(self, event: CommEvent) -> None:
         self._encoded_squared += event.values.get("encoded", 0.0) ** 2
-        self._left_out_squared += event.values.get("left out", 0.0) ** 2
+        self._residual_squared += event.values.get("left out", 0.0) ** 2
         for name, norm in event.values.items():
             if name.startswith("residual"):
                 self._residuals[event.bucket, name] = norm
 
     @property
     def bits_per_element(self) -> float:
-        """Bits on the wire for each element that was sent, agreements included; 0 if nothing was sent."""
+        """Bits on the wire per element sent, including agreements; 0 if nothing was sent."""
         return 8 * self.bytes_sent / self.num_elements if self.num_elements else 0.0
 
     @property
     def ratio(self) -> float:
-        """How many times less that is than float32; 0 if nothing was sent."""
+        """The 32 bits of float32 divided by `bits_per_element`; 0 if nothing was sent."""
         return FLOAT32_BITS / self.bits_per_element if self.num_elements else 0.0
 
     @property
     def overlap(self) -> float:
-        """The share of communication that training did not wait for, from 0 to 1; 1 if there was none."""
+        """The share of communication that training did not wait for, from 0 to 1; 1 without communication."""
         return 1 - min(1.0, self.wait_ns / self.communication_ns) if self.communication_ns else 1.0
 
     @property
     def gbit_per_s(self) -> float:
-        """How many 10^9 bits were sent in a second while messages were under way, or waited for; 0 without messages."""
+        """Bits sent / 10^9 per second in which messages were in flight or waited for; 0 without messages."""
         return 8 * self.bytes_sent / self.network_ns if self.network_ns else 0.0
 
     @property
     def relative_error(self) -> float | None:
-        """What encoding left out of the sampled values, as a fraction of their norm; None without samples."""
+        """The norm of the sampled residuals relative to the norm of the encoded values; None without samples."""
         if not self._encoded_squared:  # NaN is not zero
             return None
-        return math.sqrt(self._left_out_squared / self._encoded_squared)
+        return math.sqrt(self._residual_squared / self._encoded_squared)
 
     @property
     def residual_norm(self) -> float | None:
-        """The norm of all residuals of this rank when they were last sampled; None if there are none."""
+        """The norm of all residuals of this rank at their last sample; None without residuals."""
         return math.hypot(*self._residuals.values()) if self._residuals else None

@@ -1,9 +1,9 @@
-"""What one rank did, in a file: lines of JSON, compressed by gzip.
+"""The trace file of one rank: lines of JSON, compressed with gzip.
 
-The first line is the run as it began. Then comes a line for each step, a list of its events, and one of what came
-after the last whole step; an event is a list of the fields of CommEvent. The last line is the run once more, with all
-that is known by then. A file without that breaks off, as a process that is killed leaves it, and what stands in it is
-read all the same.
+The first line contains the run as it began. A line for each step follows, a list of its events, and a line with the
+events after the last complete step. An event is a list of the fields of CommEvent. The last line contains the run
+again, with its state at the end. A file without this line is truncated, for example because the process was killed; it
+can be read nevertheless.
 """
 
 import fcntl
@@ -20,26 +20,26 @@ from torchbagua.observe.summary import Summary
 _SUFFIX = ".jsonl.gz"
 _RUN_LINE = '{"torchbagua trace":1,'
 
-# JSON knows tuples, of which it makes lists, and not every kind of mapping. No event has itself within, which is not
-# looked for: that would take as long as all the rest.
+# json writes tuples as lists, and not every kind of mapping: hence `default`. No event contains itself, so the check
+# for cycles is off: it would take as long as the rest of the encoding.
 _encode = json.JSONEncoder(default=dict, separators=(",", ":"), check_circular=False).encode
 
 
 class RankFileWriter:
-    """Writes the file of one rank, in place of one that an earlier run has left there.
+    """Writes the file of one rank, and replaces the file of an earlier run.
 
     Args:
-        folder: where it is to lie.
-        run: whose rank it is.
+        folder: the folder for the file.
+        run: the run; its rank is in the file's name.
 
     Raises:
-        TraceError: another trace is writing it.
-        OSError: it cannot be written.
+        TraceError: another trace is writing the file.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, folder: Path, run: Run) -> None:
         self._run = run
-        self._locked_file = _locked(folder / f"rank{run.rank}{_SUFFIX}")
+        self._locked_file = _open_locked(folder / f"rank{run.rank}{_SUFFIX}")
         self._file = gzip.open(self._locked_file, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the run
         self._write_run()
         self._file.flush()
@@ -60,57 +60,57 @@ class RankFileWriter:
         self._file.write(f'{_RUN_LINE}"event":{_encode(CommEvent._fields)},"run":{_encode(run)}}}\n')
 
 
-def _locked(path: Path) -> BinaryIO:
-    """Open a file anew, unless another trace is writing it: then raise TraceError."""
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a file, lock it and empty it; raise TraceError if another trace is writing it."""
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise TraceError(f"another PerfettoTrace is writing {str(path)!r}; give each a path of its own") from error
+        raise TraceError(f"another PerfettoTrace is writing {str(path)!r}; give each trace a separate path") from error
     file.truncate(0)
     return file
 
 
 class RankFile:
-    """One rank's file, to be read.
+    """Reads one rank's file.
 
     Attributes:
         path: the file.
-        run: what it says of the run; where the trace has ended in order, with all that is known by then.
-        is_whole: whether it has.
+        run: the run, with its state at the end if the trace ended normally, and else at the start.
+        is_whole: whether the trace ended normally.
 
     Raises:
-        ValueError: it does not say what run it is of.
+        ValueError: the file does not contain its run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         runs = [line for line in self._lines() if line.startswith(_RUN_LINE)]
         if not runs:
-            raise ValueError(f"{path.name} does not begin as PerfettoTrace's files do: cut off, or of another program")
+            raise ValueError(f"{path.name} does not begin like a PerfettoTrace file: it is truncated, or foreign")
         self.run = _run_of(json.loads(runs[-1])["run"])
         self.is_whole = len(runs) > 1
         self._offset, self._drift = _clock_of(self.run)
 
     def events(self) -> Iterator[CommEvent]:
-        """Yield what observers heard."""
+        """Yield the events of the rank."""
         for line in self._lines():
             if not line.startswith(_RUN_LINE):
                 yield from map(_event_of, json.loads(line))
 
     def events_on_common_clock(self) -> Iterator[CommEvent]:
-        """Yield what observers heard, in the time of rank 0."""
+        """Yield the events of the rank, with times on rank 0's clock."""
         for event in self.events():
             yield event._replace(start_ns=self._common_ns(event.start_ns), end_ns=self._common_ns(event.end_ns))
 
     @property
     def clock_error_ns(self) -> int:
-        """How far off that time may be at most."""
+        """The largest possible error of the times on rank 0's clock."""
         return self._offset.error_ns
 
     def summary(self) -> Summary:
-        """Return the summary of what observers heard."""
+        """Return the summary of the rank's events."""
         summary = Summary()
         summary.on_start(self.run)
         for event in self.events():
@@ -122,7 +122,7 @@ class RankFile:
         return own_ns + self._offset.offset_ns + round(self._drift * (own_ns - self._offset.own_ns))
 
     def _lines(self) -> Iterator[str]:
-        """Yield the lines that are whole."""
+        """Yield the complete lines."""
         with gzip.open(self.path, "rt", encoding="utf-8") as file:
             try:
                 for line in file:
@@ -142,29 +142,29 @@ def _event_of(fields: list[Any]) -> CommEvent:
 
 
 def _clock_of(run: Run) -> tuple[ClockOffset, float]:
-    """Return what to add to a rank's clock at one moment, and by how much more for each later ns."""
+    """Return the offset to add to a rank's clock at one time, and the drift to add per ns after that time."""
     offsets = run.clock_offsets
     first, last = offsets[0], offsets[-1]
     moved_ns, error_ns = last.offset_ns - first.offset_ns, first.error_ns + last.error_ns
     if abs(moved_ns) <= error_ns:
         return min(offsets, key=lambda offset: offset.error_ns), 0.0
-    # Clocks of two machines drift apart by some microseconds a second; between two comparisons, evenly.
+    # The clocks of two machines drift apart by a few microseconds per second, evenly between two comparisons.
     both = first._replace(error_ns=max(first.error_ns, last.error_ns))
     return both, moved_ns / (last.own_ns - first.own_ns)
 
 
 class Found(NamedTuple):
-    """The files of a run, in rank order, and what is wrong with them, in sentences."""
+    """The files of a run, in rank order, and descriptions of their problems."""
 
     files: list[RankFile]
     problems: list[str]
 
 
 def find_files(folder: Path) -> Found:
-    """Return the ranks' files in `folder`; those of a run that broke off may be missing, or not whole.
+    """Return the ranks' files in `folder`. If the run ended early, files may be missing or truncated.
 
     Raises:
-        ValueError: there are none, or they are of several runs.
+        ValueError: the folder contains no files, or files of several runs.
     """
     files, problems = [], []
     for path in sorted(folder.glob(f"rank*{_SUFFIX}")):
@@ -175,34 +175,34 @@ def find_files(folder: Path) -> Found:
     if not files:
         hint = "; ".join(["", *problems])
         if below := sorted(path.parent.name for path in folder.glob(f"*/rank0{_SUFFIX}")):
-            hint = f"; there are some in its folders {below[:5]}"
-        raise ValueError(f"there is no rank*{_SUFFIX} of PerfettoTrace in {str(folder)!r}{hint}")
+            hint = f"; its subfolders {below[:5]} contain such files"
+        raise ValueError(f"found no rank*{_SUFFIX} file of PerfettoTrace in {str(folder)!r}{hint}")
     for file in files:
         if file.run.id != files[0].run.id:
-            raise ValueError(f"{file.path.name} is of another run than {files[0].path.name}; remove the older one")
+            raise ValueError(f"{file.path.name} and {files[0].path.name} are of different runs; remove the older file")
     files.sort(key=lambda file: file.run.rank)
     num_ranks = files[0].run.num_ranks
     if missing := sorted(set(range(num_ranks)) - {file.run.rank for file in files}):
-        problems.append(f"of {num_ranks} ranks, there is nothing of {missing}")
+        problems.append(f"files of ranks {missing} are missing, of {num_ranks} ranks")
     for file in files:
         if not file.is_whole:
             last = max((event.step for event in file.events() if event.phase == "step"), default=None)
-            where = "before its first step ended" if last is None else f"after step {last}"
-            problems.append(f"{file.path.name} breaks off {where}: the process, or its trace, ended early")
+            where = "before the end of its first step" if last is None else f"after step {last}"
+            problems.append(f"{file.path.name} is truncated {where}: the process or its trace ended early")
     return Found(files, problems)
 
 
 def events_of_step(files: Sequence[RankFile], step: int | None = None) -> dict[int, list[CommEvent]]:
-    """Return the events of one step by rank, on rank 0's clock; by default of the one in the middle.
+    """Return the events of one step by rank, on rank 0's clock; by default of the middle step.
 
     Raises:
-        ValueError: no file has the step.
+        ValueError: no file contains the step.
     """
     numbers = sorted({event.step for file in files for event in file.events() if event.phase == "step"})
     if not numbers:
-        raise ValueError("no step has ended in this trace")
+        raise ValueError("this trace contains no complete step")
     if step is None:
         step = numbers[len(numbers) // 2]
     if step not in numbers:
-        raise ValueError(f"step {step} is not in this trace, whose steps are {numbers[0]} to {numbers[-1]}")
+        raise ValueError(f"step {step} is not in this trace, which ranges from step {numbers[0]} to {numbers[-1]}")
     return {file.run.rank: [event for event in file.events_on_common_clock() if event.step == step] for file in files}

@@ -1,4 +1,4 @@
-"""Figures of all ranks, brought to one of them without anybody waiting."""
+"""Collects the figures of all ranks on one rank, without blocking any rank."""
 
 import json
 import time
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 from torchbagua.observe.events import Run
 
-# How many times a rank may have written since the one that collects has looked.
+# How many times a rank may publish between two reads by the collecting rank.
 _NUM_SLOTS = 16
 _LAST_WAIT_S = 2.0
-# The slot that says who takes part.
+# The slot in which the participating ranks announce themselves.
 _PRESENCE = -1
 
 
 class OverRanks:
-    """Puts up this rank's figures for a number of steps, and finds those of all ranks for the same.
+    """Publishes this rank's figures after a number of steps, and collects all ranks' figures after as many steps.
 
     Args:
-        run: has the board.
-        collects: whether this rank wants to find them.
+        run: the run, which contains the board.
+        collects: whether this rank collects the figures.
     """
 
     def __init__(self, run: Run, *, collects: bool) -> None:
@@ -31,7 +31,7 @@ class OverRanks:
             self._board.put(_PRESENCE, "here")
 
     def put(self, num_steps: int, figures: Mapping[str, float]) -> None:
-        """Put up what this rank has found after `num_steps` steps."""
+        """Publish this rank's figures after `num_steps` steps."""
         if self._board is not None:
             slot = self._num_puts % _NUM_SLOTS
             self._num_puts += 1
@@ -40,8 +40,8 @@ class OverRanks:
                 self._awaited = {steps: used for steps, used in self._awaited.items() if used != slot}
                 self._awaited[num_steps] = slot
 
-    def found(self) -> list[tuple[int, list[dict[str, float]]]]:
-        """Return, by the number of steps, what all ranks have put up; each once, when the last rank has."""
+    def collect(self) -> list[tuple[int, list[dict[str, float]]]]:
+        """Return the newly complete figures of all ranks, with their number of steps."""
         complete = []
         for num_steps, slot in list(self._awaited.items()):
             assert self._board is not None
@@ -52,14 +52,14 @@ class OverRanks:
                 del self._awaited[num_steps]
         return complete
 
-    def found_last(self) -> list[tuple[int, list[dict[str, float]]]]:
-        """Return what `found` does, when ranks that are a moment behind have come; where all put figures up."""
-        complete = self.found()
+    def collect_last(self) -> list[tuple[int, list[dict[str, float]]]]:
+        """Return the same as `collect`, after waiting briefly for slower ranks if all ranks publish figures."""
+        complete = self.collect()
         is_alone = self._board is None or self._board.get(_PRESENCE) is None
         if self._board is not None and is_alone:
-            self._run.failures.append("TensorBoardTrace: not every rank has one, so nothing is written of all ranks")
+            self._run.failures.append("TensorBoardTrace: not every rank has one, so charts over ranks are missing")
         deadline_s = time.monotonic() + (0.0 if is_alone else _LAST_WAIT_S)
         while self._awaited and time.monotonic() < deadline_s:
             time.sleep(0.01)
-            complete += self.found()
+            complete += self.collect()
         return complete

@@ -1,4 +1,4 @@
-"""PerfettoTrace keeps what every rank does and when; `merge` makes a file of it for https://ui.perfetto.dev."""
+"""PerfettoTrace records each rank's events, and `merge` creates one file for https://ui.perfetto.dev from them."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from torchbagua.observe.background_trace import BackgroundTrace, Writer, folder_
 from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Run
 from torchbagua.observe.files import RankFile, RankFileWriter
 
-# What a slice is called, where that is not its phase.
+# The name of a slice, if it differs from its phase.
 _NAMES = {"step": "step {event.step}", "send": "send {event.bucket}", "bucket": "{event.bucket}"}
 _DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes", "wire_bytes")
 
@@ -31,17 +31,17 @@ Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
 class PerfettoTrace(BackgroundTrace):
     """An observer that writes all events of a rank to a file, for Perfetto and for `torchbagua trace`.
 
-    It writes `rank<r>.jsonl.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
-    `torchbagua trace merge` makes one file for https://ui.perfetto.dev from those of all ranks. It shows the training
-    thread, the lane, messages by peer and an arrow for each message, on one clock. `torchbagua trace show` prints a
-    table. It serves one attachment, or one `Algorithm.reify`.
+    It writes `rank<r>.jsonl.gz` in `path`, on a separate thread, and replaces the file of an earlier run.
+    `torchbagua trace merge` creates one file for https://ui.perfetto.dev from all ranks' files. The file shows the
+    training thread, the lane, messages by peer and an arrow for each message, on one clock. `torchbagua trace show`
+    prints a table. A trace serves one attachment, or one `Algorithm.reify`.
 
     Args:
-        path: a folder. The ranks of a run share it, or you bring their files together later.
-        steps: which steps to keep; by default all. A step takes about 20 bytes for each of its events.
+        path: a folder. The ranks of a run share it, or you copy their files into one folder later.
+        steps: the steps to record; by default all. A step takes about 20 bytes for each of its events.
 
     Raises:
-        ValueError: `path` cannot be written to, or `steps` is empty.
+        ValueError: `path` is not writable, or `steps` contains no step number of 0 or more.
         TypeError: `path` is not a path, or `steps` is not a range.
     """
 
@@ -52,7 +52,7 @@ class PerfettoTrace(BackgroundTrace):
         if steps is not None and not isinstance(steps, range):
             raise TypeError(f"PerfettoTrace: steps must be a range or None, got {steps!r}")
         if steps is not None and not any(step >= 0 for step in steps):
-            raise ValueError(f"PerfettoTrace: steps must be some steps, which count from 0, got {steps!r}")
+            raise ValueError(f"PerfettoTrace: steps must contain a step number of 0 or more, got {steps!r}")
         self.path = folder_of("PerfettoTrace", "path", path)
         self._steps = steps
 
@@ -60,20 +60,20 @@ class PerfettoTrace(BackgroundTrace):
         return RankFileWriter(self.path, run)
 
     def on_comm(self, event: CommEvent) -> None:
-        """Keep the event, if its step is to be kept."""
+        """Record the event, if its step is one of the steps to record."""
         if self._steps is None or event.step in self._steps:
             super().on_comm(event)
 
 
 class Merged(NamedTuple):
-    """What `merge` has made.
+    """The result of `merge`.
 
     Attributes:
-        path: the file.
-        num_ranks: of which it holds the events.
-        num_messages: that have an arrow.
-        clock_error_us: how far off the time of any rank may be, as far as its clock runs evenly.
-        num_backwards: how many messages arrive before they leave, by more than that explains.
+        path: the merged file.
+        num_ranks: the number of ranks whose events it contains.
+        num_messages: the number of messages with an arrow.
+        clock_error_us: the largest possible error of any rank's times, provided that its clock runs evenly.
+        num_backwards: the number of messages that arrive before they are sent, by more than the clock errors explain.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class Merged(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What tells a message from all others; both sides know it."""
+    """The key of a message, which both sides know."""
 
     scope: str
     ranks: tuple[int, ...]
@@ -94,7 +94,7 @@ class _Message(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """When a rank sent a message, or waited for it, and on which track that is shown."""
+    """The time in which a rank sent a message, or waited for it, and the track that shows it."""
 
     start_ns: int
     end_ns: int
@@ -105,23 +105,23 @@ class _Span(NamedTuple):
 def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) -> Merged:
     """Write one trace of all ranks' files, on rank 0's clock, with an arrow for every message.
 
-    Memory: some 900 bytes a message.
+    Memory: about 900 bytes per message.
 
     Args:
-        files: what `find_files` has found.
-        output: a .json.gz file, none of these.
-        progress: told of the files, once for messages and once for all that is in them.
+        files: the files that `find_files` returned.
+        output: a .json.gz file, not one of `files`.
+        progress: wraps an iteration over the files, once to find messages and once to write all events.
 
     Raises:
-        ValueError: `output` is one of the files.
-        OSError: `output` cannot be written; nothing is left of it then.
+        ValueError: `output` is one of `files`.
+        OSError: `output` cannot be written; no partial file remains.
 
     Source: "Trace Event Format", the Chromium project.
     """
     if output.resolve() in [file.path.resolve() for file in files]:
-        raise ValueError(f"the output must be a file of its own, got {str(output)!r}, which is one of the ranks'")
+        raise ValueError(f"the output must be a separate file, got {str(output)!r}, which is a rank's file")
     origin_ns, messages = _find_messages(progress(files))
-    with _whole_or_nothing(output) as trace:
+    with _open_atomically(output) as trace:
         rows = (row for file in progress(files) for row in _rows_of_rank(file, origin_ns))
         arrows = (row for number, ends in enumerate(messages, 1) for row in _arrow(number, *ends, origin_ns))
         separator = "["
@@ -137,7 +137,7 @@ def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) ->
 
 
 def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _Span]]]:
-    """Return when the first event begins, and of each message how it was sent and received."""
+    """Return when the first event begins, and for each message the spans of its send and its receive."""
     sent: dict[_Message, _Span] = {}
     received: dict[_Message, _Span] = {}
     origin_ns = sys.maxsize
@@ -146,7 +146,7 @@ def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _S
         for event in file.events_on_common_clock():
             origin_ns = min(origin_ns, event.start_ns)
             span = _Span(event.start_ns, event.end_ns, rank, tracks.of(event)[0])
-            if event.scope.endswith(" of replicas"):  # of whom none is in this run
+            if event.scope.endswith(" of replicas"):  # other replicas are not part of this run
                 continue
             if event.phase == "send":
                 sent[_Message(event.scope, event.ranks, rank, event.peers[0], event.message)] = span
@@ -156,22 +156,22 @@ def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _S
 
 
 class _Tracks:
-    """On which track each event of a rank is shown, as they come."""
+    """Assigns the events of a rank to tracks, in order."""
 
     def __init__(self) -> None:
-        self._last_ns: Counter[int] = Counter()  # when the track of a peer, or of buckets, is free again
+        self._last_ns: Counter[int] = Counter()  # when a peer's track, or the lane's, is free again
 
     def of(self, event: CommEvent) -> tuple[int, str]:
-        """Return number and name of the track."""
+        """Return the number and the name of the event's track."""
         if event.phase == "bucket":
-            if event.start_ns < self._last_ns[_LANE]:  # it began while the one before was under way
+            if event.start_ns < self._last_ns[_LANE]:  # it began while the bucket before was in progress
                 return 3, "lane, next bucket"
             self._last_ns[_LANE] = event.end_ns
         if event.phase != "send":
             return (1, "training") if event.phase in TRAINING_PHASES else (_LANE, "lane")
         (peer,) = event.peers
         track = 10 + 2 * peer
-        if event.start_ns < self._last_ns[track]:  # given to gloo while the message before was on its way
+        if event.start_ns < self._last_ns[track]:  # passed to gloo while the message before was in flight
             return track + 1, f"to rank {peer}, next"
         self._last_ns[track] = event.end_ns
         return track, f"to rank {peer}"
@@ -179,13 +179,13 @@ class _Tracks:
 
 def _rows_of_rank(file: RankFile, origin_ns: int) -> Iterator[Row]:
     rank = file.run.rank
-    yield from _named("process", rank, 0, f"rank {rank}, node {file.run.nodes[rank]}", order=rank)
-    tracks, named = _Tracks(), set()
+    yield from _metadata_rows("process", rank, 0, f"rank {rank}, node {file.run.nodes[rank]}", order=rank)
+    tracks, named_tracks = _Tracks(), set()
     for event in file.events_on_common_clock():
         track, name = tracks.of(event)
-        if track not in named:
-            named.add(track)
-            yield from _named("thread", rank, track, name, order=track)
+        if track not in named_tracks:
+            named_tracks.add(track)
+            yield from _metadata_rows("thread", rank, track, name, order=track)
         yield {
             "name": _NAMES.get(event.phase, event.phase).format(event=event),
             "cat": event.phase,
@@ -198,36 +198,36 @@ def _rows_of_rank(file: RankFile, origin_ns: int) -> Iterator[Row]:
         }
 
 
-def _named(kind: str, rank: int, track: int, name: str, *, order: int) -> Iterator[Row]:
+def _metadata_rows(kind: str, rank: int, track: int, name: str, *, order: int) -> Iterator[Row]:
     common = {"ph": "M", "pid": rank, "tid": track}
     yield {"name": f"{kind}_name", **common, "args": {"name": name}}
     yield {"name": f"{kind}_sort_index", **common, "args": {"sort_index": order}}
 
 
 def _args_of(event: CommEvent) -> Row:
-    """Return what is shown of an event when one clicks on it."""
+    """Return the details that Perfetto shows when the user clicks on an event."""
     args: Row = {"step": event.step, "message": event.message}
     args |= {name: value for name in _DETAILS if (value := getattr(event, name))}
     if event.wire_bytes:
         args["bits_per_element"] = round(event.bits_per_element, 3)
     if event.values:
-        # JSON has no NaN, which a step that overflows is full of.
+        # JSON has no NaN, which a step that overflows produces.
         args["values"] = {name: value if math.isfinite(value) else None for name, value in event.values.items()}
     return args
 
 
 def _arrow(number: int, sent: _Span, received: _Span, origin_ns: int) -> Iterator[Row]:
-    """Yield the two flow events that Perfetto draws an arrow between."""
+    """Yield the two flow events between which Perfetto draws an arrow."""
     common = {"name": "message", "cat": "message", "id": number}
-    # It ends at the slice around its end, which need not be longer than a nanosecond.
+    # The arrow ends at the slice that encloses its end time; a slice may be as short as a nanosecond.
     end_ns = received.start_ns + 0.99 * (received.end_ns - received.start_ns)
     for kind, time_ns, span in ({"ph": "s"}, sent.start_ns, sent), ({"ph": "f", "bp": "e"}, end_ns, received):
         yield {**common, **kind, "ts": round((time_ns - origin_ns) / 1e3, 3), "pid": span.rank, "tid": span.track}
 
 
 @contextmanager
-def _whole_or_nothing(path: Path) -> Iterator[TextIO]:
-    """Give what a file is written by, compressed; it stands at `path` when it is whole, and not before."""
+def _open_atomically(path: Path) -> Iterator[TextIO]:
+    """Yield a compressed file to write to; it appears at `path` only after it is complete."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with gzip.open(partial, "wt", encoding="utf-8", compresslevel=6) as file:

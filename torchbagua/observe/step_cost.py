@@ -1,4 +1,4 @@
-"""What steps cost since it was asked last, for the logs of a trainer."""
+"""The communication cost of steps since the last query, for the logs of a trainer."""
 
 from torchbagua.observe.charts import scalars
 from torchbagua.observe.events import CommEvent
@@ -6,7 +6,7 @@ from torchbagua.observe.figures import Figures
 
 
 class StepCost:
-    """An observer that adds up what steps cost since it was asked last."""
+    """An observer that sums the communication cost of the steps since the last `take`."""
 
     def __init__(self) -> None:
         self._events: list[CommEvent] = []
@@ -17,11 +17,11 @@ class StepCost:
         self._events.append(event)
         if event.phase == "step":
             self._figures.add(self._events)
-            self._figures.bucket_ns.clear()  # which would grow for ever where nothing is logged
+            self._figures.bucket_ns.clear()  # it would grow forever if nothing is logged
             self._events.clear()
 
     def take(self) -> dict[str, float]:
-        """Return what TensorBoardTrace shows in its overview, and begin again; nothing where there was no step."""
+        """Return the values of TensorBoardTrace's overview, and reset; return an empty dict if no step has ended."""
         figures, self._figures = self._figures, Figures()
         shown = scalars(figures, sent_bytes=0).items() if figures.num_steps else ()
         return {tag.replace("communication", "torchbagua"): v for tag, v in shown if tag.startswith("communication/")}

@@ -1,4 +1,4 @@
-"""A summary for people without a browser: one table of what communication costs."""
+"""A text summary of the cost of communication: one table."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ _NS_PER_MS = 1e6
 
 
 class Summary(Trace):
-    """An observer that adds up what the communication of one rank costs. `print` it for a table.
+    """An observer that sums the communication cost of one rank. `print` it for a table.
 
-    Hand it to `attach` or `Algorithm.reify` in `observers`. `Attachment.summary` returns one.
+    Pass it to `attach` or `Algorithm.reify` in `observers`. `Attachment.summary` returns a Summary.
 
     Attributes:
-        figures: the sums over the steps that have ended.
-        bytes_after: how many bytes were sent after these, in a round that was under way and in detaching. It is known
-            when the attachment has ended.
-        bytes_in_detaching: how many of `bytes_after` detaching sent, which forms the last mean of the weights.
+        figures: the sums over the completed steps.
+        bytes_after: the number of bytes sent after these steps, in a round still in progress and in detach. It is known
+            once the attachment has ended.
+        bytes_in_detaching: the part of `bytes_after` sent by detach, which computes the last mean of the weights.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Summary(Trace):
         self._pending: list[CommEvent] = []
 
     def check(self) -> None:
-        """Raise ValueError if it has been attached before."""
+        """Raise ValueError if the summary has been attached before."""
         if self.run is not None:
-            raise ValueError("Summary: it serves one attachment; make another one")
+            raise ValueError("Summary: a summary serves one attachment; create another Summary")
 
     def on_start(self, run: Run) -> None:
-        """Keep the description of the run."""
+        """Store the description of the run."""
         self.run = run
 
     def on_comm(self, event: CommEvent) -> None:
@@ -42,11 +42,11 @@ class Summary(Trace):
         self._pending.append(event)
         if event.phase == "step":
             self.figures.add(self._pending)
-            self.figures.bucket_ns.clear()  # which would grow for ever
+            self.figures.bucket_ns.clear()  # it would grow forever
             self._pending.clear()
 
     def on_end(self) -> None:
-        """Count what was sent after the last whole step."""
+        """Count the bytes sent after the last complete step."""
         detaching_ns = min((event.start_ns for event in self._pending if event.phase == "detach"), default=math.inf)
         for event in self._pending:
             self.bytes_after += event.bytes_sent
@@ -59,7 +59,7 @@ class Summary(Trace):
 
 
 def table_of(summaries: Sequence[Summary]) -> str:
-    """Return one table of several ranks' summaries, a row each, with what the columns mean."""
+    """Return one table of several ranks' summaries, one row per rank, with a legend of the columns."""
     head = [
         ["", "steps", "ms", "waited", "overlap", *(["ms"] * len(PHASES)), "MB sent", "bits per", "ratio", "Gbit/s"],
         ["rank", "", "a step", "ms", "%", *PHASES, "a step", "element", "", ""],
@@ -75,7 +75,7 @@ def table_of(summaries: Sequence[Summary]) -> str:
     ]
     notes += [
         f"rank {summary.run.rank}: {figures.num_rounds} rounds, each applied "
-        f"{figures.staleness_steps / figures.num_rounds:.1f} steps after its snapshot; training stood still for "
+        f"{figures.staleness_steps / figures.num_rounds:.1f} steps after its snapshot; training blocked for "
         f"{figures.wait_ns / figures.num_rounds / _NS_PER_MS:.2f} ms a round"
         for summary in summaries
         if summary.run is not None and (figures := summary.figures).num_rounds
@@ -88,15 +88,15 @@ def _sent_after(summary: Summary) -> str:
     after, in_detaching = (f"{num / 1e6:.3f} MB" for num in (summary.bytes_after, summary.bytes_in_detaching))
     if not summary.bytes_in_detaching:
         return f"{after} more after its last step"
-    return f"{after} more after its last step,{'' if in_detaching == after else f' {in_detaching} of it'} in detaching"
+    return f"{after} more after its last step,{'' if in_detaching == after else f' {in_detaching} of it'} during detach"
 
 
 _LEGEND = """\
-Means over the steps, each from the end of one optimizer.step to that of the next, whatever lies between. waited: for
-how long training stood still for communication. overlap: the share of communication that it did not wait for. receive:
-the lane waited for messages. send: messages were on their way, while the lane did other things. MB: payload that this
-rank has sent, without headers of the transport. ratio: float32's bits to these. Gbit/s: sent, over the time that
-messages were on their way or waited for, a late rank's included."""
+Means over the steps. A step lasts from the end of one optimizer.step to the end of the next, including all work in
+between. waited: how long training blocked for communication. overlap: the share of communication for which training did
+not wait. receive: the lane waited for messages. send: messages were in flight, while the lane did other work. MB:
+payload that this rank sent, without transport headers. ratio: float32's 32 bits over the bits per element. Gbit/s: bits
+sent, over the time in which messages were in flight or waited for, including waits for a late rank."""
 
 
 def _row(summary: Summary) -> list[str]:

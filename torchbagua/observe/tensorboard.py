@@ -1,4 +1,4 @@
-"""TensorBoardTrace: what communication costs, as charts and pictures in TensorBoard."""
+"""TensorBoardTrace: the cost of communication, as charts and pictures in TensorBoard."""
 
 import os
 from collections.abc import Collection
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTrace(BackgroundTrace):
-    """An observer that writes to TensorBoard what communication costs: charts, bucket times, the timeline of a step.
+    """An observer that writes the cost of communication to TensorBoard: charts, bucket times, the timeline of a step.
 
-    Every `every_n_steps` steps it writes the means over these steps, on a thread of its own:
+    Every `every_n_steps` steps it writes the means over these steps, on a separate thread:
 
-    - under `communication/` the time of a step, the exposed communication in it, overlap, bytes, compression ratio and
-      the timeline;
-    - under `communication_detail/` the rest;
-    - under `communication_of_all_ranks/` mean and maximum over the ranks.
+    - under `communication/`: the time of a step, its exposed communication, overlap, bytes, compression ratio and the
+      timeline;
+    - under `communication_detail/`: the remaining charts;
+    - under `communication_of_all_ranks/`: the mean and the maximum over the ranks.
 
-    It serves one attachment, or one `Algorithm.reify`.
+    A trace serves one attachment, or one `Algorithm.reify`.
 
     Args:
-        log_dir: a folder, another one for each run; or a SummaryWriter of yours, which stays open and keeps its layout
+        log_dir: a folder, a different one for each run; or your SummaryWriter, which stays open and retains its layout
             of Custom Scalars.
-        every_n_steps: how often to write. In one of these steps the quantisation error is measured.
-        ranks: which ranks write. The first of them also writes what all ranks have in common. In a folder, the others
-            write to `rank<r>` in it. Every rank must have the trace, whether it writes or not.
+        every_n_steps: the interval between writes, in steps. The quantization error is measured in the last step of
+            each interval.
+        ranks: the ranks that write. The first of them also writes the charts over all ranks. If `log_dir` is a folder,
+            the other ranks write to its subfolders `rank<r>`. Every rank must have the trace, even if it does not
+            write.
 
     Raises:
-        ValueError: `log_dir` cannot be written to, or another argument is out of range.
+        ValueError: `log_dir` is not writable, or another argument is out of range.
         TypeError: `log_dir` is neither a path nor a SummaryWriter.
         ImportError: tensorboard or matplotlib is not installed.
     """
@@ -69,12 +71,12 @@ class TensorBoardTrace(BackgroundTrace):
         self._ranks = sorted(ranks)
 
     def samples(self, step: int) -> bool:
-        """Return whether values are measured in this step: in the one after which it writes."""
+        """Return whether to measure values in this step, which is true for the step after which the trace writes."""
         return (step + 1) % self._every_n_steps == 0
 
     def open(self, run: Run) -> Writer:
         if self._ranks[-1] >= run.num_ranks:
-            raise TraceError(f"ranks {self._ranks} are to write, and there are {run.num_ranks} ranks, from 0")
+            raise TraceError(f"ranks must be less than the world size {run.num_ranks}, got {self._ranks}")
         is_first = run.rank == self._ranks[0]
         writer = None
         if run.rank in self._ranks:
@@ -88,7 +90,7 @@ def _open(folder: Path | None, rank: int | None) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter
 
     assert folder is not None
-    # A queue that is full would make one thread wait for the other at every chart.
+    # If its queue were full, the writer would block this thread at every chart.
     writer = SummaryWriter(folder if rank is None else folder / f"rank{rank}", max_queue=1000)
     writer.add_custom_scalars(layout())
     return writer

@@ -1,4 +1,4 @@
-"""The picture of one training step: what the threads of a rank did, and when."""
+"""The picture of one training step: the activity of a rank's threads over time."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,18 +18,18 @@ class _Style(NamedTuple):
     alpha: float = 1.0
 
 
-# Okabe and Ito's palette, which people who cannot tell red from green can tell apart; waiting is hatched besides.
-# Messages to several peers lie over each other, and show how many there are.
+# Okabe and Ito's palette, which is safe for red-green color blindness; waiting is also hatched. Messages to several
+# peers overlap translucently, so the shade shows their number.
 _STYLES = {
     "step": _Style("training", "#f0f0f0", "rest of the step: forward, optimizer"),
     "backward": _Style("training", "#bbbbbb", "backward computes"),
     "wait": _Style("training", "#d55e00", "training waits", hatch="////"),
-    "apply": _Style("training", "#cc79a7", "averages go into weights"),
+    "apply": _Style("training", "#cc79a7", "averages are written to weights"),
     "encode": _Style("lane", "#0072b2", "encode"),
     "receive": _Style("lane", "#f0e442", "lane waits for a message"),
-    "reduce": _Style("lane", "#009e73", "add up"),
+    "reduce": _Style("lane", "#009e73", "reduce"),
     "decode": _Style("lane", "#56b4e9", "decode"),
-    "send": _Style("messages", "#e69f00", "message on its way", alpha=0.6),
+    "send": _Style("messages", "#e69f00", "message in flight", alpha=0.6),
 }
 _ROWS = ("training", "buckets", "lane", "messages")
 _BUCKET_COLOURS = ("#e8e8e8", "#d0d0d0")
@@ -38,18 +38,19 @@ _MOST_LINES = 4
 
 
 def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
-    """Draw one step of one rank or of several.
+    """Draw one step of one or several ranks.
 
     Args:
-        ranks: events of the step by rank, on one clock.
+        ranks: the events of the step by rank, on one clock.
 
     Returns:
-        A figure with four rows a rank: training thread, buckets, lane, messages; in ms since the first step began.
+        A figure with four rows per rank (training thread, buckets, lane, messages), in ms since the earliest start of
+        the step on any rank.
     """
     steps = {rank: event for rank, events in ranks.items() for event in events if event.phase == "step"}
     origin_ns = min((event.start_ns for event in steps.values()), default=0)
     end_ns = max((event.end_ns for event in steps.values()), default=1)
-    # One rank's is shown on a card of TensorBoard, which is narrow.
+    # TensorBoard shows the picture of a single rank on a narrow card.
     width, height = (7, 3.6) if len(ranks) == 1 else (10, 1.6 + 1.5 * len(ranks))
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     axes = figure.add_subplot()
@@ -102,7 +103,7 @@ def _draw_rank(axes: Axes, events: Sequence[CommEvent], rows: Mapping[str, float
 def _title(steps: Mapping[int, CommEvent]) -> str:
     for step in steps.values():
         return f"Step {step.step} with {step.algorithm}"
-    return "No whole step"
+    return "No complete step"
 
 
 def _times(ranks: Mapping[int, Sequence[CommEvent]], steps: Mapping[int, CommEvent]) -> list[str]:
@@ -110,5 +111,5 @@ def _times(ranks: Mapping[int, Sequence[CommEvent]], steps: Mapping[int, CommEve
     lines = []
     for rank, step in list(steps.items())[:_MOST_LINES]:
         waited_ns = sum(event.duration_ns for event in ranks[rank] if event.phase == "wait")
-        lines.append(f"rank {rank}: {step.duration_ns / 1e6:.1f} ms, {waited_ns / 1e6:.1f} of them waiting")
+        lines.append(f"rank {rank}: {step.duration_ns / 1e6:.1f} ms, {waited_ns / 1e6:.1f} ms of it waiting")
     return lines

@@ -1,4 +1,4 @@
-"""The tracer: where the phases of an algorithm's work become events, which it tells to observers."""
+"""The tracer: it converts the phases of an algorithm's work into events, and passes them to observers."""
 
 import threading
 import time
@@ -13,20 +13,21 @@ from torch.autograd import profiler
 
 from torchbagua._environment import environment
 from torchbagua._torch import is_profiling
-from torchbagua._warnings import warn_user_beside_error
+from torchbagua._warnings import warn_user_during_error
 from torchbagua.observe.clocks import Clock, GpuClock, HostClock, TimedPhase, TimedStep, Timestamp
 from torchbagua.observe.events import CommEvent, Details, Observer, Phase, Run, Trace, TraceError
 
-# Where no step ends for long.
+# Limits the pending phases if no step ends for a long time.
 _MOST_PENDING = 5_000
 
 _NO_DETAILS = Details()
 
 
 class Span:
-    """A phase that is under way; a context manager too. One that ends by an exception is not told of.
+    """A phase in progress; also a context manager. A phase that ends with an exception is not reported.
 
-    This class is the null span, NO_SPAN, for where nobody listens; those below it do what it says.
+    This class is the null span, NO_SPAN, which does nothing: it is used without observers. Its subclasses implement the
+    methods.
     """
 
     __slots__ = ()
@@ -35,7 +36,7 @@ class Span:
         """Start the clock."""
 
     def end(self) -> None:
-        """Stop it, and tell the observers."""
+        """Stop the clock, and report the phase to the observers."""
 
     def __enter__(self) -> None:
         pass
@@ -48,23 +49,23 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """Tells the observers of one group, or of one algorithm that runs on it, what is done and when.
+    """Notifies the observers of one group, or of one algorithm that runs on it, of all phases and their times.
 
-    What is done on a GPU is timed by events in its streams, for which nobody waits: observers hear of a step when the
-    GPU has come to its end, which is seen at the end of a later one.
+    Work on a GPU is timed by events in its streams, without blocking. Observers are therefore notified of a step only
+    after the GPU has reached its end, which is checked at the end of later steps.
 
-    Without observers, and outside of torch.profiler, nothing is done. An observer that raises is dropped with a
-    warning; training goes on.
+    Without observers, and outside of torch.profiler, the tracer does nothing. An observer that raises is dropped with a
+    warning, and training continues.
 
     Args:
-        observers: hear of every phase.
+        observers: are notified of every phase.
 
     Attributes:
-        step: the number of the training step, the one clock of all events.
-        algorithm: the class of the algorithm, by name.
-        has_optimizer: whether the steps of an optimizer are the clock, else averaged backward passes.
-        samples: whether an observer wants values measured in this step.
-        failures: which observers were dropped, and why.
+        step: the number of the training step, the common step counter of all events.
+        algorithm: the class name of the algorithm.
+        has_optimizer: whether `step` counts optimizer steps; it counts averaged backward passes otherwise.
+        samples: whether an observer requests measured values in this step.
+        failures: the dropped observers, and their errors.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -72,90 +73,90 @@ class Tracer:
         self.algorithm = ""
         self.has_optimizer = False
         self.samples = False
-        # Each once, also where a group and an attachment over it have been given the same one.
+        # Without duplicates, even if a group and an attachment over it have the same observer.
         self._observers = tuple({id(observer): observer for observer in observers}.values())
         self.failures: list[str] = []
         self._unreported: list[tuple[str, int, Exception]] = []
-        self._lock = threading.Lock()  # guards the observers, who hear of one thing at a time
+        self._lock = threading.Lock()  # guards the observers: only one thread notifies them at a time
         self._clock: Clock = HostClock()
-        self._pending: deque[TimedPhase] = deque()  # which threads append to without a lock
+        self._pending: deque[TimedPhase] = deque()  # threads append to it without a lock
         self._unresolved: deque[TimedStep] = deque()
-        self._is_started = False  # before that there are no steps
-        self._lane_end: Timestamp | None = None  # of the step under way, where the lane goes on to the next before it
+        self._is_started = False  # before the start there are no steps
+        self._lane_end: Timestamp | None = None  # of this step, if the lane is ahead of it
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody listens."""
+        """Whether the tracer has observers."""
         return bool(self._observers)
 
     @property
     def is_idle(self) -> bool:
-        """Whether a span would be for nothing: nobody listens, and torch.profiler is not at work.
+        """Whether spans have no effect, because there are no observers and torch.profiler is not active.
 
-        Nobody has to ask: `span` does. Who does ask spares itself the making of Details.
+        Callers need not check it, since `span` does. A check saves the construction of Details.
         """
         return not (self._observers or is_profiling())
 
     @property
     def compares_clocks(self) -> bool:
-        """Whether an observer needs to know how far the ranks' clocks are apart."""
+        """Whether an observer needs the offsets between the ranks' clocks."""
         return any(trace.compares_clocks for trace in self._traces)
 
     def start(self, run: Run) -> None:
-        """Tell observers of the run. The machine and the software are added to its settings."""
+        """Notify observers of the run. Adds the machine and the software to the run's settings."""
         software = {name: str(value) for name, value in environment().items()}
         run = replace(run, settings={**run.settings, **software})
         self.algorithm = run.algorithm
         self.failures = run.failures
         self._is_started = True
-        self._tell_traces(lambda trace: trace.on_start(run))
+        self._notify_traces(lambda trace: trace.on_start(run))
         self._choose_samples(self.step)
 
     def use_gpu(self, device: torch.device) -> None:
-        """Make known that what is traced from now on is done on this GPU, the same each time."""
+        """Time work on this GPU from now on. Every call must pass the same GPU."""
         if self._observers and not isinstance(self._clock, GpuClock):
             self._clock = GpuClock(device)
 
     def now(self, *, on_host: bool = False) -> Timestamp:
-        """Return this moment of the GPU's current stream, where one is used; on the host always if asked for."""
+        """Return the current timestamp: of the GPU's current stream if a GPU is used and `on_host` is not set."""
         return time.perf_counter_ns() if on_host else self._clock.now()
 
     def end(self) -> None:
-        """Tell observers of what is left, and that there is nothing more to come; they are let go."""
+        """Report the remaining phases and the end of the run to the observers, and release them."""
         self._deliver()
-        self._tell_traces(lambda trace: trace.on_end())
+        self._notify_traces(lambda trace: trace.on_end())
         self._observers = ()
 
     def span(self, phase: Phase, details: Details = _NO_DETAILS, *, on_host: bool = False) -> Span:
-        """Return a phase that begins now, or when its `begin` is called.
+        """Return the span of a phase, which starts with the `with` block or with `begin`.
 
         Args:
-            phase: which.
-            details: what it is about.
-            on_host: the host does it, also where there is a GPU.
+            phase: the phase.
+            details: the details of the phase.
+            on_host: whether to use the host's clock even if a GPU is used.
         """
-        # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
+        # On a thread that the profiler does not record, the check is cheaper than a range that is not recorded.
         if is_profiling() and phase != "send":
             return _ProfiledSpan(self, phase, details, on_host)
         return _TracedSpan(self, phase, details, on_host) if self._observers else NO_SPAN
 
     def bucket_span(self, name: str, flat: torch.Tensor) -> Span:
-        """Return the phase in which the flat tensor of a bucket, or of a row of shards, is communicated."""
+        """Return the span in which the flat tensor of a bucket, or of a row of shards, is communicated."""
         if self.is_idle:
             return NO_SPAN
         return self.span("bucket", Details(bucket=name, num_elements=flat.numel(), raw_bytes=flat.nbytes))
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
+        """Return a range for torch.profiler, if it is active. Observers are not notified of it."""
         return profiler.record_function(f"torchbagua: {name}") if is_profiling() else nullcontext()
 
     def tell(self, phase: Phase, start: Timestamp, end: Timestamp, details: Details = _NO_DETAILS) -> None:
-        """Have observers told, at the end of the step, of a phase; of none that ended before it could start."""
+        """Report a phase to observers at the end of the step, unless the phase ended before it began."""
         if self._observers:
             self._add(TimedPhase(phase, start, end, details))
 
     def measure(self, compute: Callable[[], Mapping[str, torch.Tensor]], bucket: str) -> None:
-        """Tell observers of numbers by name, which it takes `compute` the time of a phase to find."""
+        """Report to observers the values, by name, that `compute` returns, with its duration as a phase."""
         if not self._observers:
             return
         start = self.now()
@@ -163,7 +164,7 @@ class Tracer:
         self._add(TimedPhase("measure", start, self.now(), Details(bucket=bucket), measured))
 
     def end_step(self) -> None:
-        """Tell observers of the training step that has ended, and go on to the next."""
+        """Report the training step that has ended to observers, and start the next one."""
         if not self._observers:
             return
         has_samples = self._deliver(ends_step=True)
@@ -171,9 +172,9 @@ class Tracer:
             self._choose_samples(self.step)
 
     def end_step_of_lane(self, step: int) -> None:
-        """Make all that the lane does from now on part of the step after `step`; on the lane's thread.
+        """Count all further work of the lane towards the step after `step`. The lane's thread calls it.
 
-        Where that step has begun by now, all that the lane does is part of it in any case.
+        If that step has already begun, this has no effect: the lane's work is part of it in any case.
         """
         end = self._clock.now()
         with self._lock:
@@ -183,7 +184,7 @@ class Tracer:
         self._choose_samples(step + 1)
 
     def deliver(self) -> None:
-        """Tell observers of all that has ended until now; on a GPU, wait until it has come to that."""
+        """Report all phases that have ended so far; on a GPU, wait until it has reached their ends."""
         if self._observers:
             self._deliver()
 
@@ -198,13 +199,13 @@ class Tracer:
 
     def _choose_samples(self, step: int) -> None:
         wanted: list[bool] = []
-        self._tell_traces(lambda trace: wanted.append(trace.samples(step)))
+        self._notify_traces(lambda trace: wanted.append(trace.samples(step)))
         self.samples = any(wanted)
 
     def _deliver(self, *, ends_step: bool = False) -> bool:
-        """Tell observers of what has ended; all at once, which takes a fraction of the time.
+        """Report the phases that have ended, in one batch, which takes a fraction of the time.
 
-        Returns whether the lane has gone on to the next step already.
+        Returns whether the lane has already started the next step.
         """
         with self._lock:
             num_ended = len(self._pending)  # counted before the step ends: none of these ends after it
@@ -217,14 +218,14 @@ class Tracer:
                 if events is None:
                     break
                 self._unresolved.popleft()
-                self._tell(events)
+                self._notify(events)
             if ends_step:
                 self.step += 1
                 self._lane_end = None
         self._report_failures()
         return lane_end is not None
 
-    def _tell(self, events: Sequence[CommEvent]) -> None:
+    def _notify(self, events: Sequence[CommEvent]) -> None:
         for observer in self._observers:
             try:
                 for event in events:
@@ -232,7 +233,7 @@ class Tracer:
             except Exception as error:
                 self._drop(observer, error)
 
-    def _tell_traces(self, call: Callable[[Trace], None]) -> None:
+    def _notify_traces(self, call: Callable[[Trace], None]) -> None:
         with self._lock:
             for trace in self._traces:
                 try:
@@ -246,19 +247,19 @@ class Tracer:
         self._unreported.append((type(observer).__name__, self.step, error))
 
     def _report_failures(self) -> None:
-        """Warn of observers that have been dropped; without the lock, for what warning leads to is not ours."""
+        """Warn of dropped observers, without the lock, since a warning may run arbitrary user code."""
         with self._lock:
             unreported, self._unreported = self._unreported, []
         for name, step, error in unreported:
-            is_told = isinstance(error, TraceError)
+            is_complete = isinstance(error, TraceError)
             self.failures.append(
-                f"{name} stopped in step {step}: {'' if is_told else f'{type(error).__name__}: '}{error}"
+                f"{name} stopped in step {step}: {'' if is_complete else f'{type(error).__name__}: '}{error}"
             )
             message = (
-                f"torchbagua: the observer {name} failed in step {step} and hears nothing more; training goes on\n"
-                f"{error if is_told else ''.join(traceback.format_exception(error))}"
+                f"torchbagua: the observer {name} failed in step {step} and gets no more events; training continues\n"
+                f"{error if is_complete else ''.join(traceback.format_exception(error))}"
             )
-            warn_user_beside_error(message)  # no observer may end training
+            warn_user_during_error(message)  # no observer may stop training
 
 
 class _TracedSpan(Span):
@@ -284,7 +285,7 @@ class _TracedSpan(Span):
 
 
 class _ProfiledSpan(_TracedSpan):
-    """One that is a range of torch.profiler besides."""
+    """A traced span that is also a range of torch.profiler."""
 
     __slots__ = ("_range",)
 

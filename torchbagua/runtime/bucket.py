@@ -1,4 +1,4 @@
-"""Buckets: a flat tensor of several parameters' values and the operations that a lane runs on it."""
+"""Buckets: a flat tensor of the values of several parameters, and the operations that the lane runs on it."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -14,17 +14,17 @@ from torchbagua.runtime.operations import BucketOperations, Operation
 
 @dataclass(frozen=True)
 class BaguaTensor:
-    """A parameter or buffer that lies in a bucket.
+    """A parameter or buffer in a bucket.
 
     Attributes:
-        name: its name in the module. Without `attach`, which knows the module, its place in the optimizers that
-            `Algorithm.reify` was given, or else its place in the bucket. Of a shard it also says which that is.
-        parameter: the parameter itself, or the buffer. Of a DTensor, the shard of this rank lies in the bucket.
-        order: the order in which its elements lie in the bucket. It stays that of the parameter's memory when this was
-            made, also if the parameter's memory format changes.
+        name: its name in the module. Without `attach`, which knows the module, its position in the optimizers that were
+            passed to `Algorithm.reify`, or else its position in the bucket. The name of a shard includes its number.
+        parameter: the parameter or the buffer. For a DTensor, the bucket contains the shard of this rank.
+        order: the order of its elements in the bucket: the parameter's memory order when this object was created. It
+            does not change if the parameter's memory format changes.
 
     Args:
-        kept_order: the order of an earlier one of this name, on which the flat tensors of ranks agree.
+        kept_order: the order of an earlier tensor of this name, on which the flat tensors of all ranks agree.
     """
 
     name: str
@@ -37,11 +37,11 @@ class BaguaTensor:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, and not a buffer."""
+        """Whether it is a parameter rather than a buffer."""
         return isinstance(self.parameter, torch.nn.Parameter)
 
 
-_CARRIED_DTYPES = (
+_SUPPORTED_DTYPES = (
     torch.float64,
     torch.float32,
     torch.bfloat16,
@@ -51,32 +51,32 @@ _CARRIED_DTYPES = (
 )
 
 
-def check_elements(what: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError, with `what` as its subject, where tensors like `tensor` cannot be communicated."""
+def check_elements(subject: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError, which begins with `subject`, if tensors like `tensor` cannot be communicated."""
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
-    if tensor.dtype not in _CARRIED_DTYPES:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in _CARRIED_DTYPES)
-        raise ValueError(f"{what} must be {', '.join(others)} or {last}, got {tensor.dtype}")
+        raise ValueError(f"{subject} must be dense, got a {tensor.layout} tensor")
+    if tensor.dtype not in _SUPPORTED_DTYPES:
+        *first, last = (str(dtype).removeprefix("torch.") for dtype in _SUPPORTED_DTYPES)
+        raise ValueError(f"{subject} must be {', '.join(first)} or {last}, got {tensor.dtype}")
 
 
 class BaguaBucket(BucketOperations):
-    """A flat tensor, and the operations to run on it in their order. The `append_...` methods add operations.
+    """A flat tensor, and the operations to run on it in order. The `append_...` methods add operations.
 
     Args:
-        name: for errors and events.
-        tensors: the parameters whose values, gradients for instance, lie one after the other in the flat tensor.
-            Complex ones lie there as pairs of real and imaginary part.
-        group: the group that operations use unless they are given another.
-        flat: the flat tensor, real, contiguous, as long as the tensors together. In a DDP bucket it may be another one
-            in each step, of the same kind, and is set before `run`.
+        name: the name for errors and events.
+        tensors: the parameters. The flat tensor is the concatenation of their values, for example their gradients. It
+            stores complex values as pairs of real and imaginary part.
+        group: the default group of the operations.
+        flat: the flat tensor: real, contiguous, with the total length of the tensors. For a DDP bucket it may be a
+            different tensor of the same kind in each step, and is set before `run`.
 
     Attributes:
-        round_index: how often the bucket has run, the same on all ranks. A topology chooses peers by it.
-        operations: what it runs, in this order.
+        round_index: the number of times the bucket has run, the same on all ranks. A topology chooses peers by it.
+        operations: the operations that it runs, in order.
 
     Raises:
-        ValueError: `flat` is not such a tensor.
+        ValueError: `flat` does not meet these requirements.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class BaguaBucket(BucketOperations):
         num_elements = sum(flat_length(tensor.parameter) for tensor in tensors)
         if flat.shape != (num_elements,) or not flat.is_contiguous():
             raise ValueError(
-                f"BaguaBucket: flat must be contiguous, [{num_elements}] as its tensors together, got "
+                f"BaguaBucket: flat must be contiguous, with the total length of its tensors, [{num_elements}], got "
                 f"{'' if flat.is_contiguous() else 'non-contiguous '}{list(flat.shape)}"
             )
         if flat.is_complex():
-            raise ValueError(f"BaguaBucket: flat must be real, complex numbers as pairs, got {flat.dtype}")
+            raise ValueError(f"BaguaBucket: flat must be real, with complex numbers as pairs, got {flat.dtype}")
         self.name = name
         self.tensors = tuple(tensors)
         self.group = group
@@ -113,36 +113,36 @@ class BaguaBucket(BucketOperations):
         return TensorSpec(tuple(lengths), self.flat.dtype, self.flat.device, self.name)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
-        """Return each tensor with its part of `flat`, elements in its `order`."""
+        """Return each tensor with its part of `flat`, a vector in the tensor's `order`."""
         return list(zip(self.tensors, flat.split(self.spec.segment_lengths), strict=True))
 
     def views(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
-        """Return each tensor with its part of `flat`, in its shape."""
+        """Return each tensor with its part of `flat`, viewed in the tensor's shape."""
         return [(tensor, tensor.order.shape(part)) for tensor, part in self.parts(flat)]
 
     def run(self) -> torch.Tensor:
-        """Run the operations in order, and return `flat`. An operation that raises fails the step."""
+        """Run the operations in order, and return `flat`. An error in an operation fails the step."""
         self.start()
         self.finish()
         return self.flat
 
     def start(self) -> None:
-        """Run all operations, and return when `flat` is final. What only other ranks wait for is left to `finish`.
+        """Run all operations, and return when `flat` is final. Work that only other ranks wait for is left to `finish`.
 
-        An operation that raises fails the step. The groups of all operations are then closed, so that other ranks are
-        told at once.
+        An error in an operation fails the step. It also closes the groups of all operations, so that other ranks are
+        notified immediately.
         """
         exhaust(self._start_in_steps())
 
     def may_begin(self) -> bool:
-        """Return whether `steps` comes to its first yield without a wait for another rank."""
+        """Return whether `steps` reaches its first yield without waiting for another rank."""
         mean = self._overlapping
         return mean is not None and mean.may_begin is not None and mean.may_begin()
 
     def steps(self) -> Generator[None, None, torch.Tensor]:
-        """Run the operations as `run` does. Yield before the first wait, and then wherever another bucket may begin.
+        """Run the operations as `run` does. Yield before the first wait, and then whenever another bucket may begin.
 
-        Another bucket may begin when everything that this bucket sends is queued, and this bucket only waits.
+        Another bucket may begin when all messages of this bucket are queued and this bucket only waits.
         """
         yield from self._start_in_steps()
         self.finish()
@@ -164,7 +164,7 @@ class BaguaBucket(BucketOperations):
         self.round_index += 1
 
     def _in_range(self, name: str, steps: Iterator[None]) -> Iterator[None]:
-        """Yield as `steps` does, each in a range of its own, since ranges of a thread must nest."""
+        """Yield as `steps` does. Run each step in a separate range, since the ranges of a thread must nest."""
         end = object()
         while True:
             with self.group.tracer.range(name):
@@ -174,18 +174,18 @@ class BaguaBucket(BucketOperations):
 
     @property
     def _overlapping(self) -> Operation | None:
-        """The one operation that sends, where it is one that may begin beside another bucket's."""
+        """The bucket's only operation that sends, if it may begin while another bucket is in progress; else None."""
         sending = [operation for operation in self.operations if not operation.is_local]
         return sending[0] if len(sending) == 1 and sending[0].steps is not None else None
 
     def finish(self) -> None:
-        """Do what the operations have left for later, such as telling neighbours of the low-precision ring."""
-        rest = [operation.finish for operation in self.operations if operation.finish is not None]
-        if not rest:
+        """Run the deferred work of the operations, for example send changes to neighbors in the low-precision ring."""
+        deferred = [operation.finish for operation in self.operations if operation.finish is not None]
+        if not deferred:
             return
         try:
             with self.group.tracer.bucket_span(self.name, self.flat):
-                for finish in rest:
+                for finish in deferred:
                     finish()
         except BaseException:
             self._close_groups()

@@ -1,4 +1,4 @@
-"""The buckets that stand for DDP's, found again by the identity of their parameters: DDP forms others after a step."""
+"""The buckets that mirror DDP's, looked up by the identity of their parameters, since DDP rebuilds its buckets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,31 +10,33 @@ from torchbagua.runtime.memory_order import MemoryOrder
 
 
 class GradientBuckets:
-    """Those that are in use: none has a parameter of another.
+    """The buckets in use. No two of them share a parameter.
 
     Attributes:
-        layout_watch: looks whether the memory layout of a parameter has changed since it was first seen.
+        layout_watch: detects whether the memory layout of a parameter has changed since the parameter was first seen.
     """
 
     def __init__(self) -> None:
         self._by_first: dict[int, BaguaBucket] = {}  # by the id of the first parameter
-        self._seen: dict[int, BaguaTensor] = {}  # by the id of the parameter, as it was first seen
+        self._seen: dict[int, BaguaTensor] = {}  # by the id of the parameter, in the state when it was first seen
         self.layout_watch = LayoutWatch(OF_GRADIENTS)
 
     def __iter__(self) -> Iterator[BaguaBucket]:
-        """Yield all."""
+        """Iterate over all buckets."""
         return iter(self._by_first.values())
 
     def find(self, parameters: Sequence[torch.Tensor]) -> BaguaBucket | None:
-        """Return the bucket of these parameters, in this order."""
+        """Return the bucket of exactly these parameters, in this order, or None."""
         bucket = self._by_first.get(id(parameters[0]))
         if bucket is None or len(bucket.tensors) != len(parameters):
             return None
-        is_same = all(one.parameter is parameter for one, parameter in zip(bucket.tensors, parameters, strict=True))
+        is_same = all(
+            tensor.parameter is parameter for tensor, parameter in zip(bucket.tensors, parameters, strict=True)
+        )
         return bucket if is_same else None
 
     def add(self, bucket: BaguaBucket) -> None:
-        """Add a bucket, in the place of those that share parameters with it."""
+        """Add a bucket, and remove the buckets that share parameters with it."""
         members = {id(tensor.parameter) for tensor in bucket.tensors}
         self._by_first = {
             key: other
@@ -44,11 +46,11 @@ class GradientBuckets:
         self._by_first[id(bucket.tensors[0].parameter)] = bucket
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all buckets."""
         self._by_first.clear()
 
     def tensors_of(self, named: Mapping[str, torch.Tensor]) -> list[BaguaTensor]:
-        """Return these parameters as they lie in buckets: each in the order in which it was first seen."""
+        """Return the bucket tensors of these parameters, each in the memory order in which it was first seen."""
         tensors = [BaguaTensor(name, parameter, self._order_of(parameter)) for name, parameter in named.items()]
         if new := {id(tensor.parameter): tensor for tensor in tensors if id(tensor.parameter) not in self._seen}:
             self._seen |= new

@@ -1,4 +1,4 @@
-"""AlgorithmImpl: the methods by which an algorithm says what is communicated, and when."""
+"""AlgorithmImpl: the methods by which an algorithm defines what it communicates, and when."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class AlgorithmImpl:
-    """The running part of an algorithm: what it communicates and when, and the state that only it knows.
+    """The running part of an algorithm: what it communicates and when, and its private state.
 
-    `Algorithm.make_impl` returns one, and a `Runner` calls its methods. There are two kinds:
+    `Algorithm.make_impl` returns one, and a `Runner` calls its methods. An impl is of one of two kinds:
 
     - A *gradient algorithm* communicates gradients, in DDP's buckets, from a DDP communication hook. It overrides
       `init_operations`.
-    - A *weight algorithm* communicates weights, in buckets of its own, at the end of the training step. Its constructor
-      calls `runner.average`, and it overrides `init_operations` and `init_post_optimizer_step_hook`. One that
-      communicates other tensors overrides `init_tensors` and `tensors_to_buckets` instead.
+    - A *weight algorithm* communicates weights, in separate buckets, at the end of the training step. Its constructor
+      calls `runner.average`, and it overrides `init_operations` and `init_post_optimizer_step_hook`. A weight algorithm
+      that communicates other tensors overrides `init_tensors` and `tensors_to_buckets` instead.
 
     All other methods have a default.
 
     Args:
-        runner: what runs it, which `Algorithm.make_impl` was given.
+        runner: the runner of this impl, the argument of `Algorithm.make_impl`.
 
     Attributes:
-        runner: its process group, lane and codec, and what it has been told of the training step.
-        algorithm: the description, whose fields are the arguments.
+        runner: provides the process group, the lane, the codec and the state of the training step.
+        algorithm: the description. Its fields are the user's arguments.
     """
 
-    # A subclass names its own description, so that its fields are typed.
+    # A subclass annotates its description class here, so that the fields are typed.
     algorithm: Any
 
     def __init__(self, runner: "Runner") -> None:
@@ -43,32 +43,32 @@ class AlgorithmImpl:
     def need_reset(self) -> bool:
         """Return True to have `reset` called.
 
-        Called for a gradient algorithm exactly once in each backward, before its first bucket, so an override may count
-        the backward, or have ranks compare something; for a weight algorithm at the end of each step. By default it is
-        True if the module has other parameters to average than before.
+        For a gradient algorithm it is called exactly once in each backward, before the first bucket, so an override may
+        count backward passes or have ranks compare values. For a weight algorithm it is called at the end of each step.
+        By default it is True if the set of parameters to average has changed.
         """
         weights = self.runner.weights
         return weights is not None and weights.need_reset()
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        """Return the tensors to communicate. By default the weights that `runner.weights` selects."""
+        """Return the tensors to communicate. By default these are the weights that `runner.weights` selects."""
         if self.runner.weights is None:
-            raise TypeError(f"{type(self).__name__} is a gradient algorithm: DDP gives it its tensors")
+            raise TypeError(f"{type(self).__name__} is a gradient algorithm, so DDP provides its tensors")
         return self.runner.weights.select(module, self.runner.ignored_names)
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        """Group tensors into buckets. By default as `runner.weights` does.
+        """Group tensors into buckets. By default `runner.weights` does this.
 
         Args:
-            tensors: what `init_tensors` returned.
-            do_flatten: True; it is there because Bagua's method has it.
+            tensors: the return value of `init_tensors`.
+            do_flatten: always True; exists because Bagua's method has it.
         """
         if self.runner.weights is None:
-            raise TypeError(f"{type(self).__name__} must override tensors_to_buckets as it overrides init_tensors")
+            raise TypeError(f"{type(self).__name__} overrides init_tensors, so it must override tensors_to_buckets too")
         return self.runner.weights.make_buckets(tensors)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append to `bucket` the operations that are to run on it. A subclass must override it.
+        """Append to `bucket` the operations to run on it. A subclass must override this method.
 
         Args:
             module: the attached module; None without `attach`.
@@ -79,7 +79,7 @@ class AlgorithmImpl:
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
         """Return a function to call before each forward in training, with the inputs of the module; or None.
 
-        This and the next three are called once by `attach`, when buckets of weights have been made.
+        `attach` calls this method and the next three once, after the buckets of weights have been created.
         """
         return None
 
@@ -88,60 +88,60 @@ class AlgorithmImpl:
         return None
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None] | None:
-        """Return a function to call when autograd has finished a backward; or None. DDP may not have finished then."""
+        """Return a function to call when autograd has finished a backward; or None. DDP may not have finished yet."""
         return None
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None] | None:
         """Return a function to call at the end of each training step; or None.
 
-        With several optimizers it is called once, when the last of them has stepped or was skipped by a GradScaler. Its
-        argument is that optimizer. See `Runner.on_step_taken` for each step of each optimizer.
+        With several optimizers, the function is called once, after the last of them has stepped or a GradScaler has
+        skipped it. Its argument is that optimizer. For each step of each optimizer, see `Runner.on_step_taken`.
         """
         return None
 
     def reset(self) -> None:
-        """Make buckets again: those of a weight algorithm at once, DDP's when they next come.
+        """Rebuild the buckets: of a weight algorithm immediately, of a gradient algorithm when DDP next sends one.
 
-        Called when the module is attached, and after `need_reset`, when no backward is under way. An override first
-        waits for what the lane is doing with the buckets, and then calls this.
+        Called when the module is attached, and after `need_reset`, when no backward is in progress. An override first
+        waits for the lane to finish with the buckets, and then calls this method.
         """
         self.runner.rebuild_buckets()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `Runner.parameter_state`: plain tensors and numbers."""
+        """Return the state that a resumed run needs in addition to `Runner.parameter_state`: tensors and numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, between two steps.
+        """Load the return value of `state_dict`. Called between two steps.
 
         Raises:
-            ValueError: `state` is that of another algorithm or of another rank.
+            ValueError: `state` belongs to another algorithm or to another rank.
         """
         if state:
-            raise ValueError(f"{self.runner.name} has no state to load, got the keys {sorted(state)}")
+            raise ValueError(f"{self.runner.name} has no state to load, got a state with the keys {sorted(state)}")
 
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Start anew from weights that the user has loaded, on the training thread.
+        """Restart from weights that the user has loaded, on the training thread.
 
-        Called for a weight algorithm of several ranks when the first step after the load begins, before the optimizer
-        changes anything, and by `Attachment.weights_changed`. Other ranks may come later, or not at all, so it sends
-        nothing. By default it notes them in `Lockstep.loads`, so that ranks compare them when they next meet. An
-        override also drops what a round in flight would change of these weights.
+        Called for a weight algorithm with several ranks at the beginning of the first step after the load, before the
+        optimizer changes the weights, and by `Attachment.weights_changed`. Other ranks may call it later or never, so
+        it must not communicate. By default it records the load in `Lockstep.loads`, and ranks compare their loads in
+        their next collective. An override also drops the changes to these weights from a round in flight.
 
         Args:
-            values: copies of the loaded values, by the names of `Runner.buckets`; some of the weights, or all.
+            values: copies of the loaded values, by the names in `Runner.buckets`, for a subset of the weights or all.
         """
         if self.runner.weights is not None:
             self.runner.weights.lockstep.loads.add(values)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
+        """Give all ranks the mean of their weights within the context, and restore each rank's weights afterwards.
 
         Collective. Does nothing for a gradient algorithm, since all ranks hold the same weights.
 
         Raises:
-            NotImplementedError: an algorithm with buckets of its own has no `runner.weights`.
+            NotImplementedError: a weight algorithm has no `runner.weights`, and does not override this method.
         """
         weights = self.runner.weights
         if weights is None:
@@ -154,7 +154,7 @@ class AlgorithmImpl:
             yield
 
     def finish(self) -> bool:
-        """End the work on the module, while ranks still communicate. Return whether it made weights equal on all ranks.
+        """End the work on the module, while ranks can still communicate. Return whether weights are now equal on all.
 
         Not called if an exception ends the attachment. By default all ranks take the mean of their weights. An override
         first applies the round in flight.
@@ -163,7 +163,7 @@ class AlgorithmImpl:
 
 
 def check_impl(runner: "Runner") -> None:
-    """Raise TypeError if an impl does something other than its description says, by which `attach` goes."""
+    """Raise TypeError if an impl contradicts its description, on which `attach` relies."""
     impl: object = runner.impl
     name = type(runner.algorithm).__name__
     if not isinstance(impl, AlgorithmImpl):
@@ -175,8 +175,8 @@ def check_impl(runner: "Runner") -> None:
     averages_weights = runner.weights is not None or overrides_tensors
     if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not averages_weights:
         raise TypeError(
-            f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
-            "buckets, and a weight algorithm overrides both"
+            f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm must use DDP's "
+            "buckets, and a weight algorithm must override both"
         )
     if averages_weights != runner.algorithm.averages_weights:
         if not averages_weights:
@@ -185,7 +185,8 @@ def check_impl(runner: "Runner") -> None:
                 f"init_tensors, but {name}.averages_weights is True; call runner.average in its constructor, or set "
                 "averages_weights to False"
             )
-        why = "overrides init_tensors" if overrides_tensors else "calls runner.average"
+        reason = "overrides init_tensors" if overrides_tensors else "calls runner.average"
         raise TypeError(
-            f"{cls.__name__} averages weights, because it {why}, but {name}.averages_weights is False; set it to True"
+            f"{cls.__name__} averages weights, because it {reason}, but {name}.averages_weights is False; set it to "
+            "True"
         )

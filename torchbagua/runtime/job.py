@@ -1,4 +1,4 @@
-"""The jobs of a lane: functions, and what runs in steps so that two of them overlap."""
+"""The jobs of a lane: functions, and jobs that run in steps so that two of them can overlap."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -15,35 +15,35 @@ R = TypeVar("R", covariant=True)
 
 
 class InSteps(Protocol[R]):
-    """What a lane runs in steps, such as a bucket."""
+    """Work that a lane runs in steps, such as a bucket."""
 
     def may_begin(self) -> bool:
-        """Return whether `steps` comes to its first yield without a wait for another rank."""
+        """Return whether `steps` reaches its first yield without waiting for another rank."""
         ...
 
     def steps(self) -> Generator[None, None, R]:
-        """Run, and yield when it has begun, and then wherever the next one may begin; or nowhere, to run alone."""
+        """Run. Yield after the start, and then whenever the next job may begin; never yield to run alone."""
         ...
 
 
 class Worker(Protocol):
-    """What runs jobs, as they know it.
+    """The interface of the lane's worker for its jobs.
 
     Attributes:
         waiting: returns a context manager, entered while another thread waits for a job.
-        late_failure: the error of what jobs had launched and returned, None before.
+        late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
     """
 
     waiting: Callable[[], AbstractContextManager[None]]
     late_failure: BaseException | None
 
     def begin_next(self) -> None:
-        """Begin the job behind the one that runs, if it is there and has steps."""
+        """Begin the job after the running one, if it is queued and runs in steps."""
         ...
 
 
 class Job(ABC, Generic[T]):
-    """What a lane runs; `Lane.submit` and `Lane.submit_steps` return it."""
+    """A unit of work for a lane. `Lane.submit` and `Lane.submit_steps` return one."""
 
     def __init__(self, worker: Worker, side: LaneStream | None) -> None:
         self._worker = worker
@@ -53,27 +53,27 @@ class Job(ABC, Generic[T]):
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
     def future(self) -> "torch.futures.Future[T]":
-        """Return a torch future of what `result` returns. An error of another type is raised as a RuntimeError."""
+        """Return a torch future of the value of `result`. Errors of other types are raised as a RuntimeError."""
         return future_of(self._done, self._outcome)
 
     def is_done(self) -> bool:
-        """Return whether it has returned or raised."""
+        """Return whether the job has returned or raised."""
         return self._done.done()
 
     def result(self) -> T:
-        """Wait until the job is done, and return what it returned or raise what it raised.
+        """Wait until the job is done. Return its value, or raise its error.
 
-        With a GPU, done means that everything is launched: the stream of this thread waits for the rest. The `poll` of
-        the lane finds what fails there later, and it is raised here from then on.
+        On a GPU, a job is done when all its work is launched. The stream of this thread waits for that work. If the
+        work fails later, the `poll` of the lane detects it, and this method raises the error from then on.
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
-            self._done.wait()  # this thread's stream too, where there is one
+            self._done.wait()  # on a GPU, this thread's stream waits too
         if (failure := self._worker.late_failure) is not None:
             raise failure
         return self._outcome()
 
     def run(self) -> None:
-        """Run it; on the lane's thread."""
+        """Run the job, on the lane's thread."""
         if self._side is None or self._ready is None:
             self._value = self._compute()
             self._done.set_result(None)
@@ -84,16 +84,16 @@ class Job(ABC, Generic[T]):
             self._done.set_result(self._side.token)
 
     def begin(self) -> None:
-        """Begin while another job is under way, if that is possible; on the lane's thread."""
+        """Begin while another job is in progress, if possible; on the lane's thread."""
 
     def fail(self, error: BaseException) -> None:
-        """Make `error` what it raises."""
+        """Finish the job with `error`, which `result` then raises."""
         self._failure = error
         self._done.set_result(None)
 
     @abstractmethod
     def _compute(self) -> T:
-        """Return the value, and hold nothing that was needed for it."""
+        """Compute and return the value, and drop all references that the computation needed."""
 
     def _outcome(self) -> T:
         if self._failure is not None:
@@ -102,7 +102,7 @@ class Job(ABC, Generic[T]):
 
 
 class JobOfFunction(Job[T]):
-    """A function that is called; see `Job`."""
+    """A job that calls a function; see `Job`."""
 
     def __init__(self, run: Callable[[], T], worker: Worker, side: LaneStream | None) -> None:
         super().__init__(worker, side)
@@ -115,7 +115,7 @@ class JobOfFunction(Job[T]):
 
 
 class JobInSteps(Job[T]):
-    """Steps that are run, and perhaps begun while the job before is under way; see `Job`."""
+    """A job that runs in steps, and may begin while the previous job is in progress; see `Job`."""
 
     def __init__(self, source: InSteps[T], worker: Worker, side: LaneStream | None) -> None:
         super().__init__(worker, side)

@@ -1,4 +1,4 @@
-"""The lane: what runs an algorithm's communication in one order, beside training."""
+"""The lane: runs an algorithm's communication in one order, concurrently with training."""
 
 import atexit
 import queue
@@ -21,21 +21,21 @@ _POLL_EVERY_S = 0.05
 
 
 class Lane:
-    """Runs jobs one after the other: `submit` queues one for a thread of the lane, `launch` runs one at once.
+    """Runs jobs in sequence: `submit` queues a job for the lane's thread, `launch` runs a job immediately.
 
-    All ranks submit, or launch, the same jobs in the same order, so whatever they send is matched. A job that raises
-    ends the lane, since the jobs after it would pair with other jobs on other ranks. All of them fail with the same
-    error. The thread is a daemon: it starts with the first submitted job and ends with `close`.
+    All ranks submit, or launch, the same jobs in the same order, so their messages match. If a job raises, the lane
+    ends, since later jobs would be paired with different jobs on other ranks. All later jobs fail with the same error.
+    The thread is a daemon: it starts with the first submitted job and ends with `close`.
 
-    On a GPU (`use_gpu`) all jobs run on one stream. A job comes after what was on the stream of the thread that
-    submitted it, and before what a thread that waits for it puts on its own stream.
+    On a GPU (`use_gpu`) all jobs run on one stream. A job runs after the work that was already on the stream of the
+    submitting thread. Work that a thread enqueues after it waits for the job runs after the job.
 
     Args:
         name: the name of the thread.
-        on_failure: called on the lane's thread when a job has raised, before anyone is told.
+        on_failure: called on the lane's thread after a job has raised, before any waiting thread is notified.
         waiting: a context manager, entered while another thread waits for a job.
-        poll: called on the lane's thread between jobs, as long as it returns True: whether a GPU is still working on
-            what they launched. If it raises, the lane ends, and every job raises that error from then on.
+        poll: called on the lane's thread between jobs while it returns True, which means that a GPU is still executing
+            work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Lane:
         self._worker = _Worker(on_failure, waiting, poll)
         self._side: LaneStream | None = None
         self._name = name
-        self._lock = threading.Lock()  # nothing is queued behind the stop
+        self._lock = threading.Lock()  # ensures that no job is queued after the stop
         self._thread: threading.Thread | None = None
-        # Behind a DDP hook nobody calls close: a lane that is forgotten stops the thread, which therefore knows the
-        # worker and not the lane.
+        # With a standalone hook, nobody calls close. Garbage collection of the lane then stops the thread, so the
+        # thread refers to the worker only, not to the lane.
         self._stop = weakref.finalize(self, self._worker.stop)
         self._stop.atexit = False
-        # A thread that the interpreter's end finds within a backend would abort the process.
+        # If the interpreter exits while the thread is inside a backend, the process aborts.
         self._close_at_exit = partial(_close, weakref.ref(self))
         weakref.finalize(self, atexit.unregister, self._close_at_exit).atexit = False
 
     def use_gpu(self, device: torch.device) -> None:
-        """Have jobs from now on work on tensors of this GPU. Raises ValueError for another GPU than before."""
+        """Run all later jobs on a stream of this GPU. Raises ValueError if an earlier call set another GPU."""
         if self._side is None:
             self._side = SideStream(device) if device.type == "cuda" else ThreadStream(device)
         if self._side.device != device:
@@ -68,18 +68,18 @@ class Lane:
             )
 
     def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
-        """Run a function at once, on this thread and the lane's stream. It only launches kernels and collectives.
+        """Run a function immediately, on this thread and the lane's stream. It only launches kernels and collectives.
 
-        If it raises, it has closed its groups itself, as a bucket does.
+        If the function raises, it must already have closed its groups, as a bucket does.
 
         Returns:
-            A future of what it returns. The stream of whoever waits for it waits for that of the lane.
+            A future of the function's value. The stream of a thread that waits for it waits for the lane's stream.
 
         Raises:
             RuntimeError: the lane is closed.
-            BaseException: a job has raised this before.
+            BaseException: the error of an earlier job that failed.
         """
-        assert self._side is not None, "use_gpu comes first"
+        assert self._side is not None, "call use_gpu before launch"
         if not self._stop.alive:
             raise RuntimeError(f"{self._name} is closed")
         if self._worker.failure is not None:
@@ -90,16 +90,16 @@ class Lane:
                 future.set_result(run())
             except BaseException as error:
                 failure = self._worker.fail_first(error)
-                if failure is not error:  # a job has raised meanwhile, and closed the groups
+                if failure is not error:  # a job failed in the meantime and closed the groups
                     raise failure from error
                 raise
         return future
 
     def submit_steps(self, source: InSteps[T]) -> "Job[T]":
-        """Queue what runs in steps, and return the job, as `submit` does.
+        """Queue work that runs in steps, and return the job, as `submit` does.
 
-        Wherever it yields after the first time, the next job may begin, if that has steps too. That goes on when this
-        one is complete.
+        At every yield after the first, the next job may begin if it runs in steps too. The next job continues after
+        this job is complete.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -107,12 +107,12 @@ class Lane:
         return self._submit(JobInSteps(source, self._worker, self._side))
 
     def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
-        """Queue a function, and return the job. `Job.result` returns what it returns, or raises what it raises.
+        """Queue a function, and return the job. `Job.result` returns the function's value, or raises its error.
 
         Args:
             run: called on the lane's thread.
-            interrupt: a method that ends `run` if it would go on for ever. It is called by `close`, or when nobody has
-                the lane any more, if its object still exists. It replaces an earlier one.
+            interrupt: a method that stops a `run` that would otherwise never return. It is called by `close`, or when
+                the lane is garbage-collected, if the method's object still exists. It replaces an earlier one.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -138,13 +138,13 @@ class Lane:
         return self._worker.failure is not None
 
     def close(self) -> None:
-        """Finish the queued jobs and end the thread. It waits for the running job as long as that may take."""
+        """Finish the queued jobs and end the thread. Blocks until the running job is done, without a timeout."""
         with self._lock:
             self._stop()
         if self._thread is not None:
             self._thread.join()
         if self._side is not None:
-            self._side.join()  # what it still writes to may be let go now, and used again
+            self._side.join()  # the caller may free and reuse the memory that the stream still writes to
         atexit.unregister(self._close_at_exit)
 
 
@@ -154,7 +154,7 @@ def _close(lane: "weakref.ref[Lane]") -> None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of what the finished functions in the tracebacks of `error` and its causes held: connections, say."""
+    """Release objects, such as connections, that the frames in the tracebacks of `error` and its causes refer to."""
     seen: list[BaseException] = []
     todo = [error]
     while todo:
@@ -166,13 +166,13 @@ def _clear_frames(error: BaseException) -> None:
 
 
 class _Worker:
-    """What the thread holds: the queue and the error that ended it.
+    """The state of the lane's thread: the queue, and the error that ended it.
 
     Attributes:
-        failure: that error, None before.
-        late_failure: the error of what jobs had launched and returned, None before.
-        interrupt: ends the job that runs, if it would go on for ever.
-        waiting: entered by who waits for a job.
+        failure: the error that ended the lane; None before.
+        late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
+        interrupt: stops the running job, if it would otherwise never return.
+        waiting: the context manager that a thread enters while it waits for a job.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class _Worker:
         self._on_failure = on_failure
         self.waiting = waiting
         self._poll = poll
-        self._peeked: list[Job[Any] | None] = []  # the next job, once it was asked whether it may begin
+        self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
+        self._lock = threading.Lock()  # ensures that no job is queued after a failure
         self.failure: BaseException | None = None
         self.late_failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -199,7 +199,7 @@ class _Worker:
                 job.fail(self.failure)
 
     def begin_next(self) -> None:
-        """Begin the job behind the one that runs, if it is there and has steps."""
+        """Begin the job after the running one, if it is queued and runs in steps."""
         if not self._peeked:
             with suppress(queue.Empty):
                 self._peeked.append(self._jobs.get_nowait())
@@ -207,7 +207,7 @@ class _Worker:
             job.begin()
 
     def fail_first(self, error: BaseException) -> BaseException:
-        """Take `error` for the one that ended the lane, unless there is one; return that one."""
+        """Record `error` as the failure of the lane, unless one is already recorded. Return the recorded failure."""
         with self._lock:
             self.failure = self.failure or error
             return self.failure
@@ -222,13 +222,13 @@ class _Worker:
             pass
 
     def _run_next(self) -> bool:
-        """Run the next job; a function of its own, so that an idle thread keeps no finished job alive."""
+        """Run the next job. A separate function, so that an idle thread does not keep a finished job alive."""
         job: Job[Any] | None = None
         try:
             job = self._next_job()
             if job is not None:
                 job.run()
-        except BaseException as error:  # whatever it is, the training thread must not wait for ever
+        except BaseException as error:  # on any error, the training thread must not wait forever
             with self._lock:
                 self.failure = error
             try:
@@ -249,7 +249,7 @@ class _Worker:
         return job is not None
 
     def _next_job(self) -> "Job[Any] | None":
-        """Wait for a job, and meanwhile poll what the last ones have launched."""
+        """Wait for a job. Meanwhile, poll the work that the last jobs launched."""
         if self._peeked:
             return self._peeked.pop()
         while self._poll():
@@ -260,5 +260,5 @@ class _Worker:
     def _is_under_way(self) -> bool:
         try:
             return self._poll()
-        except BaseException:  # too long by now
+        except BaseException:  # the work has already timed out
             return True

@@ -1,4 +1,4 @@
-"""Which loads of weights a rank has seen since attach, and that all ranks have seen the same."""
+"""Records the loads of weights on a rank since attach, and checks that all ranks have loaded the same weights."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,11 +13,11 @@ _COUNT = "loads"
 
 
 class LoadMark(NamedTuple):
-    """The loads that a rank has seen.
+    """A summary of the loads on a rank.
 
     Attributes:
-        num_loads: how many.
-        digest: a number below 2^40 that tells their names and values from others.
+        num_loads: the number of loads.
+        digest: a fingerprint of the loaded names and values, below 2^40.
     """
 
     num_loads: int = 0
@@ -25,37 +25,37 @@ class LoadMark(NamedTuple):
 
 
 class LoadRecord:
-    """What one rank notes of the weights that are loaded into its module.
+    """Records the loads of weights into the module of one rank.
 
     Attributes:
-        mark: the loads so far.
+        mark: the summary of the loads so far.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew, on all ranks: a loaded state says what each rank holds."""
+        """Reset the record, on all ranks: a loaded state defines the weights of each rank."""
         self.mark = self._compared = LoadMark()
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Note a load of these values, by the names of the weights."""
+        """Record a load of these values, keyed by weight name."""
         names = sorted(values)
         digest = fingerprint((self.mark.digest, names, fingerprint_of_values(values[name] for name in names)))
         self.mark = LoadMark(self.mark.num_loads + 1, digest)
 
     def take(self) -> tuple[LoadMark, bool]:
-        """Return the mark, and whether ranks are still to compare it; from now on they have."""
+        """Return the mark, and whether ranks must still compare it. Later calls treat this mark as compared."""
         is_new = self.mark != self._compared
         self._compared = self.mark
         return self.mark, is_new
 
 
 def require_same_loads(communicator: Communicator, mark: LoadMark, purpose: str) -> None:
-    """Raise the same error on all ranks unless they have seen the same loads. Collective.
+    """Raise the same error on all ranks unless all ranks have recorded the same loads. Collective.
 
     Raises:
-        CommunicationError: two ranks differ; names both. Or a peer is gone.
+        CommunicationError: two ranks differ, and the message names both. Or a peer has disconnected.
     """
     numbers = {_COUNT: mark.num_loads, "a digest of what was loaded": mark.digest}
     _, difference = find_difference(communicator, numbers, purpose)
@@ -64,16 +64,16 @@ def require_same_loads(communicator: Communicator, mark: LoadMark, purpose: str)
     if difference.name == _COUNT:
         raise different_loads(difference.ranks, difference.numbers)
     first, second = difference.ranks
-    raise CommunicationError(f"{_WHAT}: ranks {first} and {second} have loaded different values. {_FIX}")
+    raise CommunicationError(f"{_PROBLEM}: ranks {first} and {second} have loaded different values. {_FIX}")
 
 
 def different_loads(ranks: tuple[int, int], num_loads: tuple[int, int]) -> CommunicationError:
-    """Return the error of two ranks that have seen so many loads."""
+    """Return the error for two ranks with these different numbers of loads."""
     seen = [f"{number} load{'' if number == 1 else 's'}" for number in num_loads]
-    return CommunicationError(f"{_WHAT}: rank {ranks[0]} has seen {seen[0]}, rank {ranks[1]} {seen[1]}. {_FIX}")
+    return CommunicationError(f"{_PROBLEM}: rank {ranks[0]} has seen {seen[0]}, rank {ranks[1]} {seen[1]}. {_FIX}")
 
 
-_WHAT = "torchbagua: ranks have not loaded the same weights since attach"
+_PROBLEM = "torchbagua: ranks have not loaded the same weights since attach"
 _FIX = (
     "Load the same values on all ranks; if one rank loads and broadcasts them, call attachment.weights_changed() on "
     "all ranks afterwards. To resume each rank's own weights, load the attachment's state after them. To change one "

@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 class Lockstep:
-    """What ranks compare when they meet: their progress, the loads of weights, and memory layouts.
+    """Compares the progress, the loads of weights and the memory layouts of the ranks before each collective.
 
     Args:
-        lane: runs the comparisons, and what comes after them.
+        lane: runs the comparisons, and the functions that follow them.
         world: the ranks.
-        progress: returns numbers that say how far this rank has come, by the names that an error gives them. Each is
-            below 2^40, and their number never changes.
+        progress: returns numbers that describe the progress of this rank, keyed by their names in errors. Each is below
+            2^40. The set of names never changes.
 
     Attributes:
-        loads: the loads of weights, from `AlgorithmImpl.weights_loaded`. If one is new, `submit` has ranks
-            compare them.
-        layout_watch: looks whether a parameter's memory layout has changed. If one has, all ranks raise in `submit`.
-        num_overflow_checks: how often `agree_on_overflow` was called.
-        fingerprint: a number below 2^40 that is the same on ranks with the same buckets; part of the progress.
+        loads: the loads of weights, from `AlgorithmImpl.weights_loaded`. If a load is new, ranks compare their loads
+            in `submit`.
+        layout_watch: detects a change of a parameter's memory layout. After a change, all ranks raise in `submit`.
+        num_overflow_checks: the number of calls of `agree_on_overflow`.
+        fingerprint: a number below 2^40 that is equal on ranks with equal buckets; part of the progress.
     """
 
     def __init__(self, lane: Lane, world: Communicator, progress: Callable[[], Mapping[str, int]]) -> None:
@@ -46,19 +46,19 @@ class Lockstep:
     ) -> Job[T]:
         """Have the lane run a function once all ranks have called this. If their progress differs, all ranks raise.
 
-        So they do if a rank has noted a load of weights in `loads` since the last call, and others have not.
+        All ranks also raise if, since the last call, they have not recorded the same loads of weights in `loads`.
 
         Args:
             run: the function.
-            purpose: what it is for, in errors.
-            also: further numbers that must be equal.
-            is_last: whether this ends the attachment.
+            purpose: the purpose of the call, for errors.
+            also: additional numbers that must be equal on all ranks.
+            is_last: whether this call ends the attachment.
         """
         mark, is_new = self.loads.take()
         compare, world = self.comparison(purpose, flag=is_new, also=also, is_last=is_last), self._world
 
         def job() -> T:
-            if compare():  # there is a new load on any rank
+            if compare():  # some rank has a new load
                 require_same_loads(world, mark, purpose)
             return run()
 
@@ -67,10 +67,10 @@ class Lockstep:
     def comparison(
         self, purpose: str, *, flag: bool = False, also: Mapping[str, int] | None = None, is_last: bool = False
     ) -> Callable[[], bool]:
-        """Return what the lane is to call once all ranks are here. It returns whether one of them has set `flag`.
+        """Return a collective function for the lane to call. It returns whether any rank has set `flag`.
 
-        It raises RuntimeError on all ranks if a rank has found another memory layout, and CommunicationError if their
-        progress differs.
+        The function raises RuntimeError on all ranks if a memory layout has changed on any of them, and
+        CommunicationError if their progress differs.
         """
         progress = {
             "ended attachments": int(is_last),
@@ -90,18 +90,18 @@ class Lockstep:
     def agree_on_overflow(self, found_inf: bool, purpose: str = "the search for Inf") -> bool:
         """Return whether any rank has found an Inf or NaN in its gradients. Collective.
 
-        Ranks compare their progress, and so they notice if one has skipped a step alone.
+        Ranks also compare their progress, which detects a rank that skipped a step alone.
         """
         self.num_overflow_checks += 1
         return self._lane.submit(self.comparison(purpose, flag=found_inf)).result()
 
     def refuse_changed_layout(self) -> None:
-        """Raise on all ranks, at the next comparison, that a parameter's memory layout has changed on this rank.
+        """Report a changed memory layout on this rank, so that all ranks raise at their next comparison.
 
         Raises:
             RuntimeError: always; names the parameter.
         """
         try:
             self.submit(lambda: None, "the comparison of memory layouts").result()
-        except CommunicationError as error:  # other ranks were gone, or too far behind
-            raise self.layout_watch.own_error(self._world.rank) from error
+        except CommunicationError as error:  # other ranks have disconnected, or are too far behind
+            raise self.layout_watch.local_error(self._world.rank) from error

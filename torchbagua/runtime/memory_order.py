@@ -1,6 +1,6 @@
-"""The order of a parameter's elements in a bucket: that of its memory, as DDP has it (channels_last, say).
+"""The order of a parameter's elements in a bucket: its memory order, as in DDP, for example channels_last.
 
-Of a DTensor these are the elements, and this is the shape, of the shard that the rank holds.
+For a DTensor, elements and shape are those of the shard that this rank holds.
 """
 
 import torch
@@ -9,32 +9,32 @@ from torchbagua.runtime.shards import local_shard
 
 
 def flat_length(parameter: torch.Tensor) -> int:
-    """Return the elements of `parameter` in a flat tensor: of a complex one, two for each."""
+    """Return the number of elements of `parameter` in a flat tensor. A complex element counts as two."""
     return local_shard(parameter).numel() * (2 if parameter.is_complex() else 1)
 
 
 def flatten_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, of the parameter's shape, as one dimension in the order that the parameter's memory has now.
+    """Return `tensor`, of the parameter's shape, as a vector in the parameter's current memory order.
 
-    A view, if its own memory has that order.
+    The vector is a view if `tensor` has that memory order.
     """
-    if parameter.is_contiguous() and tensor.is_contiguous():  # most are, and this takes a tenth of the time
+    if parameter.is_contiguous() and tensor.is_contiguous():  # the common case, in a tenth of the time
         return tensor.view(-1)
     return MemoryOrder(parameter).flatten(tensor)
 
 
 class MemoryOrder:
-    """The order of a parameter's elements in memory. It stays as it was made if the parameter's memory changes.
+    """The order of a parameter's elements in memory at construction. Later changes of the parameter do not affect it.
 
-    What writes to a flat tensor and what reads from it later use one of these, so that each element is found again.
-    `.to(memory_format=torch.channels_last)` may come between the two.
+    Code that writes to a flat tensor and code that later reads it use the same MemoryOrder, so that the elements match.
+    The user may call `.to(memory_format=torch.channels_last)` between the two.
 
     Args:
-        parameter: whose order it is.
+        parameter: the parameter with this order.
 
     Attributes:
-        strides: of the parameter when this was made.
-        sizes: of its dimensions, the one that lies slowest in memory first.
+        strides: the strides of the parameter at construction.
+        sizes: the sizes of its dimensions, the slowest-varying in memory first.
     """
 
     __slots__ = ("_inverse", "_is_complex", "_is_contiguous", "_key", "_slowest_first", "sizes", "strides")
@@ -47,39 +47,39 @@ class MemoryOrder:
         self._slowest_first = order = _slowest_first(parameter)
         self._inverse = sorted(range(len(order)), key=order.__getitem__)
         self.sizes = [parameter.shape[dim] for dim in order]
-        # Dimensions of one element may lie anywhere.
+        # A dimension of size 1 may have any position in the order.
         self._key = [dim for dim in order if parameter.shape[dim] > 1]
 
     def __repr__(self) -> str:
-        """Return the dimensions of more than one element, slowest first: the same for all that is in this order."""
+        """Return the dimensions of size above 1, slowest first. Equal orders have the same representation."""
         return f"MemoryOrder({self._key})"
 
     @property
     def is_natural(self) -> bool:
-        """Whether elements lie in the order of the dimensions, as in a contiguous tensor."""
+        """Whether the memory order is the order of the dimensions, as in a contiguous tensor."""
         return self._key == sorted(self._key)
 
-    def is_that_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether the elements of `tensor`, of the parameter's shape, lie in this order."""
+    def matches(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor`, of the parameter's shape, has this memory order."""
         return tensor.stride() == self.strides or MemoryOrder(tensor)._key == self._key
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`, of the parameter's shape, as one dimension in this order.
+        """Return `tensor`, of the parameter's shape, as a vector in this order.
 
-        A view, if its own memory has this order.
+        The vector is a view if `tensor` has this memory order.
         """
-        if self._is_contiguous and tensor.is_contiguous():  # most are, and this takes a third of the time
+        if self._is_contiguous and tensor.is_contiguous():  # the common case, in a third of the time
             return tensor.view(-1)
         return tensor.permute(self._slowest_first).reshape(-1)
 
     def shape(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of `flat`, what `flatten` makes, complex numbers as pairs, in the parameter's shape."""
+        """Return `flat`, a vector as from `flatten`, with complex numbers as pairs, viewed in the parameter's shape."""
         if self._is_complex:
             flat = torch.view_as_complex(flat.view(-1, 2))
         return flat.view(self.sizes).permute(self._inverse)
 
 
 def _slowest_first(parameter: torch.Tensor) -> list[int]:
-    """Return the dimensions as they lie in memory; in their own order where the memory has gaps."""
+    """Return the dimensions in memory order, slowest first; in natural order if the memory has gaps."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     return order if parameter.permute(order).is_contiguous() else list(range(parameter.dim()))

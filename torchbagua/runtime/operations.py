@@ -1,4 +1,4 @@
-"""What a bucket does with its flat tensor: operations with names, and the methods that check and append them."""
+"""The operations of a bucket on its flat tensor, and the methods that check and append them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,13 +31,13 @@ class Operation:
     """One operation of a bucket.
 
     Attributes:
-        name: what a debugger and a profile show.
-        group: over which it communicates; closed where the bucket fails.
-        run: works on the flat tensor of the bucket, its argument, in place or into another.
-        finish: what is left to do once the flat tensor is final.
-        is_local: whether it sends nothing and waits for nobody.
-        may_begin, steps: of one that may begin while another bucket is under way, see `OverlappingMean`; `steps` takes
-            the place of `run`.
+        name: the name in debuggers and profiles.
+        group: the group over which it communicates; closed if the bucket fails.
+        run: processes the flat tensor of its argument, the bucket, in place or into another tensor.
+        finish: the deferred work that follows when the flat tensor is final.
+        is_local: whether it neither sends nor waits for another rank.
+        may_begin, steps: set for an operation that may begin while another bucket is in progress, see
+            `OverlappingMean`. `steps` then replaces `run`.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Operation:
 
 
 class BucketOperations:
-    """The operations of a `BaguaBucket`, each checked when it is appended.
+    """The operations of a `BaguaBucket`. Each is checked when it is appended.
 
-    An operation is given its bucket when it runs, and does not hold it: such a reference cycle would keep the flat
-    tensor alive.
+    An operation receives its bucket as an argument when it runs. It does not store the bucket, since such a reference
+    cycle would keep the flat tensor alive.
     """
 
     name: str
@@ -64,7 +64,7 @@ class BucketOperations:
 
     @property
     def spec(self) -> TensorSpec:
-        """What `flat` is, for collectives."""
+        """The description of `flat`, for collectives."""
         raise NotImplementedError
 
     def clear_ops(self: B) -> B:
@@ -77,26 +77,27 @@ class BucketOperations:
         python_function: Callable[[B, BaguaProcessGroup], None],
         group: BaguaProcessGroup | None = None,
     ) -> B:
-        """Append a function of yours. It changes `bucket.flat` in place, on the CPU or on a GPU.
+        """Append a user-defined function. It changes `bucket.flat` in place, on the CPU or on a GPU.
 
-        To send, it calls the methods of the group: `BaguaProcessGroup.all_reduce`, `BaguaProcessGroup.all_gather`,
-        `BaguaProcessGroup.reduce_scatter` and `BaguaProcessGroup.exchange`. They work on CPUs and GPUs. It may also
-        send tensors of the CPU with torch.distributed over the torch group `group.world.torch_group`. That fails with
-        tensors of a GPU, and observers are not notified of it.
+        To communicate, the function calls the methods of the group: `BaguaProcessGroup.all_reduce`,
+        `BaguaProcessGroup.all_gather`, `BaguaProcessGroup.reduce_scatter` and `BaguaProcessGroup.exchange`. These
+        support CPUs and GPUs. The function may also send CPU tensors with torch.distributed over the torch group
+        `group.world.torch_group`. This fails with GPU tensors, and observers are not notified of it.
 
-        The function runs on the thread of the lane; in stream order on that of backward, on the lane's stream. If it
-        raises, the training step raises a RuntimeError that names the function, the bucket, the rank and the error.
+        The function runs on the lane's thread. In stream order, it runs on the backward thread, on the lane's stream.
+        If it raises, the training step raises a RuntimeError that names the function, the bucket, the rank and the
+        error.
 
         Args:
             python_function: a function of the bucket and the group.
-            group: the group that it is given; by default that of the bucket.
+            group: the group to pass to the function; by default the group of the bucket.
         """
         return self._append_python(python_function, group or self.group, is_local=False)
 
     def append_local_op(self: B, python_function: Callable[[B, BaguaProcessGroup], None]) -> B:
-        """Append a function of yours that sends nothing and waits for nobody; see `append_python_op`.
+        """Append a user-defined function that neither sends nor waits for another rank; see `append_python_op`.
 
-        Such a function may run while the mean of the bucket before is still under way.
+        Such a function may run while the mean of the previous bucket is still in progress.
         """
         return self._append_python(python_function, self.group, is_local=True)
 
@@ -112,33 +113,33 @@ class BucketOperations:
         intra_compression: str | Compressor | None = None,
         form: ValueForm | None = None,
     ) -> B:
-        """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
+        """Append the mean (or sum) of the flat tensor over the group. The result is bitwise identical on all ranks.
 
         Args:
-            hierarchical: with several nodes of several ranks: sum within nodes in `intra_compression`, and use
-                `compression` between them.
+            hierarchical: on several nodes with several ranks each: sum within nodes with `intra_compression`, and use
+                `compression` between nodes.
             average: divide by the number of ranks.
-            scattergather: without effect; it is there because Bagua's method has it.
+            scattergather: no effect; exists because Bagua's method has it.
             compression: None for full precision; the name of a codec, see `torchbagua.codecs`; or a Compressor.
-            group: the group; by default that of the bucket.
-            error_feedback: the residuals of a float32 bucket, from `residual_state`. What compression leaves out is
-                kept there. It is added the next time, if it has been committed.
-            intra_compression: what is used within nodes, named as for `compression`; by default full precision. Without
-                `hierarchical`, or on one node, it has no effect.
+            group: the group; by default the group of the bucket.
+            error_feedback: the residuals of a float32 bucket, from `residual_state`. This operation stores its
+                residuals there, and adds those that were committed to the next values.
+            intra_compression: the codec within nodes, given as for `compression`; by default full precision. It has no
+                effect without `hierarchical` or on a single node.
             form: another form of a float32 bucket's values, in which they are averaged.
 
         Raises:
-            ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
-                have error feedback.
+            ValueError: no codec has that name, the codec does not encode the bucket's dtype, or the bucket does not
+                support error feedback.
         """
         if error_feedback is not None and self.spec.dtype != torch.float32:
             raise ValueError(
-                f"BaguaBucket: error_feedback needs a float32 bucket, got {self.spec.dtype}; leave it out if "
+                f"BaguaBucket: error_feedback requires a float32 bucket, got {self.spec.dtype}; omit it if "
                 "Runner.codec_for(bucket) is not Runner.codec"
             )
         group = group or self.group
-        compressor = _compressor(compression, self.spec.dtype)
-        intra = _compressor(intra_compression, self.spec.dtype)
+        compressor = _resolve_codec(compression, self.spec.dtype)
+        intra = _resolve_codec(intra_compression, self.spec.dtype)
         mean = centralized_mean(
             group,
             compressor,
@@ -155,12 +156,12 @@ class BucketOperations:
     def append_all_reduce_op(self: B, average: bool = True, group: BaguaProcessGroup | None = None) -> B:
         """Append the mean (or sum) of the flat tensor by the backend's all-reduce, in the backend's order of summation.
 
-        The bits are those of torch's `allreduce_hook`, which divides and then adds, and the same on all ranks. A
-        transport that has messages and no all-reduce sends them as `append_centralized_synchronous_op` does.
+        The result is bitwise identical to torch's `allreduce_hook`, which divides and then sums, and on all ranks. A
+        transport with messages and without all-reduce sends messages as `append_centralized_synchronous_op` does.
 
         Args:
             average: divide by the number of ranks.
-            group: the group; by default that of the bucket.
+            group: the group; by default the group of the bucket.
         """
         group = group or self.group
         name, mean = _mean_by_backend(group, self.spec, average=average, divides_first=True)
@@ -173,17 +174,20 @@ class BucketOperations:
         peer_selection_mode: str | Topology = "all",
         group: BaguaProcessGroup | None = None,
     ) -> B:
-        """Append the mean of the flat tensor with this rank's peers, which `round_index` chooses.
+        """Append the mean of the flat tensor with this rank's peers, which `round_index` selects.
 
         Args:
-            peer_weight: receives the mean. It is like the flat tensor, which stays as it is, or that tensor itself. The
-                name is Bagua's.
-            hierarchical: with several nodes of several ranks: average within the node first, and then with other nodes.
-            peer_selection_mode: "all" for all ranks; "shift_one" for one of them, another one each time; or a Topology.
-            group: the group; by default that of the bucket.
+            peer_weight: receives the mean. Either a tensor of the same kind as the flat tensor, which then does not
+                change, or the flat tensor itself. The name is Bagua's.
+            hierarchical: on several nodes with several ranks each: average within the node first, then with other
+                nodes.
+            peer_selection_mode: "all" for all ranks; "shift_one" for a single peer, a different one in each round; or a
+                Topology.
+            group: the group; by default the group of the bucket.
 
         Raises:
-            ValueError: `peer_weight` is not such a tensor, no mode has that name, or the topology does not fit.
+            ValueError: `peer_weight` does not match the flat tensor, no mode has that name, or the topology does not
+                fit the group.
         """
         group = group or self.group
         _check_like_flat("peer_weight", peer_weight, self.spec, self.spec.dtype)
@@ -213,30 +217,30 @@ class BucketOperations:
     ) -> B:
         """Append one round of the ring of compressed differences, see `LowPrecisionDecentralizedAlgorithm`.
 
-        The flat tensor becomes the weights that this rank has agreed on with its neighbours. `BaguaBucket.finish` sends
-        them the change.
+        The flat tensor becomes the weights that this rank has agreed on with its neighbors. `BaguaBucket.finish` sends
+        the change to them.
 
         Args:
-            weight: this rank's replica, changed in place. It is as long as the flat tensor; float64 if that is float64,
-                else float32.
-            left_peer_weight: the replica of the rank before this one, of the same kind.
-            right_peer_weight: the replica of the rank after this one, of the same kind.
-            hierarchical: with several nodes of several ranks: a ring of nodes.
-            compression: the codec that sends differences: its name, see `torchbagua.codecs`; None for full precision;
-                or a Compressor. One that needs error feedback is refused.
-            group: the group; by default that of the bucket.
-            is_bounded: keep each element between its own value and the mean of the three replicas.
+            weight: this rank's replica, updated in place. It has the length of the flat tensor, and is float64 if the
+                flat tensor is float64, else float32.
+            left_peer_weight: the replica of the previous rank, of the same kind.
+            right_peer_weight: the replica of the next rank, of the same kind.
+            hierarchical: on several nodes with several ranks each: a ring of nodes.
+            compression: the codec for the differences: its name, see `torchbagua.codecs`; None for full precision; or a
+                Compressor. A codec that needs error feedback is rejected.
+            group: the group; by default the group of the bucket.
+            is_bounded: clamp each element between its local value and the mean of the three replicas.
 
         Raises:
-            ValueError: a replica is not such a tensor, no compression has that name, it needs error feedback, or it
-                does not encode the bucket's dtype.
+            ValueError: a replica does not match the flat tensor, no codec has that name, or the codec needs error
+                feedback or does not encode the bucket's dtype.
         """
         group = group or self.group
         replicas = Replicas(weight, left_peer_weight, right_peer_weight)
         for name, replica in vars(replicas).items():
             _check_like_flat(f"the replica {name}", replica, self.spec, sum_dtype(self.spec.dtype))
         check_ring_compression("append_low_precision_decentralized_synchronous_op", compression)
-        compressor = _compressor(compression, self.spec.dtype)
+        compressor = _resolve_codec(compression, self.spec.dtype)
         update, exchange = low_precision_ring(
             group, compressor, self.spec, replicas, hierarchical=hierarchical, is_bounded=is_bounded
         )
@@ -250,19 +254,20 @@ class BucketOperations:
         *,
         snapshot: torch.Tensor | None = None,
     ) -> B:
-        """Append the mean over all ranks in full precision, for a thread that runs beside training.
+        """Append the mean over all ranks in full precision, for a thread that runs concurrently with training.
 
-        The backend's all-reduce sums float32 and float64, in its own order; shorter formats are summed in rank order,
-        in float32. There is no codec, since weights are averaged: the error of compression would be relative to the
-        weights and not to their changes, in every round.
+        The backend's all-reduce sums float32 and float64, in the backend's order. Shorter formats are summed in rank
+        order, in float32. The operation takes no codec because it averages weights: in every round, the residual would
+        be relative to the weights rather than to their changes.
 
         Args:
-            peer_selection_mode: "all"; there is no other.
-            group: the group; by default that of the bucket.
-            snapshot: a tensor like the flat one, which becomes its mean. By default the flat tensor itself is averaged.
+            peer_selection_mode: "all", the only mode.
+            group: the group; by default the group of the bucket.
+            snapshot: a tensor of the same kind as the flat tensor, which becomes the mean of the snapshots. By default
+                the flat tensor itself is averaged.
 
         Raises:
-            ValueError: another mode, or `snapshot` is not such a tensor.
+            ValueError: another mode, or `snapshot` does not match the flat tensor.
         """
         if peer_selection_mode != "all":
             raise ValueError(
@@ -318,10 +323,10 @@ class BucketOperations:
 def _mean_by_backend(
     group: BaguaProcessGroup, spec: TensorSpec, *, average: bool = True, divides_first: bool = False
 ) -> tuple[str, Mean]:
-    """Return the mean in full precision by the backend's all-reduce, and its name; else by messages, in rank order.
+    """Return the name and the function of the full-precision mean: the backend's all-reduce, or rank-order messages.
 
-    A mean that is divided first has the bits of torch's hook, in any dtype. Others are summed in their `sum_dtype`: a
-    backend would round the sum of weights in bfloat16 at every addition.
+    With `divides_first`, the result is bitwise identical to torch's hook, in any dtype. Otherwise values are summed in
+    their `sum_dtype`, since a backend would round a bfloat16 sum of weights at every addition.
     """
     is_summed_by_backend = divides_first or spec.dtype == sum_dtype(spec.dtype)
     if group.size > 1 and is_summed_by_backend and group.world.has_all_reduce(spec.device):
@@ -333,25 +338,25 @@ def _mean_by_backend(
 
 
 @contextmanager
-def _name_failures(what: str, bucket_name: str, group: BaguaProcessGroup) -> Iterator[None]:
-    """Raise a RuntimeError that names function or codec, bucket and rank in place of an error of theirs."""
+def _name_failures(operation: str, bucket_name: str, group: BaguaProcessGroup) -> Iterator[None]:
+    """Replace an error by a RuntimeError that names the function or codec, the bucket and the rank."""
     try:
         yield
     except CommunicationError:
         raise
     except Exception as error:
         if isinstance(error, EncodingFailure):
-            what, bucket_name, error = error.what, error.bucket, error.cause
+            operation, bucket_name, error = error.what, error.bucket, error.cause
         cause = f"{type(error).__name__}: {cause_of(error)}"
-        raise RuntimeError(f"torchbagua: {what} on {bucket_name} failed on rank {group.rank}: {cause}") from error
+        raise RuntimeError(f"torchbagua: {operation} on {bucket_name} failed on rank {group.rank}: {cause}") from error
 
 
-def _compressor(compression: str | Compressor | None, dtype: torch.dtype) -> Compressor:
+def _resolve_codec(compression: str | Compressor | None, dtype: torch.dtype) -> Compressor:
     compressor = by_name(compression)
     if not compressor.encodes(dtype):
         raise ValueError(
-            f"BaguaBucket: compression must be one that encodes {dtype}, or None for full precision, got "
-            f"{compressor!r}; Runner.codec_for(bucket) is that of the algorithm, or full precision"
+            f"BaguaBucket: compression must be a codec that encodes {dtype}, or None for full precision, got "
+            f"{compressor!r}; pass Runner.codec_for(bucket), which falls back to full precision"
         )
     return compressor
 

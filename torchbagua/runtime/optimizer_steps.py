@@ -1,7 +1,7 @@
-"""Torch's optimizers: those that frameworks wrap, and which calls of `step` are steps that were taken.
+"""Torch's optimizers: unwraps wrappers of frameworks, and determines which calls of `step` took effect.
 
-`StepWatch`: one optimizer's steps. `StepsTaken`: what commits state by parameter. `StepClock`, of
-training/step_clock.py: the end of the training step. The last two listen to the same watches.
+`StepWatch` watches the steps of one optimizer. `StepsTaken` commits per-parameter state. `StepClock`, in
+training/step_clock.py, determines the end of the training step. The last two listen to the same watches.
 """
 
 import sys
@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 from torchbagua._torch import has_overflown, has_step_hooks, is_told_to_skip
 from torchbagua._warnings import warn_user
 
-# So many backward passes in a row are no accumulation, nor what a GradScaler skips.
+# More backward passes without a step than accumulation or skips of a GradScaler explain.
 _MANY_BACKWARDS = 200
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Return the torch optimizer that `optimizer` hands its calls on to, where that is all it does.
+    """Return the torch optimizer that `optimizer` wraps, if the wrapper only forwards calls.
 
-    Such a wrapper, accelerate's or Lightning's, has the other's state. One with a state of its own, a Lookahead for
-    instance, does more in a step than the optimizer in it.
+    Such a wrapper, for example accelerate's or Lightning's, shares the state of the wrapped optimizer. A wrapper with
+    separate state, for example a Lookahead, does more in a step than the wrapped optimizer.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         if getattr(optimizer, "state", None) is not inner.state:
@@ -34,24 +34,24 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def check_optimizer(where: str, optimizer: object) -> None:
-    """Raise TypeError or ValueError, which begins with `where`, unless the steps of `optimizer` can be heard of."""
+    """Raise TypeError or ValueError, which begins with `where`, unless the steps of `optimizer` can be watched."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if not has_step_hooks(optimizer):
         raise ValueError(
-            f"{where}: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without: its "
-            "__init__ does not call that of torch.optim.Optimizer; hand over the optimizer that it wraps"
+            f"{where}: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without them. Its "
+            "__init__ does not call torch.optim.Optimizer.__init__. Pass the optimizer that it wraps instead"
         )
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether each rank steps its own share of the parameters, and has the state of that alone."""
-    # By name: to import torch.distributed.optim means dozens of warnings of torch.jit (torch 2.13).
+    """Return whether each rank steps only its share of the parameters, and stores only the state of that share."""
+    # Compared by name, since importing torch.distributed.optim emits dozens of torch.jit warnings (torch 2.13).
     return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all that it trains, group by group."""
+    """Return all parameters of the optimizer, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -59,16 +59,17 @@ StepEnd = Callable[[torch.optim.Optimizer, bool], None]
 
 
 class StepWatch:
-    """Tells its listeners of every step of an optimizer once, when it ends.
+    """Notifies its listeners once of every step of an optimizer, when the step ends.
 
-    They are called in the order in which they came, with the optimizer, and whether the step was taken: a fused
-    optimizer is called after an overflow too, is told of it by GradScaler, and skips by itself.
+    Listeners are called in the order in which they were added, with the optimizer and whether the step was taken.
+    GradScaler calls a fused optimizer even after an overflow. It reports the overflow to the optimizer, which then
+    skips the step.
 
-    A step that calls its parent class's calls torch's hooks twice, one call within the other; a step that raises calls
-    the first of them alone.
+    If `step` calls the `step` of its parent class, torch calls the hooks twice, nested. If `step` raises, torch calls
+    only the pre-hook.
 
     Args:
-        optimizer: whose hooks are used while there is a listener.
+        optimizer: the optimizer. Its hooks are registered while there is a listener.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -81,16 +82,16 @@ class StepWatch:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step has begun and not ended; the last one may have raised."""
+        """Whether a step has begun and not ended. That step may have raised."""
         return self._outermost is not None
 
     def add(self, listener: StepEnd, *, reads_overflow: bool = True) -> None:
-        """Tell `listener` of each step from now on.
+        """Notify `listener` of each step from now on.
 
         Args:
             listener: see `StepEnd`.
-            reads_overflow: False if `listener` does not need to know whether the step was taken: to read that may mean
-                to wait for a GPU. If no other listener needs it, every step counts as taken.
+            reads_overflow: False if `listener` does not need to know whether the step was taken, since reading this may
+                block on a GPU. If no other listener needs it, every step counts as taken.
         """
         self._reads_overflow |= reads_overflow
         if not self._hooks:
@@ -101,7 +102,7 @@ class StepWatch:
         self._listeners.append(listener)
 
     def remove(self, listener: StepEnd) -> None:
-        """Tell `listener` no more; may be called again."""
+        """Stop notifying `listener`. May be called repeatedly."""
         if listener in self._listeners:
             self._listeners.remove(listener)
         if not self._listeners:
@@ -112,23 +113,23 @@ class StepWatch:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_running(self._outermost):
             self._outermost = sys._getframe(1)
-            # On a GPU it waits for what it reads: before the step, whose kernels would be waited for too.
+            # On a GPU this read blocks. Read before the step, to avoid waiting for the kernels of the step too.
             self._skips = self._reads_overflow and is_told_to_skip(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost is sys._getframe(1):
             self._outermost = None
-            scaler = kwargs.get("grad_scaler")  # of which a class of an older form finds out within its step
+            scaler = kwargs.get("grad_scaler")  # an optimizer with the older interface asks it for Inf within `step`
             has_skipped = self._skips or (
                 scaler is not None and self._reads_overflow and has_overflown(scaler, optimizer)
             )
             is_taken = not has_skipped
-            for listener in tuple(self._listeners):  # one may end the attachment
+            for listener in tuple(self._listeners):  # a copy, since a listener may end the attachment
                 listener(optimizer, is_taken)
 
 
 def _is_running(call: FrameType | None) -> bool:
-    """Return whether the calling function was called from within `call`."""
+    """Return whether the caller runs within the frame `call`."""
     frame = None if call is None else sys._getframe(1)
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -136,15 +137,15 @@ def _is_running(call: FrameType | None) -> bool:
 
 
 class StepListener(Protocol):
-    """What hears of the steps that are taken."""
+    """An object that is notified of the steps that are taken."""
 
     def commit_step(self, parameters: list[torch.Tensor]) -> None:
-        """Commit what belongs to a step of these parameters, which have a gradient."""
+        """Commit the state of a step of these parameters, which have a gradient."""
         ...
 
 
 class StepsTaken:
-    """Tells an object of each step that is taken, by optimizers or, where none is known, by a loop that says so.
+    """Notifies an object of each step taken, from watched optimizers or, if there are none, from calls of the loop.
 
     It does not keep the object alive.
 
@@ -157,50 +158,50 @@ class StepsTaken:
         self._listener = weakref.ref(listener)
         self._owner = owner
         self._watches: list[StepWatch] = []
-        self._is_told = False
+        self._is_notified_by_loop = False
         self._num_backwards = 0  # since the last step
-        # Optimizers outlive an object that is forgotten behind a hook of DDP. What is registered here is never let go
-        # before the listener, and these optimizers may have a hook that leads to it.
+        # Optimizers may outlive a listener that only a DDP hook refers to. The finalizer's arguments live as long as
+        # the listener, and the optimizers may have a hook that refers to the listener: hence the weak reference.
         weakref.finalize(listener, _close, weakref.ref(self)).atexit = False
 
     def listen_to(self, watches: Sequence[StepWatch]) -> None:
-        """Hear of the steps of these optimizers, until `close`."""
+        """Listen to the steps of these optimizers, until `close`."""
         self._watches += watches
         for watch in watches:
             watch.add(self._after_step)
 
-    def tell(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take a loop's word for a step; RuntimeError where its optimizers are watched."""
+    def report_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Report a step that the loop took. Raises RuntimeError if optimizers are watched."""
         if self._watches:
             raise RuntimeError(
-                f"{self._owner}.step_taken: the steps of {self._names} are heard of without it; do not call it"
+                f"{self._owner}.step_taken: the runner already watches the steps of {self._names}; do not call it"
             )
-        self._is_told = True
-        self._tell(parameters)
+        self._is_notified_by_loop = True
+        self._commit(parameters)
 
     def before_backward(self) -> None:
-        """Take note of a synchronised backward; RuntimeError at the second where nobody tells of steps.
+        """Count a synchronized backward. Raises RuntimeError at the second one if nothing reports steps.
 
-        A warning where there were some, or optimizers are known, and steps stay away for long.
+        Warns if steps were reported before, or optimizers are watched, and many backward passes had no step.
         """
-        if any(watch.is_in_step for watch in self._watches):  # a closure calls backward as often as it likes
+        if any(watch.is_in_step for watch in self._watches):  # a closure may call backward any number of times
             return
-        if self._num_backwards > 0 and not self._watches and not self._is_told:
+        if self._num_backwards > 0 and not self._watches and not self._is_notified_by_loop:
             raise RuntimeError(
-                f"torchbagua: {self._owner} has to know which steps are taken, and behind the standalone hook it hears "
-                "of none: call runner.step_taken() after each step of the optimizer, or make the runner by "
-                "reify(group, optimizer=optimizer)"
+                f"torchbagua: {self._owner} must be notified of the steps that are taken, but the standalone hook does "
+                "not see the optimizer. Call runner.step_taken() after each step of the optimizer, or create the "
+                "runner with reify(group, optimizer=optimizer)"
             )
         self._num_backwards += 1
         if self._num_backwards == _MANY_BACKWARDS:
-            whom = f"no step of {self._names}" if self._watches else "no runner.step_taken()"
+            missing = f"step of {self._names}" if self._watches else "call of runner.step_taken()"
             warn_user(
-                f"torchbagua: {self._owner} has heard of {whom} in {_MANY_BACKWARDS} synchronised backward passes: "
-                "what it keeps from step to step stands still; hand over the optimizer whose step() changes the weights"
+                f"torchbagua: {self._owner} has seen no {missing} in {_MANY_BACKWARDS} synchronized backward passes, "
+                "so its state is frozen. Pass the optimizer whose step() changes the weights"
             )
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         for watch in self._watches:
             watch.remove(self._after_step)
 
@@ -210,9 +211,9 @@ class StepsTaken:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         if is_taken:
-            self._tell(parameters_of(optimizer))
+            self._commit(parameters_of(optimizer))
 
-    def _tell(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _commit(self, parameters: Iterable[torch.Tensor]) -> None:
         self._num_backwards = 0
         if (listener := self._listener()) is not None:
             listener.commit_step([parameter for parameter in parameters if parameter.grad is not None])

@@ -1,6 +1,6 @@
-"""State by parameter: what an algorithm keeps from one step to the next, staged by a backward, committed by its step.
+"""Per-parameter state: an algorithm's state between steps, staged by a backward and committed by its step.
 
-DDP's buckets come and go, when it rebuilds them or a run is resumed; what is kept of a parameter stays.
+The state of a parameter outlives DDP's buckets, which change when DDP rebuilds them or a run is resumed.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Momentum
-from torchbagua.runtime.averaged_gradients import AverageInGradient, with_average
+from torchbagua.runtime.averaged_gradients import AverageInGradient, parameters_with_average
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.shards import local_shard
@@ -21,27 +21,27 @@ from torchbagua.runtime.unstaging import can_unstage, unstage_unused
 
 
 class BucketState(Protocol):
-    """What is kept of the parameters of one bucket: tensors, and what a backward stages to replace them.
+    """The state of the parameters of one bucket: committed tensors, and staged tensors that will replace them.
 
-    A slice selects elements of the bucket: those of one parameter, or of several that lie one after the other.
+    A slice selects elements of the bucket: the elements of one parameter, or of several consecutive parameters.
     """
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
         """Prepare for the next backward.
 
-        In `parts`, the gradients still contain averages for which something is staged. There, the next staging starts
-        from what is staged. Elsewhere it starts from what was committed.
+        In `parts`, the gradients still contain averages with staged state. There, the next staging starts from the
+        staged state. Elsewhere it starts from the committed state.
         """
         ...
 
     def commit(self, parts: Sequence[slice] | None = None) -> None:
-        """Replace what is kept of `parts`, by default of all, by what is staged. Do nothing if nothing is staged."""
+        """Replace the committed state of `parts`, by default of all, by the staged state, if there is any."""
         ...
 
     def expand(self, part: slice) -> Sequence[torch.Tensor]:
-        """Return what this rank holds of one parameter, flat, with zeros for what other ranks hold.
+        """Return this rank's state of one parameter, flat, with zeros for the elements that other ranks store.
 
-        If the ranks share it, a new state that starts from it sums it over the ranks.
+        If the state is distributed over the ranks, a new state that starts from this one sums it over the ranks.
         """
         ...
 
@@ -51,24 +51,24 @@ ShapeOf = Callable[[torch.Tensor], Sequence[int]]
 
 
 class ParameterState(Generic[S]):
-    """What an algorithm keeps of each parameter, in named tensors: residuals, or a factor of low rank.
+    """An algorithm's state for each parameter, in named tensors: residuals, or a low-rank factor.
 
-    An impl passes one to `Runner.keep`, and gets the state of a bucket from `of_bucket`. To the operations of the
-    bucket it appends `resolve_last_backward`, before those that stage something. Steps that are taken commit what is
-    staged, and `Runner.state_dict` contains what is kept.
+    An impl passes a ParameterState to `Runner.keep`, and gets the state of a bucket from `of_bucket`. To the operations
+    of the bucket it appends `resolve_last_backward`, before the operations that stage state. Steps that are taken
+    commit the staged state, and `Runner.state_dict` contains the committed state.
 
-    A gradient may have been sent, and neither used by a step nor cleared before the next synchronised backward pass. It
-    is then sent again, and what was staged is in it already. The state of the bucket starts from there, see
-    `BucketState.continue_from_staged`.
+    A gradient may have been sent, and neither used by a step nor cleared before the next synchronized backward pass. It
+    is then sent again, and already includes the staged state. The state of the bucket therefore starts from the staged
+    state, see `BucketState.continue_from_staged`.
 
     Args:
         owner: the name of the algorithm, for errors.
-        make: a function that returns the state of a new bucket. Its arguments are the bucket, and for each parameter
-            what this rank holds, as `BucketState.expand` returns it. The second one is None if no rank holds anything
+        make: a function that returns the state of a new bucket. Its arguments are the bucket and, for each parameter,
+            this rank's state, as `BucketState.expand` returns it. The second argument is None if no rank has any state
             of the bucket's parameters.
-        shapes: the names of the tensors, in the order of `BucketState.expand`. With each goes a function of the
-            parameter that returns the shape; or None for one float32 (or complex64) value for each element, in the
-            order of the parameter's memory.
+        shapes: the names of the tensors, in the order of `BucketState.expand`. Each name maps to a function of the
+            parameter that returns the shape, or to None for one float32 (or complex64) value per element, in the order
+            of the parameter's memory.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class ParameterState(Generic[S]):
         self._owner = owner
         self._make = make
         self._shapes = shapes
-        # All by the parameter's id. What is loaded is kept until the parameter is seen in a bucket.
+        # All keyed by the parameter's id. Loaded tensors are stored until the parameter is first in a bucket.
         self._places: dict[int, tuple[S, slice]] = {}
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
-        self._orders: dict[int, MemoryOrder] = {}  # in which what is kept lies
+        self._orders: dict[int, MemoryOrder] = {}  # the order in which the state is stored
         self._averages: dict[int, AverageInGradient] = {}
-        # Also if the runner is forgotten behind a hook of DDP.
-        self._let_go = weakref.finalize(self, _close, self._averages)
-        self._let_go.atexit = False
+        # Also runs if the runner is garbage-collected together with a DDP hook, without a call of close.
+        self._finalizer = weakref.finalize(self, _close, self._averages)
+        self._finalizer.atexit = False
 
     @property
     def names(self) -> list[str]:
@@ -95,10 +95,10 @@ class ParameterState(Generic[S]):
         return list(self._shapes)
 
     def of_bucket(self, bucket: BaguaBucket) -> S:
-        """Return the state of a new bucket, which starts from what is kept of its parameters.
+        """Return the state of a new bucket, which starts from the state of its parameters.
 
         Raises:
-            RuntimeError: DDP has formed its buckets anew between two synchronised backward passes of one step.
+            RuntimeError: DDP has rebuilt its buckets between two synchronized backward passes of one step.
         """
         parameters = [tensor.parameter for tensor in bucket.tensors]
         slices = _consecutive_slices(parameters)
@@ -106,17 +106,17 @@ class ParameterState(Generic[S]):
         if places[0] is not None and places == [(places[0][0], part) for part in slices]:
             known = places[0][0]
             if sum(state is known for state, _ in self._places.values()) == len(parameters):
-                return known  # a bucket of the same parameters, and not of the first ones of another
+                return known  # a bucket with the same parameters, not one with only the first of them
         unresolved = [tensor.name for tensor in bucket.tensors if self._is_still_in_gradient(tensor.parameter)]
         if unresolved:
             raise RuntimeError(
-                f"{self._owner}: DDP has formed its buckets anew between two synchronised backward passes of one "
-                f"step, as it does once after its first, and what was kept of {unresolved[0]} in the first of them is "
-                "not known in the other bucket; accumulate gradients under ddp.no_sync(), and clear those "
-                "of parameters that no optimizer has with ddp.zero_grad()"
+                f"{self._owner}: DDP has rebuilt its buckets between two synchronized backward passes of one step, as "
+                f"it does once after its first backward. The new bucket has no state of {unresolved[0]} from the first "
+                "pass. Accumulate gradients under ddp.no_sync(), and clear the gradients of parameters that no "
+                "optimizer has with ddp.zero_grad()"
             )
         is_new = not any(id(parameter) in known for parameter in parameters for known in (self._places, self._loaded))
-        state = self._make(bucket, None if is_new else [self._held(parameter) for parameter in parameters])
+        state = self._make(bucket, None if is_new else [self._local_state(parameter) for parameter in parameters])
         for tensor, part in zip(bucket.tensors, slices, strict=True):
             parameter = tensor.parameter
             self._orders[id(parameter)] = tensor.order
@@ -127,28 +127,28 @@ class ParameterState(Generic[S]):
         return state
 
     def resolve_last_backward(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        """Find out which gradients of a bucket contain what was sent before. A python op, to append before sending.
+        """Determine which gradients of a bucket contain an earlier average. A python op, to append before sending.
 
         Raises:
-            RuntimeError: a parameter was in a synchronised backward pass of this step, and is not in this one.
+            RuntimeError: a parameter was in a synchronized backward pass of this step, and is not in this pass.
         """
-        still_there: list[slice] = []
+        unused: list[slice] = []
         for tensor in bucket.tensors:
             average, place = self._averages[id(tensor.parameter)], self._places[id(tensor.parameter)][1]
             if average.is_untouched_in_gradient:
                 raise RuntimeError(
-                    f"{self._owner}: {tensor.name} must have a gradient in every synchronised backward pass of a step "
-                    "or in none, got one and then none; accumulate gradients under ddp.no_sync()"
+                    f"{self._owner}: {tensor.name} must have a gradient in every synchronized backward pass of a step "
+                    "or in none, got a gradient in an earlier pass only; accumulate gradients under ddp.no_sync()"
                 )
             if average.is_still_in_gradient:
-                still_there.append(place)
+                unused.append(place)
             average.begin(bucket.flat[place])
-        self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(still_there)
+        self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(unused)
 
     def commit(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Commit what is staged, after a step of these parameters, for those whose gradient holds an average.
+        """Commit the staged state, after a step of these parameters, if their gradients contain an average.
 
-        What is staged for the others stays: nothing that was sent of them has been used.
+        The staged state of the other parameters remains staged, since the step has not used their averages.
         """
         pending = {
             parameter: average
@@ -162,7 +162,7 @@ class ParameterState(Generic[S]):
         }
         unstage_unused(unread, self._places)
         read = {parameter: average for parameter, average in pending.items() if parameter not in unread}
-        used_ids = {id(parameter) for parameter in (*unread, *with_average(read))}
+        used_ids = {id(parameter) for parameter in (*unread, *parameters_with_average(read))}
         by_state: dict[int, tuple[S, list[slice], list[slice]]] = {}
         for parameter_id, (state, part) in self._places.items():
             _, taken, left = by_state.setdefault(id(state), (state, [], []))
@@ -170,14 +170,14 @@ class ParameterState(Generic[S]):
                 (taken if parameter_id in used_ids else left).append(part)
         for state, taken, left in by_state.values():
             if taken:
-                state.commit(_merged(taken) if left else None)
+                state.commit(_merge_adjacent(taken) if left else None)
         for parameter_id in used_ids:
             self._averages[parameter_id].end()
 
     def commit_without_step(self, bucket: BaguaBucket) -> None:
-        """Commit what is staged of a bucket on a rank that takes no steps (`torch.distributed.algorithms.Join`).
+        """Commit the staged state of a bucket on a rank that takes no steps (`torch.distributed.algorithms.Join`).
 
-        Nothing is committed if the average is not finite: the other ranks then skip the step.
+        Commit nothing if the average is not finite, since the other ranks then skip the step.
         """
         for tensor in bucket.tensors:
             self._averages[id(tensor.parameter)].end()
@@ -185,49 +185,48 @@ class ParameterState(Generic[S]):
             self._places[id(bucket.tensors[0].parameter)][0].commit()
 
     def close(self) -> None:
-        """Let go of the parameters."""
-        self._let_go()
+        """Remove the hooks from the parameters."""
+        self._finalizer()
 
     def state_dict(self, named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what this rank holds, by the name of the tensor and then by that of the parameter.
+        """Return this rank's state, keyed by tensor name and then by parameter name.
 
-        There are zeros where nothing is kept yet, since torch.distributed.checkpoint loads into a state that has all
-        keys.
+        A parameter without state has zeros, since torch.distributed.checkpoint loads into a state that has all keys.
         """
-        held = {name: self._held(parameter) for name, parameter in named.items()}
+        local = {name: self._local_state(parameter) for name, parameter in named.items()}
         return {
-            kind: {name: self._shaped(named[name], tensors[index], shape_of) for name, tensors in held.items()}
+            kind: {name: self._to_shape(named[name], tensors[index], shape_of) for name, tensors in local.items()}
             for index, (kind, shape_of) in enumerate(self._shapes.items())
         }
 
     def load_state_dict(self, owner: str, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` returned. Then call `AlgorithmImpl.reset`, so that buckets ask for their state again.
+        """Load the return value of `state_dict`. Then call `AlgorithmImpl.reset`, so that buckets get the new state.
 
         Args:
-            owner: whom the error names.
-            state: what `state_dict` returned.
+            owner: the name for errors.
+            state: the return value of `state_dict`.
             named: the parameters, by name.
 
         Raises:
-            ValueError: names or shapes are not those of the parameters.
+            ValueError: names or shapes do not match the parameters.
         """
         names: list[Any] = []
         wrong: dict[str, None] = {}
         for kind, shape_of in self._shapes.items():
             tensors = state[kind] if isinstance(state[kind], Mapping) else {"": state[kind]}
             names.append(tensors.keys())
-            wrong |= {name: None for name, one in tensors.items() if not _fits(one, named.get(name), shape_of)}
-        if wrong or any(one != names[0] for one in names):
+            wrong |= {name: None for name, tensor in tensors.items() if not _fits(tensor, named.get(name), shape_of)}
+        if wrong or any(keys != names[0] for keys in names):
             raise ValueError(
-                f"{owner}.load_state_dict: {' and '.join(self._shapes)} must hold tensors of the same names, which are "
-                "those of its parameters, in their shapes, got others" + (f", {list(wrong)[:5]}" if any(wrong) else "")
+                f"{owner}.load_state_dict: {' and '.join(self._shapes)} must contain tensors with the same names, the "
+                "names of its parameters, in their shapes, got others" + (f": {list(wrong)[:5]}" if any(wrong) else "")
             )
         self._places = {}
-        for one in self._averages.values():
-            one.end()
+        for average in self._averages.values():
+            average.end()
         self._loaded = {
             id(named[name]): [
-                self._flat(named[name], state[kind][name], shape_of) for kind, shape_of in self._shapes.items()
+                self._to_flat(named[name], state[kind][name], shape_of) for kind, shape_of in self._shapes.items()
             ]
             for name in names[0]
         }
@@ -235,7 +234,7 @@ class ParameterState(Generic[S]):
     def _is_still_in_gradient(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._averages and self._averages[id(parameter)].is_still_in_gradient
 
-    def _held(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _local_state(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
         if id(parameter) in self._places:
             state, part = self._places[id(parameter)]
             return state.expand(part)
@@ -247,13 +246,13 @@ class ParameterState(Generic[S]):
     def _order_of(self, parameter: torch.Tensor) -> MemoryOrder:
         return self._orders.setdefault(id(parameter), MemoryOrder(parameter))
 
-    def _shaped(self, parameter: torch.Tensor, flat: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
-        """Return what is kept of `parameter` in its shape, a copy."""
+    def _to_shape(self, parameter: torch.Tensor, flat: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
+        """Return a copy of a state tensor of `parameter` in its shape."""
         copy = flat.clone()
         return self._order_of(parameter).shape(copy) if shape_of is None else copy.view(*shape_of(parameter))
 
-    def _flat(self, parameter: torch.Tensor, shaped: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
-        """Return the reverse of `_shaped`."""
+    def _to_flat(self, parameter: torch.Tensor, shaped: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
+        """Return a flat copy of a state tensor; the inverse of `_to_shape`."""
         if shape_of is not None:
             return shaped.to(parameter.device, torch.float32).flatten().clone()
         dtype = torch.complex64 if parameter.is_complex() else torch.float32
@@ -266,7 +265,7 @@ def residual_state(owner: str, momentum: Momentum | None = None) -> ParameterSta
 
     Args:
         owner: the name of the algorithm, for errors.
-        momentum: of what is sent, whose velocity is then kept too.
+        momentum: the momentum of the values that are sent. The state then includes its velocity.
     """
     names = list(TwoPhaseResiduals(torch.device("cpu"), momentum=momentum).kept)
 
@@ -278,8 +277,8 @@ def residual_state(owner: str, momentum: Momentum | None = None) -> ParameterSta
 
 
 def _close(averages: dict[int, AverageInGradient]) -> None:
-    for one in averages.values():
-        one.close()
+    for average in averages.values():
+        average.close()
 
 
 def _consecutive_slices(parameters: Iterable[torch.Tensor]) -> list[slice]:
@@ -290,8 +289,8 @@ def _consecutive_slices(parameters: Iterable[torch.Tensor]) -> list[slice]:
     return slices
 
 
-def _merged(parts: Sequence[slice]) -> list[slice]:
-    """Return the same elements in fewer slices, where some lie one after the other."""
+def _merge_adjacent(parts: Sequence[slice]) -> list[slice]:
+    """Return the same elements in fewer slices, with adjacent slices merged."""
     merged: list[slice] = []
     for part in sorted(parts, key=lambda part: part.start):
         if merged and merged[-1].stop == part.start:

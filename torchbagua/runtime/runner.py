@@ -1,4 +1,4 @@
-"""Runner: what drives an algorithm's impl, from `Algorithm.reify` to `close`."""
+"""Runner: drives an algorithm's impl, from `Algorithm.reify` to `close`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -27,66 +27,66 @@ S = TypeVar("S", bound=ParameterState[Any])
 
 @final
 class Runner:
-    """Runs an algorithm over a process group: the state of `comm_hook`, and what `Algorithm.reify` returns.
+    """Runs an algorithm over a process group: the state of `comm_hook`, and the return value of `Algorithm.reify`.
 
-    It has the lane, the buckets and the state by parameter, is notified of backward passes and of the optimizers'
+    It contains the lane, the buckets and the per-parameter state. It is notified of backward passes and of optimizer
     steps, and calls the methods of an `AlgorithmImpl`. The constructor of an impl calls `keep`, `average`,
     `on_step_taken` and `on_close`, and its methods call `codec_for`. A loop with a standalone hook calls `step_taken`,
-    `state_dict`, `load_state_dict` and `close`. `attach` and `comm_hook` call the others.
+    `state_dict`, `load_state_dict` and `close`. `attach` and `comm_hook` call the other methods.
 
-    Behind a standalone hook, a runner that was not closed ends when the garbage collector finds it.
+    With a standalone hook, a runner that was not closed ends when it is garbage-collected.
 
     Between two backward passes the lane of a gradient algorithm is idle, since DDP waits for all buckets at the end of
-    each. So `loss_scale` and the flat tensors of buckets need no lock.
+    each backward. Therefore `loss_scale` and the flat tensors of buckets need no lock.
 
     Args:
         process_group: owned by the runner, and closed with it.
-        algorithm: the `Algorithm`, whose `make_impl` gives the impl.
+        algorithm: the `Algorithm`. Its `make_impl` returns the impl.
 
     Attributes:
         process_group: the group, with private communicators for the lane.
         algorithm: the description.
         name: the algorithm's name, for errors.
-        impl: what `make_impl` returned.
-        codec: what `Algorithm.make_codec` returned; see `codec_for`.
-        lane: runs what is communicated.
+        impl: the return value of `make_impl`.
+        codec: the return value of `Algorithm.make_codec`; see `codec_for`.
+        lane: runs the communication.
         tracer: notifies the observers of the group.
         buckets: the buckets of a weight algorithm; empty for a gradient algorithm, which uses DDP's.
         gradient_buckets: the buckets that mirror DDP's. Empty before the first backward. Iterable.
-        ignored_names: the parameters and buffers of the module that DDP was told to ignore.
-        optimizers: those whose steps it is notified of. Without `attach` there are none, unless `Algorithm.reify` was
-            given some.
+        ignored_names: the parameters and buffers of the module that DDP ignores.
+        optimizers: the optimizers with watched steps. Empty without `attach`, unless optimizers were passed to
+            `Algorithm.reify`.
         step_watches: one for each of these optimizers; it notifies its listeners of each step.
-        grad_scaler: the GradScaler that `attach` was given.
-        loss_scale: the loss scale of the gradients of this backward; 1 unless `needs_grad_scaler` is True and there is
-            a GradScaler.
-        read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it; without it the
-            GradScaler is asked, which waits for all that a GPU has still to do.
-        num_synchronised: how many backward passes have begun in which DDP hands over buckets.
-        has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
-            too (`torch.distributed.algorithms.Join`).
-        loading: the names in `buckets` of weights that `load_state_dict` of the module has written since the last step.
-            `AlgorithmImpl.weights_loaded` comes later. Until then no round in flight must change them.
-        ends_in_order: whether all ranks will call `close`. It then completes pending stream-ordered work, and otherwise
-            aborts it.
-        has_lost_ranks: set to True when a rank has left early, so that the others do not end in order.
-        ended_by: the call that the missing-detach warning recommends. An adapter sets its own.
+        grad_scaler: the GradScaler that was passed to `attach`.
+        loss_scale: the loss scale of the gradients of this backward. It is 1 unless `needs_grad_scaler` is True and
+            there is a GradScaler.
+        read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it. If it is None, the
+            runner reads the scale from the GradScaler, which synchronizes with the GPU.
+        num_synchronised: the number of backward passes begun in which DDP passes its buckets to the hook.
+        has_joined: whether this rank has run out of data. It then participates with zero gradients until all ranks
+            have run out of data (`torch.distributed.algorithms.Join`).
+        loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
+            `AlgorithmImpl.weights_loaded` is called later. Until then, no round in flight may change these weights.
+        ends_in_order: whether all ranks will call `close`. If so, `close` completes pending stream-ordered work.
+            Otherwise it aborts this work.
+        has_lost_ranks: set to True when a rank has left early, so that the other ranks do not end in order.
+        ended_by: the call that the missing-detach warning recommends. Adapters set a different one.
 
-        What an impl sets, in its constructor:
+        An impl sets these in its constructor:
 
-        parameter_state: what it keeps of each parameter, by `keep`.
-        weights: the weights that it averages, by `average`.
+        parameter_state: the per-parameter state, set by `keep`.
+        weights: the weights to average, set by `average`.
         needs_grad_scaler: whether a loop that has a GradScaler must pass it to `attach`.
-        agree_on_overflow: a function of a bool, whether the gradients of this rank hold an Inf or NaN, that returns
-            whether the GradScaler has to skip the step. By default as this rank's gradients say, and for a weight
-            algorithm as those of any rank.
-        replicas_diverge: returns whether ranks hold different weights now, that `detach` would make equal.
+        agree_on_overflow: a function of a bool, whether this rank's gradients contain an Inf or NaN. Returns whether
+            the GradScaler must skip the step. By default, this rank's gradients decide; for a weight algorithm, an Inf
+            or NaN on any rank skips the step on all.
+        replicas_diverge: returns whether ranks currently hold different weights that `detach` would make equal.
         open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
-            DDP of all ranks; collective. None unless DDP goes on averaging gradients within nodes.
-        load_effect: what `AlgorithmImpl.weights_loaded` does, in the message that says that weights were loaded.
+            DDP of all ranks; collective. None unless DDP continues to average gradients within nodes.
+        load_effect: the effect of `AlgorithmImpl.weights_loaded`, for the message that reports a load of weights.
 
     Raises:
-        TypeError: `make_impl` returned something other than an impl of the algorithm's kind.
+        TypeError: `make_impl` did not return an impl of the algorithm's kind.
     """
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
@@ -135,7 +135,7 @@ class Runner:
         self._before_close = ExitStack()
         self._after_close = ExitStack()
         if algorithm.averages_weights:
-            process_group.move_beside_training()
+            process_group.move_to_lane()
         try:
             self.impl: AlgorithmImpl = algorithm.make_impl(self)
             check_impl(self)
@@ -145,20 +145,20 @@ class Runner:
 
     @property
     def averages_weights(self) -> bool:
-        """Whether it runs a weight algorithm, with buckets of its own."""
+        """Whether it runs a weight algorithm, which has separate buckets."""
         return bool(self.algorithm.averages_weights)
 
     def codec_for(self, bucket: BaguaBucket) -> Compressor:
-        """Return `codec`; or that of full precision, if `codec` does not encode the dtype of the bucket."""
+        """Return `codec`, or the codec of full precision if `codec` does not encode the dtype of the bucket."""
         return codec_for_dtype(self.codec, bucket.flat.dtype)
 
     def keep(self, state: S, parameters: Callable[[], list[torch.Tensor]] | None = None) -> S:
-        """Keep a state by parameter: steps that are taken commit it, and `state_dict` contains it. Return it.
+        """Register and return a per-parameter state. Steps that are taken commit it, and `state_dict` contains it.
 
         Args:
             state: the state; becomes `parameter_state`.
-            parameters: returns the parameters that it belongs to. By default those of `optimizers`; where there are
-                none, since gradients are averaged by hand, all of the module.
+            parameters: returns the parameters with this state. By default, the parameters of `optimizers`, or all
+                parameters of the module if there are no optimizers because the loop averages gradients itself.
         """
         self._require_constructor("keep")
         self.parameter_state = state
@@ -166,9 +166,9 @@ class Runner:
         return state
 
     def average(self, weights: WeightBuckets) -> WeightBuckets:
-        """Make this a weight algorithm, which averages `weights`. Return them.
+        """Register and return the weights to average. This makes the algorithm a weight algorithm.
 
-        If there are several ranks, all of them then skip a step together if the GradScaler of one does.
+        With several ranks, all ranks then skip a step if the GradScaler of any rank skips it.
         """
         self._require_constructor("average")
         self.weights = weights
@@ -181,7 +181,7 @@ class Runner:
     # Steps of the optimizers.
 
     def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Watch the steps of these optimizers, if the algorithm needs to know of them. `Algorithm.reify` calls it."""
+        """Watch the steps of these optimizers, if the algorithm needs them. `Algorithm.reify` calls this."""
         self.optimizers = list(optimizers)
         self._watches_steps = True
         kept = self._parameters_of_state()
@@ -193,9 +193,9 @@ class Runner:
     def on_step_taken(self, listener: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Call `listener` after each step of each optimizer that was not skipped; for the constructor of an impl.
 
-        Its argument is the parameters of the optimizer that have a gradient. It is called before the function that
-        `AlgorithmImpl.init_post_optimizer_step_hook` returned, and before `parameter_state` is committed for those
-        parameters whose gradient holds an average from DDP.
+        The argument of `listener` is the list of the optimizer's parameters that have a gradient. The runner calls it
+        before the function from `AlgorithmImpl.init_post_optimizer_step_hook`, and before it commits `parameter_state`
+        for the parameters with gradients that contain an average from DDP.
         """
         self._require_constructor("on_step_taken")
         self._step_listeners.append(listener)
@@ -206,22 +206,22 @@ class Runner:
 
     @property
     def commits_on_step(self) -> bool:
-        """Whether it must be notified of the steps that are taken."""
+        """Whether the runner must be notified of the steps that are taken."""
         return self.parameter_state is not None or bool(self._step_listeners)
 
     def step_taken(self) -> None:
-        """Tell it that your optimizer has taken a step. Call it after each step if you use no `attach`.
+        """Report that your optimizer has taken a step. Call this after each step if you do not use `attach`.
 
-        If you have a GradScaler, which may skip a step, or several synchronised backward passes before the first step,
-        give `Algorithm.reify` the optimizer instead.
+        If you have a GradScaler, which may skip a step, or several synchronized backward passes before the first step,
+        pass the optimizer to `Algorithm.reify` instead.
 
         Raises:
-            RuntimeError: it watches its optimizers itself.
+            RuntimeError: the runner already watches its optimizers.
         """
-        self._steps.tell(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
+        self._steps.report_step(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
 
     def commit_step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Commit what belongs to a step; `StepsTaken` calls it.
+        """Commit the state of a step; `StepsTaken` calls this.
 
         Args:
             parameters: the parameters of the optimizer that have a gradient.
@@ -234,12 +234,12 @@ class Runner:
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name.
+        """Return the state that a resumed run needs: tensors and numbers, keyed by parameter name.
 
         It merges the impl's state, `parameter_state`, and the rank and the number of ranks.
 
         Raises:
-            RuntimeError: parameters have no names, because there is neither `attach` nor an optimizer.
+            RuntimeError: parameters have no names, because neither `attach` nor an optimizer provides them.
         """
         own = self.impl.state_dict()
         if self.parameter_state is None:
@@ -247,11 +247,11 @@ class Runner:
         return {**owner_of(self.process_group), **self.parameter_state.state_dict(self._named_parameters()), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Call it between two steps. Collective if the algorithm keeps something.
+        """Load the return value of `state_dict`. Call it between two steps. Collective if there is a `parameter_state`.
 
         Raises:
-            ValueError: `state` is that of another algorithm or of another rank.
-            CommunicationError: other ranks have a state of other parameters, or did not load theirs in time.
+            ValueError: `state` belongs to another algorithm or to another rank.
+            CommunicationError: other ranks have a state of different parameters, or did not load a state in time.
         """
         kept = self.parameter_state
         if kept is None:
@@ -261,7 +261,7 @@ class Runner:
         known = {*owner_of(self.process_group), *kept.names}
         self.impl.load_state_dict({key: value for key, value in state.items() if key not in known})
         kept.load_state_dict(self.name, state, self._named_parameters())
-        # What ranks hold decides whether they sum it in the next backward.
+        # Whether ranks sum the state in the next backward depends on the state, so all ranks must load the same names.
         names = list(state[kept.names[0]])
         progress = {"as a digest of the names in its state": fingerprint(names)}
         world = self.process_group.world
@@ -276,11 +276,11 @@ class Runner:
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that have state, by module name, or by optimizer index behind a standalone hook."""
+        """Return the parameters that have state, by module name, or by optimizer index with a standalone hook."""
         if not self._names:
             raise RuntimeError(
-                f"{self.name}: behind the standalone hook parameters have no names to save state by; make the runner "
-                "by reify(group, optimizer=optimizer), or use attach"
+                f"{self.name}: with a standalone hook, parameters have no names to save state by; create the runner "
+                "with reify(group, optimizer=optimizer), or use attach"
             )
         known = [parameter for parameter in self._parameters_of_state() if id(parameter) in self._names]
         encodes = self.codec.encodes
@@ -289,20 +289,20 @@ class Runner:
     # The module and its buckets.
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
-        """Set the module, and make the buckets of a weight algorithm. Collective on GPUs.
+        """Set the module, and create the buckets of a weight algorithm. Collective on GPUs.
 
-        `attach` calls it after `Algorithm.reify`, after rank 0's weights and optimizer state
-        were broadcast, and before hooks are installed. From then on parameters have their names in the module.
+        `attach` calls it after `Algorithm.reify` and the broadcast of rank 0's weights and optimizer state, and before
+        it installs hooks. From then on, parameters have their names in the module.
 
         Args:
             module: the attached module, without its DDP.
-            ignored_names: names of parameters and buffers that DDP was told to ignore.
+            ignored_names: names of parameters and buffers that DDP ignores.
         """
         self._module = module
         self.ignored_names = ignored_names
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
-        if len(devices) == 1 and not self.averages_weights:  # else they come with its buckets
+        if len(devices) == 1 and not self.averages_weights:  # a weight algorithm uses the devices of its buckets
             self.use_device(devices.pop())
         if not self.averages_weights:
             trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
@@ -315,7 +315,7 @@ class Runner:
         return is_own and not self._is_closed
 
     def rebuild_buckets(self) -> None:
-        """Make the buckets of a weight algorithm again, and forget those that stand for DDP's."""
+        """Rebuild the buckets of a weight algorithm, and drop the buckets that mirror DDP's."""
         self.gradient_buckets.clear()
         if self.averages_weights and self._module is not None:
             self.buckets = self.impl.tensors_to_buckets(self.impl.init_tensors(self._module), do_flatten=True)
@@ -325,22 +325,22 @@ class Runner:
                 self.impl.init_operations(self._module, bucket)
 
     def reset_if_needed(self) -> None:
-        """Have the impl make buckets again, if it says that it needs to; when no backward is under way."""
+        """Have the impl rebuild its buckets, if `need_reset` returns True. Call it when no backward is in progress."""
         if self.impl.need_reset():
             self.impl.reset()
 
     def use_device(self, device: torch.device) -> None:
-        """Set the device of the tensors that the lane works on. The first call with a GPU is collective.
+        """Set the device of the tensors that the lane processes. The first call with a GPU is collective.
 
         Raises:
-            ValueError: it is another GPU than before, the process group has no backend for it, or that lacks an
-                operation; this is then an error on all ranks.
-            CommunicationError: the backend could not connect the ranks there.
+            ValueError: the GPU differs from an earlier one, or the process group has no backend for it. Or the backend
+                lacks an operation; all ranks then raise.
+            CommunicationError: the backend could not connect the ranks on this device.
         """
-        if device.type != "cpu" and device != self._gpu:  # it is asked for every bucket
+        if device.type != "cpu" and device != self._gpu:  # called for every bucket
             self.process_group.world.check_device(device)
             self.lane.use_gpu(device)
-            if device.type == "cuda":  # elsewhere observers are told when the host began and ended
+            if device.type == "cuda":  # on other devices, observers get the host's begin and end times
                 self.tracer.use_gpu(device)
             self.process_group.use_device(device)
             self.process_group.check_operations(device, self.name)
@@ -355,7 +355,7 @@ class Runner:
             has_joined: see the attribute of this name.
 
         Raises:
-            RuntimeError: the memory layout of a parameter has changed; names it.
+            RuntimeError: the memory layout of a parameter has changed. The message names the parameter.
         """
         self.has_joined = has_joined
         self.num_synchronised += 1
@@ -367,15 +367,15 @@ class Runner:
             scaler = self.grad_scaler
             self.loss_scale = 1.0 if scaler is None else (self.read_loss_scale or scaler.get_scale)()
         needs_reset = self.impl.need_reset()
-        if has_changed:  # after `need_reset`, which may tell other ranks of it
-            self._fail(layout_watch.own_error(self.process_group.rank))
+        if has_changed:  # after `need_reset`, which may notify other ranks of it
+            self._fail(layout_watch.local_error(self.process_group.rank))
         if needs_reset:
             self.impl.reset()
 
     def on_joined_backward(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after the last bucket of each backward of others in which this rank takes part with zeros.
+        """Call `listener` after the last bucket of each backward in which this rank has joined and sends zeros.
 
-        In stream order only: elsewhere the lane has the bucket then.
+        Only in stream order: otherwise the lane may still be processing the bucket.
         """
         self._joined_listeners.append(listener)
 
@@ -388,7 +388,7 @@ class Runner:
         """Return the bucket for a DDP bucket, with `flat` as its flat tensor; `comm_hook` calls it.
 
         Args:
-            parameters: the parameters of the DDP bucket. They identify it, since DDP forms other buckets after its
+            parameters: the parameters of the DDP bucket. They identify it, since DDP rebuilds its buckets after its
                 first step.
             flat: the buffer of the DDP bucket.
             index: DDP's number of the bucket, for names.
@@ -405,11 +405,11 @@ class Runner:
             self.impl.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
         bucket.flat = flat
-        self.ends_in_order = True  # behind the standalone hook nobody calls finish
+        self.ends_in_order = True  # with a standalone hook, nobody calls finish
         return bucket
 
     def _check_new(self, bucket: BaguaBucket) -> None:
-        """Check dtypes and layouts. If only this rank raises, by a filter of its warnings say, the others raise too."""
+        """Check dtypes and layouts. If only this rank raises, for example by a warning filter, the others raise too."""
         try:
             if self._module is None:  # attach has checked all parameters at once
                 self._check_dtypes({tensor.name: tensor.parameter for tensor in bucket.tensors})
@@ -419,14 +419,14 @@ class Runner:
             self._fail(error)
 
     def _check_dtypes(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Have the algorithm check parameters: once for each dtype that it does not compress."""
+        """Have the algorithm check parameters, once for each dtype that it does not compress."""
         dtypes = {parameter.dtype for parameter in self.algorithm.uncompressed(parameters).values()}
         if not dtypes <= self._checked_dtypes:
             self._checked_dtypes |= dtypes
             self.algorithm.check_parameters(parameters)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise an error, after which other ranks do not wait for this one: the lane ends and closes the groups."""
+        """Raise an error, and end the lane, which closes the groups so that other ranks do not wait for this rank."""
 
         def fail() -> NoReturn:
             raise RuntimeError(str(error))
@@ -437,28 +437,28 @@ class Runner:
     # The end.
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Give all ranks the mean of their weights for a while. Collective; see `AlgorithmImpl.averaged_weights`."""
+        """Give all ranks the mean of their weights in a context. Collective; see `AlgorithmImpl.averaged_weights`."""
         return self.impl.averaged_weights()
 
     def own_weights(self) -> AbstractContextManager[None]:
-        """Within `averaged_weights`, give this rank its own weights for a while. Not collective.
+        """Within `averaged_weights`, give this rank its local weights in a nested context. Not collective.
 
-        `Attachment.rank_state_dict` needs it there.
+        `Attachment.rank_state_dict` needs this if it is called within `averaged_weights`.
 
         Raises:
-            NotImplementedError: an algorithm with buckets of its own has no `weights`.
+            NotImplementedError: a weight algorithm has no `weights`, because its impl does not call `average`.
         """
         if self.weights is not None:
             return self.weights.means.own()
         if self.averages_weights:
-            raise NotImplementedError(f"{type(self.impl).__name__} must call runner.average")
+            raise NotImplementedError(f"{type(self.impl).__name__} must call runner.average in its constructor")
         return nullcontext()
 
     def finish(self, *, failed: bool) -> bool:
         """End the work on the module, before `close`. Return whether this made the weights equal on all ranks.
 
         Args:
-            failed: True if an exception ends the attachment. Other ranks may not call it then.
+            failed: True if an exception ends the attachment. Other ranks may then not call this method.
         """
         self.ends_in_order = False
         if failed:
@@ -468,7 +468,7 @@ class Runner:
         return has_mean
 
     def close(self) -> None:
-        """Finish what is queued, and end the lane, the private groups and the traces. A second call does nothing."""
+        """Finish the queued jobs, and end the lane, the private groups and the traces. A second call does nothing."""
         self._is_closed = True
         with self._after_close:
             try:
@@ -485,14 +485,14 @@ class Runner:
         finally:
             if self.parameter_state is not None:
                 self.parameter_state.close()
-            self.process_group.close()  # before the traces, which may have much to write: peers notice at once
+            self.process_group.close()  # before the traces, which may take long to write, so that peers notice at once
             self.tracer.end()
 
     def on_close(self, callback: Callable[[], object], *, first: bool = False) -> None:
-        """Call `callback` when it is closed, as `Attachment.detach` does it. For impls and adapters.
+        """Call `callback` when the runner is closed, for example by `Attachment.detach`. For impls and adapters.
 
         Args:
-            callback: what to call.
-            first: call it before lane and groups are closed: it ends what uses them.
+            callback: the function to call.
+            first: call it before the lane and the groups are closed, to end work that uses them.
         """
         (self._before_close if first else self._after_close).callback(callback)

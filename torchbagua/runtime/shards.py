@@ -1,4 +1,4 @@
-"""What fully_shard makes of a module: parts that gather parameters, and parameters of which a rank holds a shard."""
+"""Modules with fully_shard: the parts that gather parameters, and this rank's shards of the parameters."""
 
 import sys
 from collections.abc import Iterable
@@ -8,30 +8,30 @@ import torch
 
 
 def sharded_parts(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the parts of `module`, itself among them, on which fully_shard was called, by name."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes a second, and whoever has such a part did so
+    """Return the parts of `module`, which may include the module itself, to which fully_shard was applied, by name."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes a second, and fully_shard has imported it
     if fsdp is None:
         return {}
     return {name: part for name, part in module.named_modules() if isinstance(part, fsdp.FSDPModule)}
 
 
 def reshard(parts: Iterable[Any]) -> None:
-    """Free the gathered parameters that a forward without backward has left in some of these parts.
+    """Free the gathered parameters that a forward without backward may have left in these parts.
 
-    As long as there are some, the module lists those, and computes with them whatever is written to its shards.
+    While gathered parameters exist, the module lists them and computes with them, and ignores writes to its shards.
     """
     for part in parts:
         part.reshard()
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Return whether it is a DTensor, of which this rank holds a shard."""
+    """Return whether `tensor` is a DTensor, of which this rank holds a shard."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of `tensor`: of a DTensor its shard, in the same memory; of any other all of it."""
+    """Return this rank's shard of a DTensor, as a view of its memory. Return any other tensor unchanged."""
     if not is_shard(tensor):
         return tensor
     with torch.no_grad():
@@ -40,7 +40,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def name_of_shard(name: str, tensor: torch.Tensor) -> str:
-    """Return `name`, and if `tensor` is a DTensor which shard of it this rank holds."""
+    """Return `name`, and for a DTensor also the number of this rank's shard."""
     if not is_shard(tensor):
         return name
     mesh = tensor.device_mesh  # type: ignore[attr-defined]

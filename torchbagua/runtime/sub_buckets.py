@@ -1,4 +1,4 @@
-"""Sub-buckets of a gradient bucket: some or all of its tensors, in a flat tensor and a dtype of their own."""
+"""Sub-buckets of a gradient bucket: a subset of its tensors, in a separate flat tensor and dtype."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from torchbagua.runtime.memory_order import flat_length
 
 
 def sub_bucket_of(bucket: BaguaBucket, tensors: Sequence[BaguaTensor], dtype: torch.dtype) -> BaguaBucket:
-    """Return a bucket of some tensors of `bucket`, in `dtype`, without operations."""
+    """Return a bucket of the given tensors of `bucket`, in `dtype`, without operations."""
     num_elements = sum(flat_length(tensor.parameter) for tensor in tensors)
     return BaguaBucket(bucket.name, tensors, bucket.group, bucket.flat.new_zeros(num_elements, dtype=dtype))
 
 
 def append_sub_buckets(bucket: BaguaBucket, sub_buckets: Sequence[BaguaBucket]) -> None:
-    """Append to `bucket` what runs its sub-buckets, one after the other, on its values."""
+    """Append to `bucket` an operation that runs its sub-buckets in sequence on its values."""
 
     def run_sub_buckets(whole: BaguaBucket, group: BaguaProcessGroup) -> None:
         values = {id(tensor): values for tensor, values in whole.parts(whole.flat)}

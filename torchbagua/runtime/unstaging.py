@@ -1,4 +1,4 @@
-"""Unstaging: the GPU drops staged state that a step must not commit, so that the host does not wait to read a flag."""
+"""Unstaging: the GPU drops staged state that a step must not commit, so that the host does not wait for a flag."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -10,35 +10,35 @@ from torchbagua.runtime.averaged_gradients import has_average
 
 @runtime_checkable
 class UnstagingState(Protocol):
-    """A `BucketState` that can take back what is staged, element by element."""
+    """A `BucketState` that can revert its staged values, element by element."""
 
     def unstage(self, is_used_N: torch.Tensor) -> None:
-        """Stage what is kept of those elements of the bucket for which `is_used_N`, [N] bool, is False."""
+        """Replace the staged values by the committed ones for elements whose `is_used_N`, [N] bool, is False."""
         ...
 
 
 def can_unstage(state: object, parameter: torch.Tensor) -> bool:
-    """Return whether its device may decide what of `parameter` a step commits, since the host would wait to read it."""
+    """Return whether the device decides if a step commits the state of `parameter`, since a host read would block."""
     gradient = parameter.grad
     return (
         gradient is not None
         and gradient.numel() > 0
-        and is_read_with_a_wait(gradient)
+        and requires_host_sync(gradient)
         and isinstance(state, UnstagingState)
     )
 
 
-def is_read_with_a_wait(tensor: torch.Tensor) -> bool:
-    """Return whether the host waits for a device when it reads a value."""
+def requires_host_sync(tensor: torch.Tensor) -> bool:
+    """Return whether the host blocks on the device when it reads a value of `tensor`."""
     return not tensor.is_cpu
 
 
 def unstage_unused(averages: Mapping[torch.Tensor, torch.Tensor], places: Mapping[int, tuple[object, slice]]) -> None:
-    """Unstage what is staged of those parameters whose gradient does not hold the average.
+    """Unstage the state of parameters with gradients that do not contain the average.
 
     Args:
-        averages: see `has_average`; of parameters for which `can_unstage` is true.
-        places: by the ids of these parameters and of others, the state of the bucket and the slice of it.
+        averages: see `has_average`; for parameters for which `can_unstage` is true.
+        places: the bucket state and the slice in it, by parameter id, for these parameters and others.
     """
     if not averages:
         return
@@ -52,10 +52,10 @@ def unstage_unused(averages: Mapping[torch.Tensor, torch.Tensor], places: Mappin
 
 
 def _flags_of_elements(parts: Sequence[tuple[slice, int]], flags: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the flag of its parameter for each element of a bucket; True for parameters without one.
+    """Return for each element of a bucket the flag of its parameter, or True for a parameter without a flag.
 
-    What is staged of those stays: a later step may commit it.
+    The staged values of parameters without a flag remain staged, since a later step may commit them.
     """
-    stays = torch.ones_like(next(iter(flags.values())))
+    default = torch.ones_like(next(iter(flags.values())))
     in_order = sorted(parts, key=lambda place: (place[0].start, place[0].stop))
-    return torch.cat([flags.get(number, stays).expand(part.stop - part.start) for part, number in in_order])
+    return torch.cat([flags.get(number, default).expand(part.stop - part.start) for part, number in in_order])

@@ -1,4 +1,4 @@
-"""The weights of a module in flat buckets: which they are, and how they are read and changed between two steps."""
+"""The weights of a module in flat buckets: selects them, and reads and changes them between two steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,20 +23,20 @@ T = TypeVar("T")
 class WeightBuckets:
     """The weights of a module in buckets, for an impl that averages them; see `Runner.average`.
 
-    Iterating over it gives each `WeightBucket`. In a group of one rank there are no buckets, and nothing changes.
+    Iteration yields each `WeightBucket`. A group of one rank has no buckets, and its weights do not change.
 
     Args:
-        runner: that of the impl.
-        progress: returns numbers that say how far this rank has come, by the names that an error gives them. Ranks
-            compare them whenever they meet. Each is below 2^40, and their number never changes.
-        average_buffers: average floating-point and complex buffers too, if the module's `state_dict` holds them.
-            Integer buffers are left alone.
-        final_average: give all ranks the mean of their weights when the attachment ends in order.
-        bucket_cap_mb: size of the buckets, in MiB.
+        runner: the runner of the impl.
+        progress: returns numbers that describe the progress of this rank, keyed by their names in errors. Ranks compare
+            them before each collective. Each is below 2^40. The set of names never changes.
+        average_buffers: average floating-point and complex buffers too, if the module's `state_dict` contains them.
+            Integer buffers are not averaged.
+        final_average: give all ranks the mean of their weights when the attachment ends without an error.
+        bucket_cap_mb: the size limit of a bucket, in MiB.
 
     Attributes:
-        lockstep: has ranks compare their progress; see `Lockstep.submit`.
-        means: forms the mean of all ranks' weights, for an evaluation or at the end.
+        lockstep: compares the progress of the ranks; see `Lockstep.submit`.
+        means: computes the mean of all ranks' weights, for an evaluation or at the end.
     """
 
     def __init__(
@@ -60,33 +60,34 @@ class WeightBuckets:
         self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
         self._sharded_parts: list[Any] = []
         self._shapes: dict[str, torch.Size] = {}
-        # By name: that of the first tensor of this name. Flat tensors of all ranks have it, also after a reset.
+        # By name, the order of the first tensor with this name. Flat tensors of all ranks use it, even after a reset.
         self._orders: dict[str, MemoryOrder] = {}
         self._buckets: list[WeightBucket] = []
 
     def __iter__(self) -> Iterator[WeightBucket]:
-        """Iterate over the buckets, in their order, which is the same on all ranks."""
+        """Iterate over the buckets, in the same order on all ranks."""
         return iter(self._buckets)
 
     @property
     def of_buffers(self) -> list[WeightBucket]:
-        """The buckets of buffers."""
+        """The buckets that contain buffers."""
         return [bucket for bucket in self if bucket.are_buffers]
 
     def select(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> list[BaguaTensor]:
-        """Return the parameters of `module` that are trained, or were before, and the buffers that are averaged.
+        """Return the parameters of `module` that are or were trained, and the buffers to average.
 
-        A layer that you freeze after some steps goes on being averaged; else it would stay different on every rank.
+        A layer that the user freezes after a few steps is still averaged. Otherwise it would remain different on every
+        rank.
 
-        Of a parameter that is sharded (`fully_shard`) the rank averages its own shard, whose name says which it is: a
-        state of another shard is then refused.
+        For a sharded parameter (`fully_shard`), the rank averages its local shard. The name of the tensor includes the
+        number of the shard, so that a state of another shard is rejected.
 
         Args:
-            module: the module that is read and written from now on.
-            ignored_names: names of parameters and buffers to leave alone.
+            module: the module to read and write from now on.
+            ignored_names: names of parameters and buffers that are not averaged.
 
         Raises:
-            ValueError: one of them is of a dtype that cannot be averaged, or they are on several devices.
+            ValueError: a tensor has a dtype that cannot be averaged, or the tensors are on several devices.
         """
         self._module, self._ignored_names = module, ignored_names
         self._sharded_parts = list(sharded_parts(module).values())
@@ -98,7 +99,7 @@ class WeightBuckets:
             if parameter.requires_grad or id(parameter) in once_averaged
         ]
         if self._average_buffers:
-            in_state = module.state_dict().keys()  # what is not in there is a cache, the same on all ranks
+            in_state = module.state_dict().keys()  # other buffers are caches, equal on all ranks
             buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in in_state]
             tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if _is_inexact(buffer)]
         tensors = [tensor for tensor in tensors if tensor.name not in ignored_names]
@@ -119,58 +120,60 @@ class WeightBuckets:
         return named
 
     def _kept_order(self, tensor: BaguaTensor) -> MemoryOrder:
-        """Return the order of the first tensor of this name and shape: other ranks may have kept that one."""
-        kept = self._orders.get(tensor.name)
-        if kept is None or sorted(kept.sizes) != sorted(tensor.order.sizes):
-            kept = self._orders[tensor.name] = tensor.order
-        return kept
+        """Return the order of the first tensor with this name and shape, since other ranks may still use that order."""
+        order = self._orders.get(tensor.name)
+        if order is None or sorted(order.sizes) != sorted(tensor.order.sizes):
+            order = self._orders[tensor.name] = tensor.order
+        return order
 
     def need_reset(self, *, meets: bool = True) -> bool:
-        """Return whether parameters have been unfrozen, or replaced by others, since `select`.
+        """Return whether parameters have been unfrozen or replaced since `select`.
 
         Args:
-            meets: whether other ranks compare progress in this step, and so can be notified of a changed layout.
+            meets: whether other ranks compare progress in this step, so that they can be notified of a changed layout.
 
         Raises:
-            RuntimeError: one was replaced by a parameter that is not trained, and would no longer be averaged. Or the
-                memory layout of one has changed, which all ranks then raise.
+            RuntimeError: a parameter was replaced by a parameter that is not trained, which would no longer be
+                averaged. Or the memory layout of a parameter has changed; all ranks then raise.
         """
         if self._group.size == 1:
             return False
         has_changed_layout = self.lockstep.layout_watch.look()
         reshard(self._sharded_parts)
         averaged = {id(parameter) for parameter in self._averaged.values()}
-        others = {
+        not_averaged = {
             name: parameter
             for name, parameter in self._module.named_parameters()
             if id(parameter) not in averaged and name not in self._ignored_names
         }
-        kept = {id(parameter) for parameter in self._module.parameters()} if others else set()
-        for name, parameter in others.items():
-            if not parameter.requires_grad and name in self._averaged and id(self._averaged[name]) not in kept:
+        current_ids = {id(parameter) for parameter in self._module.parameters()} if not_averaged else set()
+        for name, parameter in not_averaged.items():
+            if not parameter.requires_grad and name in self._averaged and id(self._averaged[name]) not in current_ids:
                 raise RuntimeError(
-                    f"torchbagua: parameter {name} was averaged, and has been replaced by one that is not trained "
-                    "(requires_grad=False) and would not be: freeze it after a step, or detach before it is replaced"
+                    f"torchbagua: parameter {name} was averaged, and has been replaced by a parameter with "
+                    "requires_grad=False, which would not be averaged. Freeze it only after a step, or detach before "
+                    "you replace it"
                 )
         if has_changed_layout and meets:
             self.lockstep.refuse_changed_layout()
-        return any(parameter.requires_grad for parameter in others.values())
+        return any(parameter.requires_grad for parameter in not_averaged.values())
 
     def make_buckets(
         self, tensors: Sequence[BaguaTensor], part_of: Callable[[BaguaTensor], str] = lambda tensor: ""
     ) -> list[BaguaBucket]:
-        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`. Buffers get buckets of their own.
+        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`. Buffers get separate buckets.
 
         Args:
-            tensors: what `select` returned.
-            part_of: returns a word, the same for tensors that may share a bucket, which the bucket's name begins with.
+            tensors: the return value of `select`.
+            part_of: returns a prefix for the name of the tensor's bucket. Only tensors with the same prefix share a
+                bucket.
         """
         kinds: dict[tuple[str, torch.dtype, bool], list[BaguaTensor]] = {}
         for tensor in tensors:
             kinds.setdefault((part_of(tensor), tensor.parameter.dtype, tensor.is_parameter), []).append(tensor)
         self._buckets = []
-        for (part, dtype, are_parameters), alike in kinds.items():
-            for members in parted(alike, self._cap_bytes, lambda tensor: local_shard(tensor.parameter).nbytes):
+        for (part, dtype, are_parameters), same in kinds.items():
+            for members in split_by_bytes(same, self._cap_bytes, lambda tensor: local_shard(tensor.parameter).nbytes):
                 name = f"{part}{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
                 num_elements = sum(flat_length(tensor.parameter) for tensor in members)
                 flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
@@ -185,7 +188,7 @@ class WeightBuckets:
 
     @torch.no_grad()
     def read(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
-        """Copy the weights into the flat tensors of all buckets, or of some, or into those that `flat` returns."""
+        """Copy the weights of `buckets`, by default of all, into the flat tensors that `flat` returns."""
         reshard(self._sharded_parts)
         for bucket in self if buckets is None else buckets:
             for weight, part in self._with_weights(bucket, flat(bucket)):
@@ -193,7 +196,7 @@ class WeightBuckets:
 
     @torch.no_grad()
     def write(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
-        """Replace weights, in place, by the flat tensors of all buckets, or some, or by those that `flat` returns."""
+        """Overwrite the weights of `buckets`, by default of all, with the flat tensors that `flat` returns."""
         reshard(self._sharded_parts)
         with self._group.tracer.span("apply"):
             for bucket in self if buckets is None else buckets:
@@ -202,14 +205,14 @@ class WeightBuckets:
 
     @torch.no_grad()
     def add(self, difference: FlatOf, snapshot: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> None:
-        """Add mean minus snapshot to the weights, so that their changes since the snapshot are kept.
+        """Add mean minus snapshot to the weights, which retains their changes since the snapshot.
 
-        A buffer is kept between its own value and the mean, since running statistics decay.
+        A buffer is clamped between its local value and the mean, since running statistics decay.
 
         Args:
             difference: returns mean minus snapshot of a bucket.
             snapshot: returns the snapshot of a bucket; called for buckets of buffers only.
-            buckets: some; by default all.
+            buckets: the buckets to change; by default all.
         """
         reshard(self._sharded_parts)
         with self._group.tracer.span("apply"):
@@ -224,46 +227,49 @@ class WeightBuckets:
                     weight.copy_(clamp_to_mean(weight + part, weight, mean))
 
     def _with_weights(self, bucket: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
+        """Return the module's tensors with their parts of `flat`. Find buffers by name: a module may replace them."""
         found = []
         for tensor in bucket.tensors:
             weight = self._module.get_buffer(tensor.name) if bucket.are_buffers else local_shard(tensor.parameter)
             if weight.shape != self._shapes[tensor.name]:
                 raise RuntimeError(
-                    f"torchbagua: {'buffer' if bucket.are_buffers else 'parameter'} {tensor.name} was of shape "
-                    f"{list(self._shapes[tensor.name])} when the algorithm was attached, and is of "
-                    f"{list(weight.shape)} now; detach before it changes, or leave buffers out: average_buffers=False"
+                    f"torchbagua: {'buffer' if bucket.are_buffers else 'parameter'} {tensor.name} must keep the shape "
+                    f"{list(self._shapes[tensor.name])} that it had when the algorithm was attached, got "
+                    f"{list(weight.shape)}; detach before it changes, or exclude buffers with average_buffers=False"
                 )
             found.append(weight)
         return list(zip(found, bucket.named(flat).values(), strict=True))
 
     @property
     def has_final_mean(self) -> bool:
-        """Whether all ranks get the mean of their weights at the end; not in a group of one, which has it."""
+        """Whether all ranks get the mean of their weights at the end. False in a group of one rank, which has it."""
         return self._final_average and self._group.size > 1
 
     def take_final_mean(self) -> bool:
-        """Give all ranks the mean of their weights, unless `final_average` is False; return whether. Collective."""
+        """Give all ranks the mean of their weights, unless `final_average` is False. Collective.
+
+        Return whether the ranks got the mean.
+        """
         if self.has_final_mean:
             with self._group.tracer.span("detach"):
                 self.means.take()
         return self.has_final_mean
 
     def by_name(self, flat: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
-        """Return copies of what the flat tensors of all buckets, or of some, hold, by the names of the weights."""
-        own = self if buckets is None else buckets
-        return {name: part.clone() for bucket in own for name, part in bucket.named(flat(bucket)).items()}
+        """Return copies of the values in the flat tensors of `buckets`, by default of all, by weight name."""
+        selected = self if buckets is None else buckets
+        return {name: part.clone() for bucket in selected for name, part in bucket.named(flat(bucket)).items()}
 
     def load_by_name(
         self, flat: FlatOf, state: Mapping[str, torch.Tensor], buckets: Iterable[WeightBucket] | None = None
     ) -> None:
-        """Copy what `by_name` returned into the flat tensors.
+        """Copy the return value of `by_name` into the flat tensors.
 
         Raises:
-            ValueError: the names or shapes are not those of this module's weights.
+            ValueError: the names or shapes do not match this module's weights.
         """
-        own = self if buckets is None else buckets
-        parts = {name: part for bucket in own for name, part in bucket.named(flat(bucket)).items()}
+        selected = self if buckets is None else buckets
+        parts = {name: part for bucket in selected for name, part in bucket.named(flat(bucket)).items()}
         if state.keys() != parts.keys() or any(state[name].shape != part.shape for name, part in parts.items()):
             raise ValueError(
                 f"{self._owner}.load_state_dict: the state must hold the weights of this module, "
@@ -278,8 +284,8 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def parted(tensors: Sequence[T], cap_bytes: float, bytes_of: Callable[[T], int]) -> list[list[T]]:
-    """Cut a list into parts of at most `cap_bytes`, or of one tensor."""
+def split_by_bytes(tensors: Sequence[T], cap_bytes: float, bytes_of: Callable[[T], int]) -> list[list[T]]:
+    """Split a list into parts of at most `cap_bytes`. A larger tensor gets a separate part."""
     parts: list[list[T]] = [[]]
     num_bytes = 0
     for tensor in tensors:

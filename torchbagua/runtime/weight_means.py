@@ -13,11 +13,11 @@ from torchbagua.runtime.weight_bucket import WeightBucket
 if TYPE_CHECKING:
     from torchbagua.runtime.weight_buckets import WeightBuckets
 
-_PART_ELEMENTS = 2**21  # of what is no bucket: the group keeps buffers for each length that it has averaged
+_PART_ELEMENTS = 2**21  # for tensors outside buckets, since the group caches buffers for each length that it averages
 
 
 class WeightMeans:
-    """Forms the mean of all ranks' weights beside an algorithm's rounds. Its methods are for between two steps.
+    """Computes the mean of all ranks' weights, apart from the algorithm's rounds. Call its methods between two steps.
 
     Args:
         weights: the weights.
@@ -30,7 +30,7 @@ class WeightMeans:
         self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
 
     def take(self) -> None:
-        """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else then."""
+        """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else after."""
         weights = self._weights
         for bucket in weights:
             bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
@@ -40,10 +40,10 @@ class WeightMeans:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
+        """Give all ranks the mean of their weights within the context, and restore each rank's weights afterwards.
 
-        Collective where it begins. The flat tensors of the buckets stay as they are. It takes the memory of the
-        weights once more, and twice while the mean is formed.
+        Collective on entry. The flat tensors of the buckets do not change. It needs additional memory of the size of
+        the weights, and of twice that size while it computes the mean.
         """
         if self._group.size == 1:
             yield
@@ -69,9 +69,9 @@ class WeightMeans:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Within `averaged`, give this rank its own weights, for as long as the context lasts; elsewhere it has them.
+        """Within `averaged`, give this rank its local weights within this context; elsewhere it has them already.
 
-        Not collective. It takes the memory of the weights once more.
+        Not collective. It needs additional memory of the size of the weights.
         """
         if not self._own:
             yield
@@ -86,20 +86,20 @@ class WeightMeans:
 
     @torch.no_grad()
     def average_tensors(self, tensors: Sequence[torch.Tensor], purpose: str) -> None:
-        """Replace these tensors, which are not the module's, by their mean over the ranks. Collective.
+        """Replace these tensors, which do not belong to the module, by their mean over the ranks. Collective.
 
-        Call it within `averaged`, or after the last mean, when no round is under way.
+        Call it within `averaged`, or after the last mean, when no round is in progress.
 
         Args:
-            tensors: floating-point or complex, contiguous or not, of the same shapes and dtypes on all ranks.
-            purpose: what they are, in errors.
+            tensors: floating-point or complex, contiguous or not, with the same shapes and dtypes on all ranks.
+            purpose: the description of the tensors, for errors.
         """
         if self._group.size == 1:
             return
-        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
-            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in alike.items()}
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in by_kind.items()}
         layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         also = {"as fingerprint of the tensors to average": fingerprint(layout)}
         group = self._group
@@ -110,7 +110,7 @@ class WeightMeans:
                     group.all_reduce(part, average=True, hierarchical=False, name=purpose)
 
         self._weights.lockstep.submit(average, f"the mean of {purpose}", also=also).result()
-        for key, members in alike.items():
+        for key, members in by_kind.items():
             parts = flats[key].split([tensor.numel() for tensor in members])
             for tensor, part in zip(members, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))

@@ -1,20 +1,22 @@
-"""attach: put an algorithm to work on a module and its optimizer, and take it off again.
+"""attach: install an algorithm on a module and its optimizers, and remove it again.
 
 Execution order:
 
-1. `check_arguments` (attach_checks.py) checks what can fail on one rank alone, and `warn_uncompressed` warns of
+1. `check_arguments` (attach_checks.py) checks everything that can fail on one rank alone. `warn_uncompressed` warns of
    parameters that the codec does not encode.
-2. `bind` (algorithms/binding.py), as `Algorithm.reify`, has ranks compare over their group's store what must agree, and
+2. `bind` (algorithms/binding.py), like `Algorithm.reify`, has ranks compare their settings over the group's store and
    opens private groups.
-3. Within that, a `Runner` is made over these groups. It calls `Algorithm.make_impl`, and watches the optimizers' steps.
-4. `Attachment` gives ranks the same weights where no DDP has, and `Runner.set_module` makes the buckets of a
-   weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
-5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook, which ddp.py has call comm_hook.py, or DDP's
-   silence, or what a sharded module communicates (fsdp2/communication.py).
-6. A step of a gradient algorithm: DDP hands a bucket to the hook, the lane runs it, backward waits for all, the
-   optimizer steps and commits what the algorithm keeps, the `StepClock` ends the step. A weight algorithm
-   communicates at that end, in buckets of its own.
-7. `detach` finishes what is in flight, removes the hooks of 5, and closes the lane and the groups of 3 and 2.
+3. `bind` also creates a `Runner` over these groups. The runner calls `Algorithm.make_impl` and watches the optimizers'
+   steps.
+4. `Attachment` gives all ranks the same weights if no DDP has done so. `Runner.set_module` creates the buckets of a
+   weight algorithm. The buckets of a gradient algorithm are created when DDP first passes them (`gradient_bucket`).
+5. `Attachment` installs the step hooks (step_hooks.py). Then it installs DDP's communication hook, which calls
+   comm_hook.py through ddp.py; or it disables DDP's communication; or it replaces the collectives of a sharded module
+   (fsdp2/communication.py).
+6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
+   all buckets, the optimizer steps and commits the algorithm's state, and the `StepClock` ends the step. A weight
+   algorithm communicates at the end of the step, in its own buckets.
+7. `detach` finishes the communication in flight, removes the hooks of 5, and closes the lane and the groups of 3 and 2.
 """
 
 from collections.abc import Sequence
@@ -46,46 +48,49 @@ def attach(
     observers: Sequence[Observer] = (),
     timeout: timedelta | None = None,
 ) -> Attachment:
-    """Put an algorithm in charge of what a module communicates, until you detach it. Collective.
+    """Attach an algorithm, which communicates a module's gradients or weights until you call `detach`. Collective.
 
-    Your training loop stays as it is. It returns a context manager that detaches on exit.
+    Call it on every rank. Your training loop does not change. `attach` returns a context manager that detaches on exit.
 
-    With a decentralized algorithm, all ranks must make the same number of backward passes through the module in each
-    step.
+    With a synchronous weight algorithm, all ranks must run the same number of backward passes through the module in
+    each step.
 
     Args:
-        module: for an algorithm that averages gradients, a DistributedDataParallel without a communication hook; if the
-            algorithm takes sharded modules, also a module on which fully_shard was called, or parts of which. An
-            algorithm that averages weights takes any other module; for a sharded one, see `torchbagua.fsdp.attach`. If
-            the module is not a DistributedDataParallel, all ranks first get rank 0's parameters, buffers and optimizer
-            state. While such an algorithm is attached, DDP sends neither gradients nor buffers, also if it wraps the
-            module.
-        optimizer: the optimizer of the module's parameters, or a list of them. An optimizer that accelerate or
-            Lightning have wrapped is taken too. A step ends when each of them has stepped, or was skipped by a
-            GradScaler. Parameters of other modules are left alone; an algorithm that averages weights takes no
-            optimizer that has some.
+        module: the module that your loop calls. A gradient algorithm takes a DistributedDataParallel without a
+            communication hook. If it supports sharded modules, a gradient algorithm also takes a module to which, or
+            to parts of which, fully_shard was applied. A weight algorithm takes any other module too; for a sharded
+            module, see `torchbagua.fsdp.attach`. If the module is not a DistributedDataParallel, a weight algorithm
+            first broadcasts rank 0's parameters, buffers and optimizer state to all ranks. While a weight algorithm is
+            attached, DDP sends neither gradients nor buffers. This also holds for a DDP that wraps the module you pass.
+        optimizer: the optimizer of the module's parameters, or a list of optimizers. An optimizer that accelerate or
+            Lightning has wrapped is accepted. A step ends when every optimizer has stepped, or was skipped by a
+            GradScaler. A gradient algorithm ignores parameters of other modules; a weight algorithm rejects an
+            optimizer that has any.
         algorithm: an algorithm, or its registered name.
-        process_group: a torch group, whose nodes are told apart by host names, or a BaguaProcessGroup, which says which
-            rank is on which node. By default it is the module's group, or the world if there is no DDP. If the
-            algorithm averages gradients within nodes, DDP may be over the ranks of a node of this group.
+        process_group: a torch process group, whose ranks are assigned to nodes by host name, or a BaguaProcessGroup,
+            which specifies the node of each rank. The default is the module's group, or the world if there is no DDP.
+            If the algorithm averages gradients within nodes, DDP's own process group may contain only the ranks of one
+            node.
         grad_scaler: the GradScaler of your loop. QAdam and error feedback read the loss scale from it. With a
-            decentralized algorithm, all ranks then skip a step together; with asynchronous averaging, each rank skips
-            alone.
-        observers: are notified of every phase of communication and of each training step; see `torchbagua.observe`.
-        timeout: the longest that the algorithm waits for another rank; by default that of the group. Between CPUs it
-            bounds what FSDP itself sends too. What DDP itself sends, buffers for instance, keeps the group's timeout.
-            The end of asynchronous averaging is not bounded: it waits for the ranks that are still training.
+            synchronous weight algorithm, all ranks then skip a step together; with asynchronous averaging, each rank
+            skips alone.
+        observers: objects that are notified of every phase of communication and of each training step; see
+            `torchbagua.observe`.
+        timeout: the longest time that the algorithm waits for another rank. The default is the group's timeout. With
+            CPU tensors it also bounds FSDP's own collectives. DDP's own collectives, for instance those that broadcast
+            buffers, keep the group's timeout. The end of asynchronous averaging is not bounded: it waits for the ranks
+            that are still training.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or ranks disagree in the algorithm, its arguments, the version
+        TypeError, ValueError: an argument is invalid, or ranks disagree on the algorithm, its arguments, the version
             of the package, or the module's parameters.
         KeyError: no algorithm has that name.
-        UncompressedParametersWarning: a filter on some rank makes this warning an error, and parameters have a dtype
-            that the codec does not encode. All ranks raise it. By default it is a warning that names them, and they
-            are sent in full precision.
-        TimeoutError: a rank did not call it in time.
+        UncompressedParametersWarning: some parameters have a dtype that the codec does not encode, and a warning filter
+            on any rank turns this warning into an error. All ranks then raise it. Without such a filter, the warning
+            names these parameters, and they are sent in full precision.
+        TimeoutError: a rank did not call `attach` in time.
         CommunicationError: a private group could not be opened.
-        RuntimeError: the native library exists and cannot be loaded.
+        RuntimeError: the native library exists but cannot be loaded.
     """
     setup = check_arguments(module, optimizer, algorithm, process_group, grad_scaler, observers, timeout, Sharding())
     return install(setup, process_group, observers, timeout)
@@ -108,14 +113,14 @@ def install(
             setup.algorithm,
             group,
             setup.optimizers,
-            [*observers, *([] if summary is None else [summary])],  # the same one twice is notified once
+            [*observers, *([] if summary is None else [summary])],  # a duplicate observer is notified once
             timeout,
-            must_agree=setup.must_agree(),
+            rank_invariants=setup.rank_invariants(),
             run_settings=setup.run_settings(),
             refusal=refusal,
         )
     except UncompressedParametersWarning as warning:
-        for later_group in setup.groups_opened_later():  # ranks of other meshes would wait there for this one
+        for later_group in setup.groups_opened_later():  # ranks of other meshes would wait there for this rank
             with suppress(UncompressedParametersWarning, TimeoutError):
                 BaguaProcessGroup(later_group, timeout=timeout, refusal=str(warning))
         raise
@@ -123,7 +128,7 @@ def install(
 
 
 def _rank_in_job(group: dist.ProcessGroup | BaguaProcessGroup) -> int:
-    """Return this rank's number in the whole job; a group that was made by hand knows only its own numbers."""
+    """Return this rank's number in the whole job. A group that was built by hand knows only its own rank numbers."""
     torch_group = group.process_group if isinstance(group, BaguaProcessGroup) else group
     try:
         return dist.get_process_group_ranks(torch_group)[torch_group.rank()]
@@ -134,7 +139,7 @@ def _rank_in_job(group: dist.ProcessGroup | BaguaProcessGroup) -> int:
 def _summary_among(
     observers: Sequence[Observer], process_group: dist.ProcessGroup | BaguaProcessGroup | None
 ) -> Summary | None:
-    """Return what `Attachment.summary` returns: the user's, or one of our own where anything is observed, or None."""
+    """Return the Summary for `Attachment.summary`: the user's, or a new one if anything is observed, or None."""
     is_observed = bool(observers) or (isinstance(process_group, BaguaProcessGroup) and process_group.tracer.is_on)
     given = next((observer for observer in observers if isinstance(observer, Summary)), None)
     return given or (Summary() if is_observed else None)

@@ -1,4 +1,4 @@
-"""The checks of attach, in one pass: whether module, optimizers and algorithm fit, before anything is communicated.
+"""The checks of attach, in one pass: whether module, optimizers and algorithm work together. Nothing is communicated.
 
 Checks that need the group or the loop are in late_checks.py; checks of sharded modules are in fsdp2/checks.py.
 """
@@ -27,7 +27,8 @@ from torchbagua.training.fsdp2.checks import check_sharding, unquantized_weights
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.setup import TrainingSetup, ddps_of
 
-# On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the algorithm's name.
+# Attribute of an attached module, inside of its wrapper: the module's id, which does not match in a copy, and the
+# algorithm's name.
 _MARK = "_torchbagua_attached"
 
 
@@ -41,14 +42,16 @@ def check_arguments(
     timeout: timedelta | None,
     sharding: Sharding,
 ) -> TrainingSetup:
-    """Return what is attached to what, if it fits. Nothing is communicated: what fails here fails on this rank alone.
+    """Check all arguments of attach and return them as a TrainingSetup.
+
+    Nothing is communicated, so a check fails on this rank alone.
 
     Raises:
         TypeError, ValueError, KeyError: see `torchbagua.attach`.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
-    reshard(sharded_parts(module).values())  # an evaluation may have left parameters gathered, and the module's own
+    reshard(sharded_parts(module).values())  # an evaluation may have left the full parameters in the module
     given = optimizer if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]
     optimizers = [unwrap(each) for each in given]
     check_module(module)
@@ -59,7 +62,7 @@ def check_arguments(
         is_outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
         raise TypeError(
             "attach: process_group must be a torch.distributed.ProcessGroup or a BaguaProcessGroup, got "
-            f"{'a group of which this rank is no member' if is_outside else type(process_group).__name__}"
+            f"{'a group of which this rank is not a member' if is_outside else type(process_group).__name__}"
         )
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
@@ -83,7 +86,7 @@ def check_arguments(
 
 
 def warn_uncompressed(setup: TrainingSetup) -> str | None:
-    """Warn of what is sent in full precision; return the warning if a filter makes it an error on this rank."""
+    """Warn of tensors that are sent in full precision; return the warning if a filter makes it an error here."""
     try:
         setup.algorithm.check_parameters(setup.trained())
         for message in unquantized_weights(setup.module, setup.sharded_parts, setup.sharding):
@@ -94,35 +97,36 @@ def warn_uncompressed(setup: TrainingSetup) -> str | None:
 
 
 def check_module(module: torch.nn.Module) -> None:
-    """Raise TypeError or ValueError where no algorithm can be attached to `module`."""
+    """Raise TypeError or ValueError if no algorithm can be attached to `module`."""
     inner, ignored_names = module, set[str]()
     if isinstance(module, DistributedDataParallel):
         inner, ignored_names = module.module, module.parameters_to_ignore
         if has_delayed_all_reduce(module):
             raise ValueError(
-                "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
-                "hooks; wrap the model without it"
+                "attach: the module was created with delay_all_reduce_named_params, whose gradients bypass "
+                "communication hooks; wrap the model without it"
             )
-    # Of these `check_sharding` decides. A DDP around them would average shards.
+    # `check_sharding` checks sharded parts. Inside a DDP they are rejected here, since the DDP would average shards.
     parts = {} if isinstance(module, DistributedDataParallel) else sharded_parts(module)
-    sharded_ids = {id(one) for part in parts.values() for one in (part, *part.parameters())}
+    sharded_ids = {id(item) for part in parts.values() for item in (part, *part.parameters())}
     for name, submodule in inner.named_modules():
         if isinstance(submodule, DistributedDataParallel):
             raise TypeError(
-                f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
-                f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
+                f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__}, which wraps "
+                f"a DistributedDataParallel ({name}); with torch.compile, attach to the DistributedDataParallel and "
+                "then call ddp.compile()"
             )
         if _is_sharded(submodule) and id(submodule) not in sharded_ids:
-            raise TypeError(_refusal_of_shards(name or "the module", submodule))
+            raise TypeError(_explain_sharded(name or "the module", submodule))
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
     for name, tensor in named_tensors(inner):
         if is_lazy(tensor):
             raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
         if tensor.is_meta:
-            raise ValueError(f"attach: {name} must have values, got one on the meta device")
+            raise ValueError(f"attach: {name} must have values, got a tensor on the meta device")
         if _is_sharded(tensor) and id(tensor) not in sharded_ids:
-            raise TypeError(_refusal_of_shards(name, tensor))
+            raise TypeError(_explain_sharded(name, tensor))
     for name, parameter in inner.named_parameters():
         if is_stepped_in_backward(parameter):
             raise ValueError(
@@ -133,28 +137,31 @@ def check_module(module: torch.nn.Module) -> None:
             check_elements(f"attach: parameter {name}", parameter)
 
 
-def _is_sharded(one: torch.nn.Module | torch.Tensor) -> bool:
-    """By where its classes come from: to import them takes a second, and whoever has such a one has done so."""
+def _is_sharded(item: torch.nn.Module | torch.Tensor) -> bool:
+    """Return whether a class of `item` is from torch's sharding modules.
+
+    It compares module names, since importing these classes takes a second.
+    """
     origins = ("torch.distributed.fsdp", "torch.distributed.tensor")
-    return any(cls.__module__.startswith(origins) for cls in type(one).__mro__)
+    return any(cls.__module__.startswith(origins) for cls in type(item).__mro__)
 
 
-def _refusal_of_shards(name: str, one: torch.nn.Module | torch.Tensor) -> str:
+def _explain_sharded(name: str, item: torch.nn.Module | torch.Tensor) -> str:
     return (
-        f"attach: {name} is sharded ({type(one).__name__}): ranks hold different parts of the weights, which is not "
+        f"attach: {name} is sharded ({type(item).__name__}): ranks hold different parts of the weights, which is not "
         "supported"
     )
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
-    """Raise TypeError or ValueError unless `optimizers` are some, and each has parameters of `module`."""
+    """Raise TypeError or ValueError unless there is an optimizer, and each one has parameters of `module`."""
     if not optimizers:
         raise ValueError("attach: optimizer must be a torch.optim.Optimizer or several, got an empty sequence")
     for optimizer in optimizers:
         check_optimizer("attach", optimizer)
         foreign = _foreign_parameters(optimizer, module)
         if foreign and len(foreign) == len(parameters_of(optimizer)):
-            raise ValueError(_refusal_of_foreign(optimizer, foreign))
+            raise ValueError(_explain_foreign(optimizer, foreign))
 
 
 def _foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -162,10 +169,10 @@ def _foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Modul
     return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in own]
 
 
-def _refusal_of_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor]) -> str:
+def _explain_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor]) -> str:
     return (
         f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the first of "
-        f"shape {tuple(foreign[0].shape)}; was it made before the model was moved or copied?"
+        f"shape {tuple(foreign[0].shape)}; was it created before the model was moved or copied?"
     )
 
 
@@ -175,12 +182,12 @@ def check_gradient_averaging(setup: TrainingSetup) -> None:
         raise TypeError(
             "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
             f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients (its "
-            "averages_weights is False), so wrap the module in it. Hugging Face's Trainer keeps it as "
-            "trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as trainer.strategy.model"
+            "averages_weights is False), so wrap the module in DistributedDataParallel. Hugging Face's Trainer has it "
+            "as trainer.model_wrapped, accelerate's prepare returns it, Lightning has it as trainer.strategy.model"
         )
     if uses_python_reducer(setup.ddp):
         raise ValueError(
-            'attach: the module was made with torch._dynamo.config.optimize_ddp = "python_reducer", which does not '
+            'attach: the module was created with torch._dynamo.config.optimize_ddp = "python_reducer", which does not '
             "call a communication hook as DDP does; wrap the model with another value of it"
         )
 
@@ -188,24 +195,24 @@ def check_gradient_averaging(setup: TrainingSetup) -> None:
 def check_weight_averaging(setup: TrainingSetup) -> None:
     """Raise ValueError if weights cannot be averaged after the steps of the optimizers."""
     for optimizer in setup.optimizers:
-        if foreign := _foreign_parameters(optimizer, setup.module):  # which would never be averaged
-            raise ValueError(_refusal_of_foreign(optimizer, foreign))
+        if foreign := _foreign_parameters(optimizer, setup.module):  # they would never be averaged
+            raise ValueError(_explain_foreign(optimizer, foreign))
         if is_sharded(optimizer):
             raise ValueError(
                 "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
-                "got ZeroRedundancyOptimizer, in which a rank steps its own share and sends it to the others"
+                "got ZeroRedundancyOptimizer, in which each rank steps its own share and sends it to the others"
             )
     for ddp in setup.ddps:
         if ddp is not setup.module:
             check_around(setup.module, ddp)
         if is_joining(ddp):
-            raise ValueError(f"attach: {JOIN_REFUSAL}. The module has been handed to it: wrap the model again")
+            raise ValueError(f"attach: {JOIN_REFUSAL}. The module was passed to Join: wrap the model again")
 
 
 def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProcessGroup) -> None:
     """Raise ValueError unless `given` has the ranks of the module's group.
 
-    The DDP of an algorithm that averages gradients within nodes may have fewer: see `check_within_nodes`.
+    If the algorithm averages gradients within nodes, the DDP's group may have fewer ranks: see `check_within_nodes`.
     """
     group = given.process_group if isinstance(given, BaguaProcessGroup) else given
     within_nodes = setup.algorithm.averages_gradients_within_nodes
@@ -218,8 +225,8 @@ def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProce
             require_same_ranks(owner, group, list(range(group.size())), "the module's ranks")
 
 
-def require_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup, members: Sequence[int], what: str) -> None:
-    """Raise ValueError unless `own` has those ranks of `given` that are numbered `members` there."""
+def require_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup, members: Sequence[int], expected: str) -> None:
+    """Raise ValueError unless the ranks of `own` are the ranks `members` of `given`."""
     places = [f"rank {own.rank()} of {own.size()}", f"rank {members.index(given.rank())} of {len(members)}"]
     if places[0] == places[1]:
         try:
@@ -228,14 +235,14 @@ def require_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup, members
                 f"ranks {dist.get_process_group_ranks(own)}",
                 f"ranks {[of_given[member] for member in members]}",
             ]
-        except KeyError:  # a group made by hand does not know its global ranks
+        except KeyError:  # a group that was built by hand does not know its global ranks
             return
     if places[0] != places[1]:
-        raise ValueError(f"attach: process_group must have {what}: {places[0]}, got {places[1]}")
+        raise ValueError(f"attach: process_group must have {expected}: {places[0]}, got {places[1]}")
 
 
 def check_algorithm(caller: str, algorithm: object) -> None:
-    """Raise TypeError unless it is an algorithm or a name, and KeyError if no algorithm has that name."""
+    """Raise TypeError unless `algorithm` is an Algorithm or a name, and KeyError if no algorithm has that name."""
     if isinstance(algorithm, str):
         get(algorithm)
     elif not isinstance(algorithm, Algorithm):
@@ -244,29 +251,30 @@ def check_algorithm(caller: str, algorithm: object) -> None:
 
 
 def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn of optimizers that call backward as often as the rank's own loss demands."""
+    """Warn of optimizers whose number of backward passes depends on the rank's own loss."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             warn_user(
-                "torchbagua: LBFGS calls its closure as often as the loss that it returns demands, and ranks must call "
-                "backward equally often: have the closure return the mean of the loss over the ranks, or training ends "
-                'in an error such as "Connection reset by peer" when a rank is done before the others',
+                "torchbagua: LBFGS calls its closure as often as the returned loss requires, but ranks must call "
+                "backward equally often. Have the closure return the mean of the loss over the ranks; otherwise "
+                'training fails with an error such as "Connection reset by peer" when one rank finishes before '
+                "the others",
             )
 
 
 def check_detached(module: torch.nn.Module) -> None:
-    """Raise ValueError where an algorithm is attached to `module`, or to a part of it, or DDP has a foreign hook."""
+    """Raise ValueError if an algorithm is attached to `module` or to a part of it, or DDP has a foreign hook."""
     for name, submodule in module.named_modules():
         attached_id, attached = getattr(submodule, _MARK, (None, None))
         if attached_id == id(submodule):
-            what = f"the module's {name}" if name and submodule is not getattr(module, "module", None) else "the module"
-            raise ValueError(f"attach: {attached} is attached to {what} already; detach it first")
+            part = f"the module's {name}" if name and submodule is not getattr(module, "module", None) else "the module"
+            raise ValueError(f"attach: {attached} is attached to {part} already; detach it first")
     if isinstance(module, DistributedDataParallel):
         check_no_foreign_hook(module)
 
 
 def mark_attached(module: torch.nn.Module, algorithm_name: str) -> ExitStack:
-    """Let `check_detached` know, until what is returned is closed, that an algorithm is attached to `module`."""
+    """Mark `module` as attached, for `check_detached`, until the returned stack is closed."""
     setattr(module, _MARK, (id(module), algorithm_name))
     marked = ExitStack()
     marked.callback(delattr, module, _MARK)

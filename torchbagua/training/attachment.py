@@ -1,4 +1,4 @@
-"""Attachment: what is installed on a module while an algorithm is attached to it, and what can be asked of it."""
+"""Attachment: installs an algorithm on a module and removes it again. The object that `attach` returns."""
 
 import copy
 import weakref
@@ -19,7 +19,7 @@ from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.attach_checks import mark_attached
 from torchbagua.training.comm_hook import comm_hook
-from torchbagua.training.ddp import ddp_sync_disabled, ddp_within_nodes, hooked, named_tensors
+from torchbagua.training.ddp import disable_ddp_sync, install_hook, limit_ddp_to_nodes, named_tensors
 from torchbagua.training.end_warnings import (
     warn_of_different_weights,
     warn_of_missing_detach,
@@ -36,12 +36,14 @@ from torchbagua.training.weight_loads import WeightLoads
 
 
 class Attachment:
-    """An algorithm at work on a module. `attach` returns it; it is a context manager that detaches when you leave it.
+    """An algorithm that is attached to a module. `attach` returns it as a context manager that detaches on exit.
 
     Attributes:
-        algorithm: what you handed to `attach`.
-        impl: the running part of the algorithm; that of asynchronous averaging has methods of its own.
-        runner: what runs it: its process group, lane, buckets and state.
+        algorithm: the algorithm that was passed to `attach`.
+        impl: the object with the algorithm's own code and state. With asynchronous averaging it has additional methods,
+            such as `abort` and `resume`.
+        runner: the object that owns the algorithm's process group, lane, buckets and per-parameter state, and calls
+            `impl`.
     """
 
     def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
@@ -51,39 +53,39 @@ class Attachment:
         self._summary = summary
         self._setup = setup
         self._is_detached = False
-        self._has_mean = False  # within averaged_weights
-        # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, runner.close last.
+        self._has_mean = False  # True within averaged_weights
+        # Undone in reverse order, by detach or if one of these steps raises: DDP's hook first, runner.close last.
         with ExitStack() as undo:
             undo.callback(runner.close)
             undo.callback(mark_attached(setup.inner, runner.name).close)
             within_nodes = runner.open_node_gradients is not None
             if within_nodes:
                 check_within_nodes(runner, setup)
-            of_all_ranks = [ddp for ddp in setup.ddps if ddp.process_group.size() == runner.process_group.size]
-            node_gradients = runner.open_node_gradients() if runner.open_node_gradients and of_all_ranks else None
+            global_ddps = [ddp for ddp in setup.ddps if ddp.process_group.size() == runner.process_group.size]
+            node_gradients = runner.open_node_gradients() if runner.open_node_gradients and global_ddps else None
             ignored = setup.ignored_names()
-            # Gradients of shards say nothing of who holds the same: fully_shard takes the weights as they are.
-            holds_alike = not setup.is_sharded or runner.averages_weights
-            if setup.ddp not in of_all_ranks and holds_alike:
+            # Gradient algorithms take the weights of sharded modules as they are, as fully_shard does.
+            needs_same_weights = not setup.is_sharded or runner.averages_weights
+            if setup.ddp not in global_ddps and needs_same_weights:
                 own = [local_shard(tensor) for name, tensor in named_tensors(setup.inner) if name not in ignored]
                 broadcast_tensors(runner.process_group.world, own, "the module")
-            if setup.module not in of_all_ranks and holds_alike:
+            if setup.module not in global_ddps and needs_same_weights:
                 self.broadcast_optimizers()
             runner.grad_scaler = setup.grad_scaler
             runner.set_module(setup.inner, ignored)
             self._loads = WeightLoads(setup, runner)
             undo.callback(self._loads.close)
-            differs = runner.averages_weights and runner.process_group.size > 1
-            self._running_means = RunningMeans(setup.inner, runner) if differs else None
+            has_different_weights = runner.averages_weights and runner.process_group.size > 1
+            self._running_means = RunningMeans(setup.inner, runner) if has_different_weights else None
             if self._running_means is not None:
                 undo.callback(self._running_means.close)
             silenced = undo.enter_context(ExitStack())
 
             def silence(ddp: DistributedDataParallel) -> None:
-                if node_gradients is not None and ddp in of_all_ranks:
-                    silenced.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
+                if node_gradients is not None and ddp in global_ddps:
+                    silenced.enter_context(limit_ddp_to_nodes(ddp, partial(comm_hook, node_gradients)))
                 else:
-                    silenced.enter_context(ddp_within_nodes(ddp, None) if within_nodes else ddp_sync_disabled(ddp))
+                    silenced.enter_context(limit_ddp_to_nodes(ddp, None) if within_nodes else disable_ddp_sync(ddp))
 
             def silence_caller(ddp: DistributedDataParallel) -> None:
                 check_caller(runner, setup, ddp)
@@ -91,7 +93,7 @@ class Attachment:
 
             watch: CallerWatch | None = None
             if runner.averages_weights:
-                # Where attach was given a DDP, another one may be around the same module; else none may be made later.
+                # If attach was given a DDP, a second DDP may wrap the same module. Otherwise no DDP may be added later.
                 watch = CallerWatch(setup.inner, setup.ddps, silence_caller if setup.ddp is setup.module else None)
                 undo.callback(watch.close)
             step_hooks, self._clock = install_step_hooks(
@@ -108,36 +110,36 @@ class Attachment:
                     silence(ddp)
             elif setup.is_sharded:
                 parts = setup.sharded_parts
-                install_communication(undo, runner, setup.module, parts, setup.sharding, setup.must_agree())
+                install_communication(undo, runner, setup.module, parts, setup.sharding, setup.rank_invariants())
             else:
                 assert setup.ddp is not None
-                undo.enter_context(hooked(setup.ddp, partial(comm_hook, runner)))
+                undo.enter_context(install_hook(setup.ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
         self._forgotten = weakref.finalize(self, warn_of_missing_detach, weakref.ref(runner))
 
     @property
     def is_detached(self) -> bool:
-        """Whether `detach` was called, or the `with` block left."""
+        """Whether `detach` was called or the `with` block has ended."""
         return self._is_detached
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DistributedDataParallel that communicates gradients, if there is one."""
+        """The DistributedDataParallel whose gradients are communicated, or None."""
         return None if self.runner.averages_weights else self._setup.ddp
 
     def detach(self) -> None:
-        """Finish what is in flight and give the module back to plain DDP. Collective.
+        """Finish the communication in flight and return the module to plain DDP. Collective.
 
-        After an algorithm that averages weights, all ranks hold the same weights, and the state of rank 0's optimizers
-        and GradScaler. They also hold the same floating-point buffers, if these were averaged. With
-        `final_average=False` nothing of this is done. Learning rates and schedulers are yours: they differ between
-        ranks that have taken different numbers of steps.
+        With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state. They
+        also have the same floating-point buffers, if the algorithm averages buffers. With `final_average=False` none of
+        this is done. Learning rates and schedulers are left to you: they differ between ranks that have taken
+        different numbers of steps.
 
         A second call does nothing.
 
         Raises:
-            RuntimeError: what was in flight failed. The module is given back all the same. Or it is called within
-                `averaged_weights`.
+            RuntimeError: the communication in flight failed; the module is returned to plain DDP anyway. Or `detach`
+                was called within `averaged_weights`.
         """
         self._check_no_mean("detach")
         self._end(failed=False)
@@ -147,7 +149,7 @@ class Attachment:
             return
         self._is_detached = True
         self._forgotten.detach()
-        # Both before the weights are averaged for the last time.
+        # Both must be determined before the final average of the weights.
         unused = [] if failed else self._clock.unused_optimizers()
         differ = failed and self.runner.replicas_diverge() and self._clock.has_trained
         with self._undo:
@@ -160,7 +162,7 @@ class Attachment:
                 if self._running_means is not None:
                     self._running_means.average()
             if not failed and self.runner.process_group.compares_clocks:
-                with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
+                with suppress(RuntimeError):  # a rank has left: the clock comparison from the start must suffice
                     self.runner.lane.submit(self.runner.process_group.compare_clocks).result()
         if unused:
             warn_of_unused_optimizers(unused)
@@ -170,7 +172,7 @@ class Attachment:
     def broadcast_optimizers(self) -> None:
         """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
 
-        A ZeroRedundancyOptimizer is left as it is.
+        The state of a ZeroRedundancyOptimizer is not changed.
         """
         world = self.runner.process_group.world
         for optimizer in self._setup.optimizers:
@@ -182,17 +184,17 @@ class Attachment:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Give all ranks the mean of their weights within a `with` block, for an evaluation or a file. Collective.
+        """Give all ranks the mean of their weights within a `with` block, to evaluate or save the model. Collective.
 
-        After the block each rank has its own weights again, and training goes on as if there had been no block. Buffers
-        are averaged too where the algorithm averages them. Does nothing where gradients are averaged, since all ranks
-        hold the same weights, and after `detach`. It takes the memory of the weights once more.
+        After the block each rank has its own weights again, and training continues as if there had been no block.
+        Buffers are averaged too if the algorithm averages them. It does nothing with a gradient algorithm, since all
+        ranks hold the same weights, and nothing after `detach`. It takes the memory of one more copy of the weights.
 
-        Asynchronous averaging pauses: finished rounds are applied before the block, and ranks must leave it within the
-        timeout of each other. A block within a block changes nothing.
+        Asynchronous averaging pauses: finished rounds are applied before the block, and no rank may leave the block
+        later than the timeout of `attach` after the first rank has left it. A nested block has no effect.
 
         Raises:
-            NotImplementedError: the algorithm is not of this package, and does not offer it.
+            NotImplementedError: the algorithm is not from this package and does not support it.
             RuntimeError: communication failed, or a rank has left.
         """
         if self._is_detached or self._has_mean:
@@ -210,42 +212,43 @@ class Attachment:
                     self._running_means.after_averaged()
 
     def average_also(self, module: torch.nn.Module) -> None:
-        """Average another module over the ranks too, a running mean (EMA, SWA) for instance. Collective.
+        """Average another module over the ranks too, for instance a running mean (EMA, SWA). Collective.
 
-        Its parameters, and floating-point and complex buffers, are replaced by their mean over the ranks: now, where
-        each block of `averaged_weights` begins, and in `detach` if that makes weights equal. They stay so after the
-        block: of ranks that have made the same updates it is the running mean of the ranks' mean. Does nothing where
-        gradients are averaged, since all ranks hold the same weights.
+        The module's parameters and its floating-point and complex buffers are replaced by their mean over the ranks:
+        now, at the start of each `averaged_weights` block, and in `detach` if it makes weights equal. The averaged
+        values remain after the block. If all ranks have made the same number of updates, they equal the running mean
+        of the averaged weights. This method does nothing with a gradient algorithm, since all ranks hold the same
+        weights.
 
         Args:
-            module: an AveragedModel for instance; of the same parameters on all ranks.
+            module: for instance an AveragedModel, with the same parameters on all ranks.
 
         Raises:
             TypeError: `module` is not a module.
-            RuntimeError: it is called after `detach` or within `averaged_weights`, or communication failed.
-            NotImplementedError: the algorithm is not of this package.
-            CommunicationError: ranks gave different modules, or one rank did not call it.
+            RuntimeError: it was called after `detach` or within `averaged_weights`, or communication failed.
+            NotImplementedError: the algorithm is not from this package.
+            CommunicationError: ranks gave different modules, or a rank did not call it.
         """
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"average_also: module must be a torch.nn.Module, got {type(module).__name__}")
         if self._is_detached:
-            raise RuntimeError("average_also: the algorithm was detached; call it before")
+            raise RuntimeError("average_also: the algorithm was detached; call it before detach")
         self._check_no_mean("average_also")
         if self._running_means is not None:
             with self.averaged_weights():
                 self._running_means.add(module)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return all that this rank needs to go on as if it had never stopped. Every rank has its own.
+        """Return everything that this rank needs to continue as if it had never stopped. Every rank has its own state.
 
-        Under "attachment", what `state_dict` returns. Where weights are averaged, ranks hold different ones, so there
-        are also this rank's module, its optimizers and its GradScaler: their own state dicts. Like those, they are no
-        copies; only within `averaged_weights` the module's is one, of this rank's own weights. Loadable with
-        `weights_only=True`.
+        The key "attachment" has the result of `state_dict`. With a weight algorithm, ranks hold different weights. The
+        result then also has the state dicts of this rank's module, optimizers and GradScaler. These state dicts are not
+        copies, except for the module's within `averaged_weights`, which is a copy of this rank's own weights. The
+        result can be loaded with `weights_only=True`.
 
         Raises:
-            NotImplementedError: it is called within `averaged_weights`, and the algorithm is not of this package and
-                does not offer it.
+            NotImplementedError: it was called within `averaged_weights`, and the algorithm is not from this package and
+                does not support it.
         """
         state: dict[str, Any] = {"attachment": self.state_dict()}
         if self.runner.averages_weights:
@@ -258,15 +261,16 @@ class Attachment:
         return state
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `rank_state_dict` returned on this rank. Collective where `load_state_dict` is.
+        """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
 
-        Where gradients are averaged, load module, optimizers and GradScaler yourself, as under DDP.
+        With a gradient algorithm, load the module, the optimizers and the GradScaler yourself, as with DDP.
 
         Raises:
-            ValueError: it is no such state, or is of another number of optimizers; or as `load_state_dict`.
-            RuntimeError: as the `load_state_dict` of the module or of the GradScaler; or it is called within
-                `averaged_weights`.
-            CommunicationError: as `load_state_dict`.
+            ValueError: `state` is not such a state, or has a different number of optimizers. Also raised by
+                `load_state_dict`.
+            RuntimeError: it was called within `averaged_weights`. Also raised by the `load_state_dict` of the module or
+                of the GradScaler.
+            CommunicationError: see `load_state_dict`.
         """
         self._check_no_mean("load_rank_state_dict")
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.runner.averages_weights else [])]
@@ -281,8 +285,8 @@ class Attachment:
             optimizers = self._setup.optimizers
             if len(state["optimizers"]) != len(optimizers):
                 raise ValueError(
-                    f"Attachment.load_rank_state_dict: state must be of {len(optimizers)} optimizers, as there are "
-                    f"attached, got {len(state['optimizers'])}"
+                    f"Attachment.load_rank_state_dict: state must have {len(optimizers)} optimizers, the number that "
+                    f"is attached, got {len(state['optimizers'])}"
                 )
             self._setup.inner.load_state_dict(state["module"])
             for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -294,72 +298,75 @@ class Attachment:
     def _check_no_mean(self, method: str) -> None:
         if self._has_mean and self.runner.averages_weights:
             raise RuntimeError(
-                f"torchbagua: Attachment.{method} is called within averaged_weights, whose end undoes what it does to "
-                "the weights; call it outside of the block"
+                f"torchbagua: Attachment.{method} was called within averaged_weights, which restores the weights at "
+                "its end; call it outside of the block"
             )
 
     def weights_changed(self) -> None:
-        """Have training go on from the weights as they are now, which must be the same on all ranks.
+        """Continue training from the current weights, which must be the same on all ranks.
 
-        For edits that are no `load_state_dict` of the module, which is noticed without it: a LoRA adapter merged, a
-        layer reset, weights that one rank has loaded and broadcast. Call it on all ranks, between two steps. It reads
-        all parameters. What an algorithm that averages weights keeps of them starts anew: shadow weights, their
-        momentum and residuals, replicas, and a round in flight, which no longer changes them. Buffers are left alone,
-        and so are the inner optimizer's state and what gradient algorithms keep. A load that was noticed since the last
-        step counts as part of it.
+        Call it on all ranks, between two steps, after you have edited the weights: after merging a LoRA adapter,
+        resetting a layer, or broadcasting weights that one rank has loaded. A `load_state_dict` of the module is
+        detected without this call. If a `load_state_dict` was detected since the last step, it counts as part of the
+        same edit.
 
-        Without it such an edit counts as what the rank has learnt: the other ranks get their share of it in the next
-        round, and an outer optimizer carries it on.
+        It reads all parameters. The state that a weight algorithm derives from the weights starts again from them:
+        shadow weights, their momentum and residuals, and replicas. A round in flight no longer changes the weights.
+        Buffers, the inner optimizer's state and the state of gradient algorithms are not changed.
 
-        Ranks compare what they hold when they next meet: in a round, a state, or detach. Does nothing where gradients
-        are averaged, in a group of one rank, and after `detach`.
+        Without this call such an edit counts as an update by this rank: it is averaged into the other ranks' weights in
+        the next round, and an outer optimizer carries it forward.
+
+        Ranks compare their weights when they next communicate: in a round, in `averaged_weights`, or in `detach`. This
+        method does nothing with a gradient algorithm, in a group of one rank, and after `detach`.
 
         Raises:
-            RuntimeError: it is called within `averaged_weights`; or what is in flight failed.
-            CommunicationError: raised later, on all ranks, where ranks hold different values, or some did not call it.
+            RuntimeError: it was called within `averaged_weights`, or the communication in flight failed.
+            CommunicationError: raised later, on all ranks, if ranks hold different values or a rank did not call it.
         """
         self._check_no_mean("weights_changed")
         if self.runner.averages_weights and self.runner.process_group.size > 1 and not self._is_detached:
             self._loads.take_all()
 
     def summary(self) -> Summary:
-        """Return what communication has cost this rank so far. `print` it for a table.
+        """Return the cost of communication on this rank so far. `print` shows it as a table.
 
-        On a GPU it waits until the GPU has come to the end of the last step.
+        On a GPU it waits until the GPU has finished the last step.
 
         Raises:
-            RuntimeError: `attach` was given no observer, so nothing was noted.
+            RuntimeError: `attach` was given no observer, so nothing was recorded.
         """
         if self._summary is None:
             raise RuntimeError(
-                "torchbagua: there is nothing to sum up: without observers nothing is noted; "
+                "torchbagua: there is nothing to summarize: without observers nothing is recorded; "
                 "attach(..., observers=[torchbagua.observe.Summary()])"
             )
         self.runner.tracer.deliver()
         return self._summary
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to resume the algorithm; save it beside model and optimizer.
+        """Return the state that this rank needs to resume the algorithm. Save it alongside model and optimizer.
 
-        It holds plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also holds, as JSON,
-        the version of its format and those arguments of the algorithm that it depends on.
+        It contains plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also contains, as
+        JSON, the version of its format and the arguments of the algorithm that it depends on.
         """
         self._loads.settle()
         return save_state(self.runner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. Load the weights that go with it first.
+        """Load the state that `state_dict` returned on this rank. Load the matching weights first.
 
         Collective if the algorithm averages weights or has error feedback.
-        Which arguments may have changed since is said where the algorithm is documented.
+        The algorithm's documentation lists the arguments that may differ from those of the saved run.
 
         Raises:
-            ValueError: it is the state of another algorithm, of a later format, or of arguments that may not change.
-            RuntimeError: it is called within `averaged_weights`.
+            ValueError: the state is of another algorithm, has a later format, or was saved with other values of
+                arguments that may not change.
+            RuntimeError: it was called within `averaged_weights`.
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
         self._check_no_mean("load_state_dict")
-        with self._loads.superseded():
+        with self._loads.discard_loads():
             load_state(self.runner, state)
 
     def __enter__(self) -> "Attachment":
@@ -372,5 +379,5 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self._end(failed=exception_type is not None)
-        if isinstance(exception, NotImplementedError):  # as DDP's, which does not name the parameter (torch 2.13)
+        if isinstance(exception, NotImplementedError):  # DDP raises it without naming the parameter (torch 2.13)
             self._setup.check_gradients()

@@ -1,4 +1,4 @@
-"""A warning about buckets so large that most of what is sent waits for most of backward."""
+"""A warning about DDP buckets so large that sending hardly overlaps with backward."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -6,19 +6,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua._torch import named_bucket_bytes
 from torchbagua._warnings import warn_user
 
-# What a step takes longer, by the share of the gradients in a bucket: measured with 8 bits, two ranks and 1 Gbit/s,
-# benchmarks/results/bucket-sizes-20261125.json: shares of 0.16, 0.24, 0.32 and 0.48 cost 4, 7, 9 and 14 %.
+# The relative increase of the step time per share of the gradients in one bucket. Measured with 8 bits, two ranks and
+# 1 Gbit/s (benchmarks/results/bucket-sizes-20261125.json): shares of 0.16, 0.24, 0.32 and 0.48 cost 4, 7, 9 and 14 %.
 _COST_OF_SHARE = 0.29
 _WORTH_A_WARNING = 0.10
 
-# Gradients of fewer bytes are sent in a few milliseconds, in buckets of any size.
+# Smaller gradients are sent in a few milliseconds, whatever the bucket size.
 _FEW_BYTES = 16 << 20
 
 
 def warn_of_large_buckets(algorithm: str, ddp: DistributedDataParallel) -> None:
-    """Warn of a `bucket_cap_mb` with which the first bucket of a backward is full late.
+    """Warn of a `bucket_cap_mb` so large that the first bucket of a backward fills up late.
 
-    DDP's default is no such size: its first bucket has 1 MiB.
+    DDP's default causes no warning: its first bucket has 1 MiB.
     """
     bucket_bytes = named_bucket_bytes(ddp)
     total_bytes = sum(_gradient_bytes(parameter) for parameter in ddp.module.parameters())
@@ -29,7 +29,7 @@ def warn_of_large_buckets(algorithm: str, ddp: DistributedDataParallel) -> None:
         warn_user(
             f"torchbagua: bucket_cap_mb={bucket_bytes / 2**20:g} of DistributedDataParallel puts {share:.0%} of "
             f"{total_bytes / 2**20:.0f} MiB of gradients into one bucket, and {algorithm} sends nothing before it is "
-            f"full. At 1 Gbit/s a step takes about {cost:.0%} longer than in small buckets. Leave bucket_cap_mb out, "
+            f"full. At 1 Gbit/s a step takes about {cost:.0%} longer than with small buckets. Leave bucket_cap_mb out, "
             f"or give at most {0.1 * total_bytes / 2**20:.0f}"
         )
 

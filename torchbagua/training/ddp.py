@@ -1,4 +1,4 @@
-"""What attach does to a DistributedDataParallel module: its one communication hook, or its silence."""
+"""Installs a communication hook on a DistributedDataParallel module, or disables its communication."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua._torch import comm_hooks_of, has_learnt_graph, is_joining
 
 JOIN_REFUSAL = (
-    "an algorithm that averages weights does not take torch.distributed.algorithms.Join, in which ranks that have run "
-    "out of data go on sending zeros for gradients; AsyncModelAverageAlgorithm lets ranks take different numbers of "
+    "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
+    "run out of data keep sending zeros as gradients; AsyncModelAverageAlgorithm lets ranks take different numbers of "
     "steps without it"
 )
 
@@ -30,31 +30,31 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
-    """Raise ValueError where an algorithm cannot take the place of `ddp` around `module`: it trains more than that."""
+    """Raise ValueError if `ddp` averages gradients outside of `module`, so that an algorithm cannot replace it."""
     own = {id(parameter) for parameter in module.parameters()}
-    others = [
+    foreign = [
         name
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ddp.parameters_to_ignore and id(parameter) not in own
     ]
-    if others:
+    if foreign:
         raise ValueError(
             f"attach: module must be the DistributedDataParallel around {type(module).__name__}, which averages "
-            f"gradients of {len(others)} other parameters too, the first {others[0]}; or wrap {type(module).__name__} "
-            "alone"
+            f"gradients of {len(foreign)} other parameters too, the first {foreign[0]}; or wrap "
+            f"{type(module).__name__} alone"
         )
 
 
-def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
-    """Keep `ddp` from sending gradients and buffers until what is returned is closed, whatever the loop sets."""
+def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
+    """Keep `ddp` from sending gradients and buffers until the returned stack is closed, whatever the loop sets."""
 
     def disable(module: torch.nn.Module, inputs: Any) -> None:
         if module is not ddp:  # a copy has this hook too
             return
         if is_joining(ddp):
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
-        # What no_sync sets, and what that leads to a forward later. Loops that accumulate gradients set the first one
-        # themselves before each forward, and DDP reads it in forward only.
+        # no_sync sets the first attribute, and DDP's next forward then sets the second. Loops that accumulate gradients
+        # set the first attribute before each forward, and DDP reads it only in forward.
         turn_off()
         ddp.require_backward_grad_sync = not has_learnt_graph(ddp)
 
@@ -69,22 +69,25 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
         for attribute, was_on in before.items():
             setattr(ddp, attribute, was_on)
 
-    with ExitStack() as undo:  # closed here only where one of these steps raises
+    with ExitStack() as undo:  # closed here only if one of these steps raises
         undo.callback(turn_on)
-        disable(ddp, ())  # its forward may be under way
+        disable(ddp, ())  # its forward may be running
         undo.callback(ddp.register_forward_pre_hook(disable).remove)
-        # Where DDP averages all the same, the hook leaves the gradients as they are: in the first backward of a static
-        # graph, which fails otherwise (torch 2.13), and where the attribute is set between forward and backward, as
-        # accelerate's trigger_sync_in_backward does.
-        undo.enter_context(hooked(ddp, _keep_gradients))
+        # DDP still calls its hook in two cases, in which the hook must leave the gradients unchanged: in the first
+        # backward of a static graph, which fails otherwise (torch 2.13), and if the attribute is set between forward
+        # and backward, as accelerate's trigger_sync_in_backward does.
+        undo.enter_context(install_hook(ddp, _keep_gradients))
         return undo.pop_all()
 
 
-def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:
-    """Have `ddp` average gradients within the node, and refuse Join, until what is returned is closed.
+def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:
+    """Have `ddp` average gradients within the node, and refuse Join, until the returned stack is closed.
 
-    Where it is of all ranks, it sends what `hook` sends of gradients and no buffers. In the second forward it still
-    forms its buckets anew, for which it hears from rank 0. None: it is of the node's ranks, and goes on as it is.
+    Args:
+        ddp: over all ranks, or over the ranks of the node.
+        hook: communicates the gradients if `ddp` is over all ranks. DDP then sends no buffers. It still rebuilds its
+            buckets in the second forward, for which rank 0 broadcasts the order. None if `ddp` is over the ranks of the
+            node: its communication does not change.
     """
 
     def refuse_join(module: torch.nn.Module, inputs: Any) -> None:
@@ -96,7 +99,7 @@ def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitSta
         if hook is not None:
             undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
             ddp.broadcast_buffers = False
-            undo.enter_context(hooked(ddp, hook))
+            undo.enter_context(install_hook(ddp, hook))
         return undo.pop_all()
 
 
@@ -108,20 +111,23 @@ def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
 
 
 class HeldHook:
-    """What holds a hook, on the DDP that calls it: a hook may lead back to the DDP, and both are garbage together."""
+    """Owns a hook, as an attribute of the DDP that calls it.
+
+    A hook may refer to the DDP. The garbage collector then frees both together.
+    """
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave None in a copy."""
+        """Become None in a copy."""
         return type(None), ()
 
 
 class Trampoline:
-    """What DDP holds as its one hook's state for ever: the hook that is attached now, or none.
+    """The state of the single hook that DDP keeps for its lifetime. It refers to the attached hook, if any.
 
-    Weakly, since the reducer's references are not seen by the garbage collector.
+    The reference is weak, since the garbage collector does not see the reducer's references.
     """
 
     module_id: int | None = None
@@ -133,20 +139,20 @@ class Trampoline:
         self.process_group = module.process_group
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: a copy of the module lists this hook, but its reducer does not have it (torch 2.13)."""
+        """Return nothing: a copy of the module lists this hook, but its reducer does not have it (torch 2.13)."""
         return {}
 
 
 def _trampoline_hook(state: Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     held = None if state.held is None else state.held()
     if held is None:
-        assert state.process_group is not None  # only a copy has none, and no reducer calls that
+        assert state.process_group is not None  # only a copy has none, and no reducer calls a copy
         return allreduce_hook(state.process_group, bucket)
     return held.hook(bucket)
 
 
 def check_no_foreign_hook(module: DistributedDataParallel) -> None:
-    """Raise ValueError where `module` has a communication hook that is not ours."""
+    """Raise ValueError if `module` has a communication hook that torchbagua did not install."""
     for hook, state in comm_hooks_of(module):
         if not isinstance(state, Trampoline):
             raise ValueError(
@@ -155,8 +161,8 @@ def check_no_foreign_hook(module: DistributedDataParallel) -> None:
             )
 
 
-def hooked(module: DistributedDataParallel, hook: Hook) -> ExitStack:
-    """Have DDP call `hook` with its gradient buckets until what is returned is closed; then it takes the plain mean."""
+def install_hook(module: DistributedDataParallel, hook: Hook) -> ExitStack:
+    """Have DDP call `hook` with its gradient buckets until the returned stack is closed; DDP then averages again."""
     trampoline = _trampoline_of(module)
     held = HeldHook(hook)
     setattr(module, _HELD, held)
@@ -168,7 +174,7 @@ def hooked(module: DistributedDataParallel, hook: Hook) -> ExitStack:
 
 
 def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
-    """Return the module's trampoline, which is registered when it is first needed."""
+    """Return the module's trampoline; register it if the module has none yet."""
     check_no_foreign_hook(module)
     hooks = comm_hooks_of(module)
     for _, state in hooks:
@@ -179,6 +185,6 @@ def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
     try:
         module.register_comm_hook(trampoline, _trampoline_hook)
     except RuntimeError as error:
-        hooks.clear()  # where DDP has entered the hook before it refused it
+        hooks.clear()  # DDP may have listed the hook before it rejected it
         raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
     return trampoline

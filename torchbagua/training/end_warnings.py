@@ -1,36 +1,39 @@
-"""Warnings when an attachment ends, or nobody can end it any more."""
+"""Warnings for the end of an attachment, or for an attachment that can no longer be detached."""
 
 import weakref
 from collections.abc import Sequence
 
-from torchbagua._warnings import warn_user, warn_user_beside_error
+from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.runner import Runner
 
 
 def warn_of_missing_detach(reference: weakref.ref[Runner]) -> None:
-    """Warn, as the program ends or nobody has the attachment. It must not keep the runner, which keeps the module."""
+    """Warn if an attachment was lost, or the program ended, before `detach`.
+
+    It takes a weak reference: a reference to the runner would keep the module alive.
+    """
     runner = reference()
     if runner is not None and runner.replicas_diverge():
         warn_user(
-            f"torchbagua: {runner.name} was not detached, and nobody can do it any more: ranks are "
+            f"torchbagua: {runner.name} was not detached, and can no longer be: ranks are "
             f"left with different weights. Call {runner.ended_by} on all ranks when training is done"
         )
 
 
 def warn_of_unused_optimizers(names: Sequence[str]) -> None:
-    """Warn of attached optimizers, given by their classes, that took no step."""
+    """Warn of attached optimizers that took no step; `names` are their classes."""
     warn_user(
         f"torchbagua: {' and '.join(names)} took no step while attached, although weights were trained: no round has "
-        "averaged them. Attach the optimizer whose step() changes the weights: not one that another has replaced, nor "
-        "one around which weights are updated by hand"
+        "averaged them. Attach the optimizer whose step() updates these weights, not an optimizer that was "
+        "replaced or that manual updates bypass"
     )
 
 
 def warn_of_different_weights(algorithm: Algorithm) -> None:
-    """Warn of weights that an exception, which is on its way, leaves different on each rank."""
-    warn_user_beside_error(
+    """Warn that the exception now being raised leaves different weights on each rank."""
+    warn_user_during_error(
         f"torchbagua: an exception has ended {type(algorithm).__name__}: ranks are left with different weights. Before "
-        "you train on, wrap the model in DistributedDataParallel again, or attach again to a module without one: both "
-        "give all ranks rank 0's weights. Or load a checkpoint on all ranks"
+        "you continue training, wrap the model in DistributedDataParallel again, or attach again to a module without "
+        "DistributedDataParallel: both give all ranks rank 0's weights. Or load a checkpoint on all ranks"
     )

@@ -1,4 +1,4 @@
-"""What attach does to a GradScaler, and where it finds one that it was not given."""
+"""Makes a GradScaler agree on overflows over all ranks, and detects a GradScaler that `attach` was not given."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from torchbagua._torch import FindInf, FoundInf, replace_find_inf, scaled_step_c
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.step_clock import StepClock
 
-# On a GradScaler that attachments have been given.
+# Attribute of a GradScaler that was passed to `attach`.
 _SHARED = "_torchbagua_shared"
 
 
 def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a GradScaler that is at work has called the step in which this is asked."""
-    if getattr(optimizer, "found_inf", None) is not None:  # what it tells a fused optimizer
+    """Return whether an enabled GradScaler called the optimizer step that is now running."""
+    if getattr(optimizer, "found_inf", None) is not None:  # GradScaler sets it on a fused optimizer
         return True
     frame = inspect.currentframe()
     while frame is not None:
@@ -30,15 +30,15 @@ def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
 def install_overflow_agreement(
     scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], runner: Runner, clock: StepClock
 ) -> ExitStack:
-    """Let `runner` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
+    """Have `runner` decide whether `scaler` sees an overflow of `optimizers`, until the returned stack is closed.
 
-    `clock` hears of it.
+    `clock` is notified of each decision.
     """
-    # Several attachments may share a scaler, and end in any order.
-    shared: _Shared | None = scaler.__dict__.get(_SHARED)
+    # Several attachments may share a scaler, and be detached in any order.
+    shared: _SharedScaler | None = scaler.__dict__.get(_SHARED)
     if shared is None:
-        shared = _Shared()
-        shared.undo = replace_find_inf(scaler, shared.agreeing)
+        shared = _SharedScaler()
+        shared.undo = replace_find_inf(scaler, shared.wrap_find_inf)
         scaler.__dict__[_SHARED] = shared
     own = {id(optimizer): (runner, clock) for optimizer in optimizers}
     shared.attached.update(own)
@@ -55,28 +55,28 @@ def install_overflow_agreement(
     return stack
 
 
-class _Shared:
-    """What the attachments that share a GradScaler have put into it.
+class _SharedScaler:
+    """The state that attachments with a common GradScaler share.
 
     Attributes:
-        attached: the runner, and the clock, of each optimizer that is attached, by its id.
-        undo: gives the scaler back what it was.
+        attached: the runner and the clock of each attached optimizer, by the optimizer's id.
+        undo: restores the scaler.
     """
 
     def __init__(self) -> None:
         self.attached: dict[int, tuple[Runner, StepClock]] = {}
         self.undo: Callable[[], None] = lambda: None
 
-    def agreeing(self, find_inf: FindInf) -> FindInf:
-        """Return what looks for Inf with `find_inf`, and has the runner of an attached optimizer decide."""
+    def wrap_find_inf(self, find_inf: FindInf) -> FindInf:
+        """Return a function that searches for Inf with `find_inf` and lets the optimizer's runner decide."""
 
         def find_inf_on_all_ranks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> FoundInf:
             found = find_inf(optimizer, *args, **kwargs)
             if id(optimizer) in self.attached:
                 runner, clock = self.attached[id(optimizer)]
-                overflow = runner.agree_on_overflow(any(bool(one) for one in found.values()))
-                for one in found.values():
-                    one.fill_(float(overflow))
+                overflow = runner.agree_on_overflow(any(bool(found_inf) for found_inf in found.values()))
+                for found_inf in found.values():
+                    found_inf.fill_(float(overflow))
                 clock.after_search_for_inf(optimizer, overflow=overflow)
             return found
 

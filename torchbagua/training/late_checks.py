@@ -1,4 +1,4 @@
-"""Later checks of attach: those that need the whole group, and those of the first training step."""
+"""Later checks of attach: checks that need the whole group, and checks in the first training step."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +14,12 @@ from torchbagua.training.setup import TrainingSetup
 
 
 def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
-    """Raise ValueError unless DDP can go on averaging gradients within the nodes of the runner's group."""
+    """Raise ValueError unless DDP can keep averaging gradients within the nodes of the runner's group."""
     if setup.is_sharded:
         raise ValueError(
             f"attach: {runner.name}: hierarchical must be False for a sharded module whose "
             f"replicate_group has several ranks on a node, here {runner.process_group.node_ranks}: gradients are "
-            "averaged among the ranks of a mesh, and not of a node"
+            "averaged over the ranks of a mesh, and not of a node"
         )
     subject = f"attach: {runner.name} with hierarchical=True has DDP average gradients within nodes"
     if not setup.ddps:
@@ -31,32 +31,34 @@ def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
     for ddp in setup.ddps:
         if ddp.process_group.size() != group.size:
             node = group.node_ranks[group.nodes[group.rank]]
-            what = "the module's ranks, or have them on one node"
-            require_same_ranks(ddp.process_group, group.process_group, node, what)
+            expected = "the module's ranks, or have them on one node"
+            require_same_ranks(ddp.process_group, group.process_group, node, expected)
         if ddp.find_unused_parameters and ddp.process_group.size() == group.size:
             raise ValueError(
-                f"{subject}, so a DistributedDataParallel of all ranks must have find_unused_parameters=False: with "
-                "it all nodes would talk in every step; wrap the model over the ranks of each node, and give "
-                "attach the process_group of all"
+                f"{subject}, so a DistributedDataParallel over all ranks must have find_unused_parameters=False: with "
+                "True, all nodes would communicate in every step. Wrap the model over the ranks of each node, and give "
+                "attach the process_group of all ranks"
             )
 
 
 def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | None) -> None:
-    """Say, within the loop's first step, what of it an attached algorithm should have been told.
+    """Check, within the loop's first step, that the loop uses no GradScaler or DDP that attach does not know.
+
+    Warns of an unknown GradScaler.
 
     Raises:
-        RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
+        RuntimeError: a DDP that attach did not know has averaged gradients since.
     """
     if setup.grad_scaler is None and runner.needs_grad_scaler and any(map(is_stepped_by_scaler, setup.optimizers)):
-        what = (
+        consequence = (
             "ranks would skip different steps"
             if runner.averages_weights
-            else "what it keeps from step to step would not be in the unit of gradients"
+            else "the state between steps would not have the scale of the gradients"
         )
         stepped, algorithm = type(setup.optimizers[0]).__name__, runner.name
         warn_user(
-            f"torchbagua: a GradScaler steps {stepped}, and {algorithm} does not know it: {what}; pass it: "
-            "attach(..., grad_scaler=scaler)",
+            f"torchbagua: {stepped} is stepped by a GradScaler that {algorithm} was not given: {consequence}; pass the "
+            "GradScaler: attach(..., grad_scaler=scaler)",
         )
     if watch is None or setup.ddp is setup.module:
         return
@@ -68,15 +70,15 @@ def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | 
 
 def _refuse_later_ddp(module: torch.nn.Module) -> None:
     raise RuntimeError(
-        f"torchbagua: {type(module).__name__} was wrapped in DistributedDataParallel after attach, which averages "
-        "gradients beside the algorithm: wrap it before attach"
+        f"torchbagua: {type(module).__name__} was wrapped in DistributedDataParallel after attach, so "
+        "DistributedDataParallel averages gradients alongside the algorithm: wrap it before attach"
     )
 
 
 def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
-    """Raise ValueError where an algorithm that averages weights cannot silence `ddp`, in whose forward this is called.
+    """Raise ValueError if a weight algorithm cannot disable the communication of `ddp`; called in its forward.
 
-    `ddp` is another one than that which attach was given, around the same module.
+    `ddp` wraps the same module as the DDP that attach was given, but is a different one.
     """
     check_around(setup.inner, ddp)
     if is_joining(ddp):
@@ -84,6 +86,6 @@ def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParal
     if runner.open_node_gradients is not None:
         raise ValueError(
             f"torchbagua: {runner.name} with hierarchical=True has one DistributedDataParallel "
-            f"average gradients within nodes, and {type(setup.inner).__name__} was called by another one; call the one "
-            "that attach was given"
+            f"average gradients within nodes, but {type(setup.inner).__name__} was called by another "
+            "DistributedDataParallel; call the one that attach was given"
         )

@@ -1,4 +1,4 @@
-"""The loss scale of a GradScaler, which lies on a GPU, as a number on the host."""
+"""Copies a GradScaler's loss scale from the GPU to the host."""
 
 import torch
 
@@ -6,13 +6,14 @@ from torchbagua._torch import loss_scale_of, num_writes
 
 
 class LossScale:
-    """Copies the loss scale to the host at a time when a read of it waits for little.
+    """Copies the loss scale to the host early, so that a read of it hardly blocks.
 
-    `GradScaler.get_scale` in a backward waits for all that the GPU has still to do before. The copy is queued before
-    the forward, behind the last step, for which `GradScaler.step` has had the host wait until its gradients were there.
+    In a backward, `GradScaler.get_scale` waits for all work that was queued on the GPU before it. The copy is queued
+    before the forward, right after the last step. In that step `GradScaler.step` already made the host wait for the
+    gradients, so little work is left ahead of the copy.
 
     Args:
-        scaler: whose scale it is.
+        scaler: the GradScaler.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -20,13 +21,13 @@ class LossScale:
         self._copied: tuple[torch.Tensor, int, HostCopy] | None = None
 
     def fetch(self) -> None:
-        """Start to copy the scale, unless it has not changed since the last copy; before a forward."""
+        """Start copying the scale if it has changed since the last copy. Call it before a forward."""
         scale = loss_scale_of(self._scaler)
         if scale is not None and is_on_gpu(scale) and not self._is_copied(scale):
             self._copied = scale, num_writes(scale), HostCopy(scale)
 
     def read(self) -> float:
-        """Return the scale: from the copy, or, if it was changed since, from the scaler."""
+        """Return the scale from the copy or, if the scale has changed since, from the scaler."""
         scale = loss_scale_of(self._scaler)
         if self._copied is not None and scale is not None and self._is_copied(scale):
             return self._copied[2].value()
@@ -37,12 +38,12 @@ class LossScale:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a `HostCopy` can be made of it."""
+    """Return whether `HostCopy` can copy this tensor."""
     return tensor.is_cuda
 
 
 class HostCopy:
-    """A copy of a number, which a GPU makes in the order of the current stream.
+    """A host copy of a number, which the GPU writes in the order of the current stream.
 
     Args:
         number: [] or [1], on the GPU.
@@ -51,9 +52,9 @@ class HostCopy:
     def __init__(self, number: torch.Tensor) -> None:
         self._number = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
         self._number.copy_(number, non_blocking=True)
-        self._is_there = torch.cuda.current_stream(number.device).record_event()
+        self._done = torch.cuda.current_stream(number.device).record_event()
 
     def value(self) -> float:
-        """Return the number; waits until the GPU has come to it."""
-        self._is_there.synchronize()
+        """Return the number; waits until the GPU has copied it."""
+        self._done.synchronize()
         return float(self._number.item())

@@ -1,4 +1,4 @@
-"""The state of an optimizer that rank 0 gives to all others, each its own shards of it."""
+"""Broadcasts rank 0's optimizer state, or its shard of a sharded state, to all ranks."""
 
 from typing import Any
 
@@ -9,54 +9,54 @@ from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.shards import is_shard, local_shard
 from torchbagua.transport.communicator import Communicator
 
-# In the place of a DTensor, whose mesh is that of the rank that sends it: its shard, and how it is made of shards.
+# The key of a packed DTensor: its shard, sent instead of the DTensor, whose mesh is the sending rank's.
 _SHARD = "torchbagua shard"
 
 
 def broadcast_optimizer_state(communicator: Communicator, optimizer: torch.optim.Optimizer) -> None:
     """Give all ranks the state of rank 0's `optimizer`, but not its learning rates. Collective.
 
-    Of what is sharded each rank gets a shard, so all of them hold the same one.
+    A sharded state is sent as rank 0's shard, so all ranks must hold the same shard.
 
     Raises:
-        CommunicationError: a peer is gone or did not take part within the group's timeout.
+        CommunicationError: a peer died or did not take part within the group's timeout.
     """
-    # Not its groups: learning rates belong to the loop, and to its schedulers.
+    # Not the parameter groups: learning rates belong to the loop and its schedulers.
     own = optimizer.state_dict()
-    sent = {key: _packed(value) for key, value in own.items() if key != "param_groups"}
+    sent = {key: _pack(value) for key, value in own.items() if key != "param_groups"}
     state = broadcast_state(communicator, sent, f"the state of {type(optimizer).__name__}")
     if communicator.rank == 0:
         return
     meshes = {
-        index: one.device_mesh  # type: ignore[attr-defined]
-        for index, one in enumerate(parameters_of(optimizer))
-        if is_shard(one)
+        index: parameter.device_mesh  # type: ignore[attr-defined]
+        for index, parameter in enumerate(parameters_of(optimizer))
+        if is_shard(parameter)
     }
-    if meshes:  # else the state may be of any form
-        state["state"] = {key: _unpacked(value, meshes.get(key)) for key, value in state["state"].items()}
+    if meshes:  # otherwise the state may have any form
+        state["state"] = {key: _unpack(value, meshes.get(key)) for key, value in state["state"].items()}
     optimizer.load_state_dict({**own, **state})
 
 
-def _packed(value: Any) -> Any:
-    """Return nested dicts, lists and tuples with every DTensor replaced by what `_unpacked` takes."""
+def _pack(value: Any) -> Any:
+    """Return nested dicts, lists and tuples with every DTensor replaced by a dict that `_unpack` takes."""
     if isinstance(value, dict):
-        return {key: _packed(one) for key, one in value.items()}
+        return {key: _pack(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_packed, value))
+        return type(value)(map(_pack, value))
     if isinstance(value, torch.Tensor) and is_shard(value):
         placements = value.placements  # type: ignore[attr-defined]
         return {_SHARD: local_shard(value), "placements": placements, "shape": value.shape, "stride": value.stride()}
     return value
 
 
-def _unpacked(value: Any, mesh: Any) -> Any:
+def _unpack(value: Any, mesh: Any) -> Any:
     if isinstance(value, dict):
         if _SHARD in value:
-            from torch.distributed.tensor import DTensor  # which takes a second, unless there is one already
+            from torch.distributed.tensor import DTensor  # takes a second, unless it was imported before
 
-            kinds = {key: value[key] for key in ("placements", "shape", "stride")}
-            return DTensor.from_local(value[_SHARD], mesh, run_check=False, **kinds)
-        return {key: _unpacked(one, mesh) for key, one in value.items()}
+            layout = {key: value[key] for key in ("placements", "shape", "stride")}
+            return DTensor.from_local(value[_SHARD], mesh, run_check=False, **layout)
+        return {key: _unpack(child, mesh) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_unpacked(one, mesh) for one in value)
+        return type(value)(_unpack(child, mesh) for child in value)
     return value

@@ -1,4 +1,4 @@
-"""Which DistributedDataParallel are around a module: those that there are at attach, and those that call it later."""
+"""Finds the DistributedDataParallel that wrap a module: those that exist at attach, and those that call it later."""
 
 import gc
 import sys
@@ -14,22 +14,22 @@ _PROBE = "torchbagua: is it still there?"
 
 
 def ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return those that wrap `module`, or a module that holds it, and that somebody may still call.
+    """Return the DDPs that wrap `module`, or a module that contains it, and that can still be called.
 
-    To find one takes a search among all objects of the process: nothing leads from a module to its DDP. It takes tenths
-    of a second, and is left out where no parameter has a reducer.
+    A module has no reference to its DDP, so all objects of the process are searched. The search takes tenths of a
+    second, and is skipped if no parameter has a reducer.
     """
     if not _may_have_reducer(module):
         return []
-    gc.collect()  # DDP is in cycles with itself: one that nobody uses is there until it is collected
+    gc.collect()  # a DDP is part of reference cycles: an unused DDP exists until it is collected
     return search_ddps_around(module) if _may_have_reducer(module) else []
 
 
 def _may_have_reducer(module: torch.nn.Module) -> bool:
-    """Return whether anything holds the node that accumulates the gradient of a parameter.
+    """Return whether anything keeps the autograd node that accumulates a parameter's gradient alive.
 
-    The reducer of a DDP does, and so does the graph of a loss that is kept. Otherwise the node, and what is written on
-    it, is made anew each time that it is asked for.
+    The reducer of a DDP does, and so does the graph of a loss that is still referenced. Otherwise each access creates a
+    new node, without the metadata that was written to the previous one.
     """
     with torch.inference_mode(False):
         return any(_keeps_node(parameter) for parameter in module.parameters() if parameter.requires_grad)
@@ -46,7 +46,7 @@ def _notes_at_node(parameter: torch.nn.Parameter) -> dict[str, bool]:
 
 
 def search_ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Search all objects for those that wrap `module`, or a module that holds it, also those that nobody uses."""
+    """Search all objects for the DDPs, also unused ones, that wrap `module` or a module that contains it."""
     found: dict[int, torch.nn.Module] = {}
     parents = _parents_of([module])
     while new := {id(parent): parent for parent in parents if id(parent) not in found}:
@@ -56,8 +56,8 @@ def search_ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]
 
 
 def _parents_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    # Not among all objects that there are (gc.get_objects): while somebody holds a tuple that another thread is making
-    # of an iterator, CPython 3.11 fails there.
+    # Not gc.get_objects: CPython 3.11 fails there while a tuple is referenced that another thread is still building
+    # from an iterator.
     ids = {id(module) for module in modules}
     children = [
         referrer
@@ -67,30 +67,30 @@ def _parents_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     children_ids = {id(names) for names in children}
     if not children:
         return []
-    # A dict of children is referred to by its module, or by that module's own dict.
+    # The referrer of a dict of children is its module, or that module's __dict__.
     owners = gc.get_referrers(*children)
     states = [owner for owner in owners if isinstance(owner, dict) and id(owner.get("_modules")) in children_ids]
     if states:
         owners += gc.get_referrers(*states)
-    # Not isinstance, which asks proxies for their class.
+    # Not isinstance, which queries proxies for their class.
     found = {id(owner): owner for owner in owners if torch.nn.Module in type(owner).__mro__}
     return [parent for parent in found.values() if id(vars(parent).get("_modules")) in children_ids]
 
 
 class CallerWatch:
-    """Tells of each DistributedDataParallel within whose forward a module is called: of those that are really used.
+    """Reports each DistributedDataParallel that calls a module in its forward. It finds only DDPs that are in use.
 
     It is a forward pre-hook of the module, until `close`.
 
     Args:
         module: the module.
-        known: those that are expected to.
-        on_new: called with each of the others once, within its forward, before that of the module.
+        known: the DDPs that are expected to call it.
+        on_new: called once with each other DDP, within the DDP's forward and before the module's forward.
 
     Attributes:
         on_new: the same; may be replaced.
-        new: the others.
-        has_seen: whether there was a forward. A compiled one, or one that calls no hooks, is not seen.
+        new: the other DDPs so far.
+        has_seen: whether the module's forward was called. A forward that is compiled, or calls no hooks, is not seen.
     """
 
     def __init__(
@@ -105,15 +105,15 @@ class CallerWatch:
         self.new: list[DistributedDataParallel] = []
         self.has_seen = False
         self._installed = ExitStack()
-        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        if not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
             self._installed.callback(module.register_forward_pre_hook(self).remove)
 
     def close(self) -> None:
-        """Tell no more. A second call does nothing."""
+        """Stop reporting. A second call does nothing."""
         self._installed.close()
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Look who calls; a forward pre-hook."""
+        """Check which DDPs are calling the module; a forward pre-hook."""
         if torch.compiler.is_compiling() or module is not self._module:
             return
         self.has_seen = True
@@ -124,12 +124,12 @@ class CallerWatch:
                 self.new.append(ddp)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave a hook that hands inputs on, without this package, in copies and in files that hold all of a module."""
+        """Become a hook that does nothing in copies and pickles of the module, which then do not need this package."""
         return getattr, ({}, "get")
 
 
 def _calling_ddps() -> list[DistributedDataParallel]:
-    # Not by `DistributedDataParallel._active_ddp_module`, which all threads share.
+    # Not `DistributedDataParallel._active_ddp_module`, which all threads share.
     forward = DistributedDataParallel.forward.__code__
     found = []
     frame = sys._getframe(1)

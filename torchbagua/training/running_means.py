@@ -1,4 +1,4 @@
-"""Running means (EMA, SWA) of weights that differ between ranks: noticed with a warning, or averaged on request."""
+"""Running means (EMA, SWA) of weights that differ between ranks: reported in a warning, or averaged on request."""
 
 import gc
 import weakref
@@ -13,16 +13,17 @@ from torchbagua._warnings import warn_user
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 
-# On a module that is averaged over the ranks, by whatever attachment of this process; of a copy it is another id.
+# Attribute of a module that any attachment of this process averages over the ranks. Its value is the module's id, so it
+# does not apply to a copy.
 _MARK = "_torchbagua_averaged"
 
 
 class RunningMeans:
-    """The running means that a loop keeps of attached weights, while these differ between ranks.
+    """The running means that a loop updates with attached weights that differ between ranks.
 
-    Those that `add` was given are averaged over the ranks. Of others, torch's AveragedModel is noticed, if it has no
-    other parameters than the module: Python's heap is searched for it after the first step and before the end, for
-    16 ms each time in a program that has just imported torch.
+    Modules passed to `add` are averaged over the ranks. Otherwise only torch's AveragedModel is detected, and only if
+    the shapes of its parameters all occur in the module. To find it, Python's heap is searched after the first step and
+    before the end. A search takes 16 ms in a program that has just imported torch.
 
     Args:
         module: the attached module, without its DDP.
@@ -38,23 +39,23 @@ class RunningMeans:
 
     def add(self, module: torch.nn.Module) -> None:
         """Average the weights of `module` over the ranks, now and at each `average`. Collective."""
-        self._average(module)  # first: ranks compare what they add
+        self._average(module)  # first, since ranks compare the added modules in it
         self._added[id(module)] = module
         setattr(module, _MARK, id(module))
 
     def average(self) -> None:
-        """Average what was added over the ranks. Collective if something was."""
+        """Average the added modules over the ranks. Collective if any was added."""
         for module in self._added.values():
             self._average(module)
 
     def close(self) -> None:
-        """Forget what was added."""
+        """Forget the added modules."""
         for module in self._added.values():
             vars(module).pop(_MARK, None)
         self._added.clear()
 
     def after_step(self) -> None:
-        """Warn if a running mean was updated since the last call of this or of `after_averaged`."""
+        """Warn if a running mean was updated since the last call of `after_step` or `after_averaged`."""
         if self._num_writes is None:
             self._num_writes = {weakref.ref(mean): num_writes(mean.n_averaged) for mean in self._search()}
         elif not self._has_warned:
@@ -63,12 +64,12 @@ class RunningMeans:
                     self._warn(mean)
 
     def after_averaged(self) -> None:
-        """Take note that ranks held the same weights until now: an update by those is right."""
+        """Accept all updates so far: ranks had equal weights until now, so updates with them are correct."""
         means = [mean for reference in self._num_writes or () if (mean := reference()) is not None]
         self._num_writes = {weakref.ref(mean): num_writes(mean.n_averaged) for mean in means}
 
     def before_end(self) -> None:
-        """Warn if a running mean was updated that was made after the first step."""
+        """Warn if a running mean that was created after the first step has been updated."""
         if self._num_writes is None or self._has_warned:
             return
         self.after_step()
@@ -78,11 +79,11 @@ class RunningMeans:
                 self._warn(mean)
 
     def _search(self) -> list[AveragedModel]:
-        """Return each AveragedModel whose parameters have shapes of the module's."""
+        """Return each AveragedModel whose parameters' shapes all occur in the module."""
         own = Counter(parameter.shape for parameter in self._module.parameters())
-        # Not isinstance, which asks proxies for their class. Another thread may be making one.
+        # Not isinstance, which asks proxies for their class. Another thread may still be constructing a mean.
         found = [
-            one for one in gc.get_referrers(*_with_subclasses(AveragedModel)) if AveragedModel in type(one).__mro__
+            obj for obj in gc.get_referrers(*_with_subclasses(AveragedModel)) if AveragedModel in type(obj).__mro__
         ]
         means = [mean for mean in found if "n_averaged" in vars(mean).get("_buffers", ())]
         return [mean for mean in means if Counter(parameter.shape for parameter in mean.parameters()) <= own]
@@ -93,7 +94,7 @@ class RunningMeans:
         self._has_warned = True
         warn_user(
             f"torchbagua: {type(mean).__name__} keeps a running mean of this rank's own weights, which differ between "
-            f"ranks under {type(self._runner.algorithm).__name__}. Call average_also(model) of what attach returned, "
+            f"ranks with {type(self._runner.algorithm).__name__}. Call average_also(model) of the Attachment, "
             "which averages it over the ranks in averaged_weights() and in detach(); or update it within "
             "averaged_weights()"
         )

@@ -1,4 +1,4 @@
-"""What `attach` is told of a training loop, and what can be read from that."""
+"""The arguments of `attach` that describe a training loop, and the facts that follow from them."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,15 +22,15 @@ from torchbagua.training.outer_ddps import ddps_around
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A module, what trains it, and the algorithm that is attached to it.
+    """A module, its optimizers, and the algorithm that is attached to them.
 
     Attributes:
-        module: whose forward the loop calls.
-        ddps: `module`, where it is a DDP, or those around it.
-        optimizers: of its parameters.
-        algorithm: what is attached.
-        grad_scaler: the loop's.
-        sharding: of a sharded module: which ranks hold the same shards, and how its weights are gathered.
+        module: the module that the loop calls.
+        ddps: `module` if it is a DDP, else the DDPs around it.
+        optimizers: the optimizers of its parameters.
+        algorithm: the attached algorithm.
+        grad_scaler: the loop's GradScaler.
+        sharding: for a sharded module: which ranks hold the same shards, and how its weights are gathered.
     """
 
     module: torch.nn.Module
@@ -42,12 +42,12 @@ class TrainingSetup:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The module, if it is a DDP."""
+        """The module if it is a DDP, else None."""
         return self.module if isinstance(self.module, DistributedDataParallel) else None
 
     @cached_property
     def sharded_parts(self) -> Mapping[str, Any]:
-        """The parts of the module, itself among them, on which fully_shard was called, by name."""
+        """The parts of the module, which may include itself, on which fully_shard was called, by name."""
         return sharded_parts(self.module)
 
     @property
@@ -61,9 +61,9 @@ class TrainingSetup:
         return self.module if self.ddp is None else self.ddp.module
 
     def ignored_names(self) -> frozenset[str]:
-        """Return the names in `inner` of the parameters and buffers that one of the DDPs was told to ignore.
+        """Return the names in `inner` of the parameters and buffers that a DDP ignores.
 
-        Or would be: a module without one may have the list that a DDP of it reads.
+        They also include the names in the module's own ignore list, which a DDP created later would read.
         """
         ignored_ids = {
             id(tensor)
@@ -77,7 +77,7 @@ class TrainingSetup:
         )
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of `inner` that are trained, and that no DDP was told to ignore, by name."""
+        """Return the parameters of `inner` that are trained and that no DDP ignores, by name."""
         ignored = self.ignored_names()
         return {
             name: parameter
@@ -86,21 +86,24 @@ class TrainingSetup:
         }
 
     def check_gradients(self) -> None:
-        """Raise ValueError if a parameter has a sparse gradient: a function has made it, so attach did not see it."""
+        """Raise ValueError if a parameter has a sparse gradient, which a function created, so attach did not see it."""
         for name, parameter in self.trained().items():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ValueError(
-                    f"torchbagua: parameter {name} has a sparse gradient, as of torch.nn.functional.embedding("
-                    "sparse=True); sparse gradients are not supported: leave out sparse=True"
+                    f"torchbagua: parameter {name} has a sparse gradient, for instance of "
+                    "torch.nn.functional.embedding(sparse=True); sparse gradients are not supported: leave out "
+                    "sparse=True"
                 )
 
     def process_group(self) -> dist.ProcessGroup:
-        """Return the group of the module, if it is a DDP or sharded, else of the DDPs around it, else the world.
+        """Return the group of the module if it is a DDP or sharded, else of the DDPs around it, else the world.
 
-        Of a sharded one it is the group over which its gradients are reduce-scattered; for an algorithm that averages
-        weights, the ranks which hold the same shards.
+        The group of a sharded module is the one over which its gradients are reduce-scattered. For a weight algorithm
+        it is the group of the ranks that hold the same shards.
 
-        Raises ValueError where those around it have different groups, or there is no world, or as `sharding_group`.
+        Raises:
+            ValueError: the DDPs around the module have different groups, or torch.distributed is not initialized. Also
+                raised by `sharding_group`.
         """
         if self.is_sharded:
             among_shards = sharding_group(self.sharded_parts)
@@ -110,8 +113,8 @@ class TrainingSetup:
         if self.ddps:
             if any(ddp.process_group is not self.ddps[0].process_group for ddp in self.ddps):
                 raise ValueError(
-                    "attach: process_group must be given where there are several DistributedDataParallel around "
-                    f"{type(self.module).__name__}, with different groups"
+                    "attach: process_group must be given if several DistributedDataParallel wrap "
+                    f"{type(self.module).__name__} with different groups"
                 )
             return self.ddps[0].process_group
         if not dist.is_initialized():
@@ -123,14 +126,14 @@ class TrainingSetup:
         return dist.group.WORLD
 
     def groups_opened_later(self) -> list[dist.ProcessGroup]:
-        """Return the further groups over which an attachment compares settings, after `process_group`."""
+        """Return the groups over which an attachment compares settings after `process_group`."""
         if self.sharding.replicate_group is None:
             return []
         averages_weights = self.algorithm.averages_weights
         return [sharding_group(self.sharded_parts) if averages_weights else self.sharding.replicate_group]
 
-    def must_agree(self) -> dict[str, Any]:
-        """Return what ranks must have in common, in the order in which they are told of it."""
+    def rank_invariants(self) -> dict[str, Any]:
+        """Return the settings that ranks must have in common, in the order in which differences are reported."""
         module = self.module
         sizes = [
             (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
@@ -150,14 +153,14 @@ class TrainingSetup:
         }
 
     def _shard(self) -> str | None:
-        """Return which shard this rank holds, if weights are averaged among those that hold the same one."""
+        """Return which shard this rank holds, if weights are averaged over the ranks with the same shard."""
         if self.sharding.replicate_group is None or not self.algorithm.averages_weights:
             return None
         group = sharding_group(self.sharded_parts)
         return f"{group.rank()} of {group.size()}"
 
     def run_settings(self) -> dict[str, str]:
-        """Return what a trace writes down: the model and its optimizers, with what they were made with."""
+        """Return the settings that a trace records: the model and its optimizers with their arguments."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         num_elements = sum(parameter.numel() for parameter in trained)
         settings = {
@@ -173,19 +176,19 @@ class TrainingSetup:
 
 
 def ddps_of(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return `module`, where it is a DDP, or those around it."""
+    """Return `module` if it is a DDP, else the DDPs around it."""
     return [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
 
 
 def _layout(module: torch.nn.Module) -> str:
-    """Return which parameters lie in memory in another order than that of their dimensions, channels_last say."""
+    """Return which parameters have a memory order other than that of their dimensions, for instance channels_last."""
     orders = {name: MemoryOrder(parameter) for name, parameter in module.named_parameters() if parameter.dim() > 1}
-    others = {name: repr(order) for name, order in orders.items() if not order.is_natural}
-    if not others:
+    reordered = {name: repr(order) for name, order in orders.items() if not order.is_natural}
+    if not reordered:
         return "all contiguous"
-    first = next(iter(others))
-    digest = hashlib.sha256(repr(others).encode()).hexdigest()[:8]
-    return f"{len(others)} of another order, the first {first} with strides {orders[first].strides}, digest {digest}"
+    first = next(iter(reordered))
+    digest = hashlib.sha256(repr(reordered).encode()).hexdigest()[:8]
+    return f"{len(reordered)} of another order, the first {first} with strides {orders[first].strides}, digest {digest}"
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""When a training step ends, and what is wrong where none ever does."""
+"""Detects the end of a training step, and warns or raises if steps never end."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,25 +9,27 @@ from torchbagua._warnings import warn_user
 from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.runtime.shards import local_shard
 
-# So many backward passes in a row may have their gradients cleared before the optimizer steps, while weights change: a
-# GradScaler that nobody has handed over skips about a dozen steps when it starts.
+# The number of consecutive backward passes, with changing weights, after which gradients cleared without an optimizer
+# step are an error. It exceeds a dozen, since a GradScaler that `attach` was not given skips that many steps at first.
 _MOST_CLEARED = 45
-# After so many the weights are looked at. Fewer are common: a generator's loss gives its critic gradients too.
+# The number of such passes after which the weights are compared. Fewer are common: a generator's loss also computes
+# gradients for its critic.
 _SUSPICIOUS = 5
-# A critic may step so often for one step of its generator: 100 times in the first iterations of a Wasserstein GAN.
+# How often one optimizer may step while another does not: a critic steps 100 times for one step of its generator in the
+# first iterations of a Wasserstein GAN.
 _MOST_STEPS_ALONE = 200
 
 
 class StepClock:
-    """Ends a training step when every optimizer has stepped, or was skipped by a GradScaler, since the last one ended.
+    """Ends a training step once every optimizer has stepped, or was skipped by a GradScaler, since the last end.
 
-    In whatever order, and however often: a critic may step several times for each step of its generator. A step that
-    all of them skip is part of the next.
+    The optimizers may step in any order and any number of times: a critic may step several times for each step of its
+    generator. A step that all optimizers skip is part of the next training step.
 
     Args:
-        watches: of the optimizers whose steps make a training step; listened to until `close`.
-        on_end: called with the optimizer whose step ended it.
-        raises_if_never_stepped: whether nothing is averaged where an optimizer does not step, which is then an error.
+        watches: of the optimizers that together take a training step; listened to until `close`.
+        on_end: called with the optimizer that ended the training step.
+        raises_if_never_stepped: whether it is an error if an optimizer never steps, because nothing is averaged then.
         check_gradients: raises if a gradient is sparse. Called after each backward before the first step, and if the
             first gradient of an optimizer is sparse.
     """
@@ -51,7 +53,7 @@ class StepClock:
         self._has_warned = False
 
     def close(self) -> None:
-        """Hear of no more steps."""
+        """Stop listening to steps."""
         for watch in self._watches:
             watch.remove(self._after_step)
 
@@ -68,12 +70,12 @@ class StepClock:
             self._has_warned = True
             idle = [type(other.optimizer).__name__ for other in self._progress.values() if not other.is_done]
             warn_user(
-                f"torchbagua: {type(optimizer).__name__} has stepped {progress.num_steps} times, and {', '.join(idle)} "
-                "not once: nothing is averaged until all optimizers that were attached together have stepped",
+                f"torchbagua: {type(optimizer).__name__} has stepped {progress.num_steps} times, but {', '.join(idle)} "
+                "never: nothing is averaged until all optimizers that were attached together have stepped",
             )
 
     def after_search_for_inf(self, optimizer: torch.optim.Optimizer, *, overflow: bool) -> None:
-        """Take note of what a GradScaler has found: it skips the optimizer's next step where there was an overflow."""
+        """Record the result of a GradScaler's search: after an overflow it skips the optimizer's next step."""
         progress = self._progress[id(optimizer)]
         if overflow:
             progress.gradients.forget()
@@ -81,24 +83,24 @@ class StepClock:
             self._end_if_done(optimizer)
 
     def before_backward(self) -> None:
-        """Take note of a backward in training that begins.
+        """Record the start of a backward in training.
 
         Raises:
-            RuntimeError: gradients have been cleared again and again, and no step was taken.
+            RuntimeError: gradients were cleared repeatedly without an optimizer step.
         """
         if not self._counts_gradients:
             return
         for progress in self._progress.values():
-            if progress.gradients.were_cleared() >= _MOST_CLEARED:
+            if progress.gradients.count_cleared() >= _MOST_CLEARED:
                 raise RuntimeError(
                     f"torchbagua: gradients were cleared {_MOST_CLEARED} times without a step of "
                     f"{type(progress.optimizer).__name__}, which is attached: no weights are averaged. Attach the "
-                    "optimizer whose step() changes the weights, as somebody has: not one that another has replaced, "
-                    "nor one around which weights are updated by hand"
+                    "optimizer whose step() updates these weights, not an optimizer that was replaced or that manual "
+                    "updates bypass"
                 )
 
     def after_backward(self) -> None:
-        """Take note of a backward in training that has ended.
+        """Record the end of a backward in training.
 
         Raises:
             ValueError: a gradient is sparse.
@@ -113,11 +115,11 @@ class StepClock:
 
     @property
     def has_trained(self) -> bool:
-        """Whether there was a step, or a backward in training."""
+        """Whether an optimizer step or a backward in training has happened."""
         return any(progress.was_called or progress.gradients.has_first for progress in self._progress.values())
 
     def unused_optimizers(self) -> list[str]:
-        """Return the classes of the optimizers that were never called, although weights of theirs have changed."""
+        """Return the class names of optimizers that were never called although their weights have changed."""
         return [
             type(progress.optimizer).__name__
             for progress in self._progress.values()
@@ -126,7 +128,7 @@ class StepClock:
 
     @property
     def _counts_gradients(self) -> bool:
-        """Whether it matters what becomes of gradients; a closure may clear them often within one step (L-BFGS)."""
+        """Whether to count cleared gradients. Not within a step: its closure may clear them often (L-BFGS)."""
         return self._raises_if_never_stepped and not any(watch.is_in_step for watch in self._watches)
 
     def _end_if_done(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,13 +144,14 @@ class StepClock:
 
 
 class _OptimizerSteps:
-    """What one optimizer has done since the last training step ended.
+    """The progress of one optimizer since the last training step ended.
 
     Attributes:
-        num_steps: its steps.
-        is_done: whether it has stepped, or was skipped.
-        was_called: whether it ever was, or a GradScaler has skipped it.
-        gradients: whether they are used.
+        optimizer: the optimizer.
+        num_steps: the number of its steps.
+        is_done: whether it has stepped or was skipped.
+        was_called: whether it has ever stepped or been skipped by a GradScaler.
+        gradients: counts unused gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -160,9 +163,10 @@ class _OptimizerSteps:
 
 
 class _UnusedGradients:
-    """Counts backward passes whose gradients were cleared before the optimizer stepped, by one of its parameters.
+    """Counts backward passes whose gradients were cleared before the optimizer stepped.
 
-    Where its values stay as they are, nobody trains: gradients of an attack, or of examples, are cleared too.
+    It watches one parameter of the optimizer. If the parameter's values do not change, the loop does not train: it may
+    compute gradients of an attack, or of examples, and clear them too.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -179,30 +183,30 @@ class _UnusedGradients:
         return self._first is not None
 
     def remember_first(self) -> None:
-        """Note the values of the watched parameter after the first backward."""
+        """Record the values of the watched parameter after the first backward."""
         if self._first is None and self._parameter is not None:
             self._first = self._parameter, _sum_of(self._parameter)
 
     def has_changed_since_first(self) -> bool:
-        """Return whether these have changed."""
+        """Return whether the values have changed since `remember_first`."""
         return self._first is not None and _has_changed(*self._first)
 
     def are_dense(self) -> bool:
-        """Return whether the first gradient is, which is the one that is looked at."""
+        """Return whether the first gradient, the only one that is checked, is dense."""
         first = self._first_with_gradient()
         return first is None or first.grad is None or first.grad.layout is torch.strided
 
     def _first_with_gradient(self) -> torch.Tensor | None:
-        return next((one for one in parameters_of(self._optimizer) if one.grad is not None), None)
+        return next((parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None), None)
 
     def remember(self) -> None:
-        """Note what a backward has left."""
+        """Record the gradient that a backward has left."""
         self._parameter = self._first_with_gradient()
         if self._parameter is not None:
             self._mark = _mark_of(self._parameter.grad)
 
-    def were_cleared(self) -> int:
-        """Return how often gradients have been cleared while weights changed, when another backward begins."""
+    def count_cleared(self) -> int:
+        """Return how often gradients were cleared while weights changed. Call it when the next backward begins."""
         parameter, self._parameter = self._parameter, None
         if parameter is None or not self._is_cleared(parameter.grad):
             return 0
@@ -217,13 +221,14 @@ class _UnusedGradients:
         return num_cleared
 
     def forget(self) -> None:
-        """Begin to count again: the optimizer has stepped, or was skipped."""
+        """Start counting again: the optimizer has stepped, or was skipped."""
         self._num_cleared, self._parameter, self._values = 0, None, None
 
     def _is_cleared(self, gradient: torch.Tensor | None) -> bool:
         if gradient is None:
             return True
-        # What was clipped, say, has changed too. Seldom asked: a step comes between two backward passes, or nothing.
+        # Gradients that were only clipped, for instance, have changed too. The values are rarely checked:
+        # usually an optimizer steps between two backward passes, or gradients accumulate unchanged.
         return _mark_of(gradient) != self._mark and not local_shard(gradient).any()
 
 
@@ -237,7 +242,7 @@ def _has_changed(parameter: torch.Tensor, sum_before: torch.Tensor) -> bool:
 
 
 def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
-    """Return what changes where the gradient is written to, or is another tensor."""
+    """Return a value that changes when the gradient is written to or replaced by another tensor."""
     assert gradient is not None
     gradient = local_shard(gradient)
     return gradient.data_ptr(), num_writes(gradient)

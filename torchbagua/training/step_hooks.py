@@ -1,4 +1,4 @@
-"""Where an impl's hooks enter the training step: module, gradients, end of backward, optimizers."""
+"""Installs an impl's hooks in the training step: on the module, gradients, the end of backward, and optimizers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -27,14 +27,15 @@ def install_step_hooks(
     after_first_step: Callable[[], None],
     running_means: RunningMeans | None = None,
 ) -> tuple[ExitStack, StepClock]:
-    """Install the hooks that the impl asks for; return what removes them when it is closed, and the clock.
+    """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock.
 
     Args:
-        setup: whose forward, gradients and optimizers are heard of; their steps are the clock.
-        runner: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
-            the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
-        after_first_step: called within the optimizer's call of `step`: it looks in the call stack for a GradScaler.
-        running_means: of weights that differ between ranks; notified of each training step.
+        setup: the training loop. The hooks are installed on its module, gradients and optimizers, and the optimizers'
+            steps drive the clock.
+        runner: its impl provides the hooks. With a weight algorithm, it also decides which steps the GradScaler skips:
+            with the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
+        after_first_step: called within the optimizer's `step`, since it searches the call stack for a GradScaler.
+        running_means: the running means of weights that differ between ranks; notified of each training step.
     """
     wrapper, module, impl = setup.module, setup.inner, runner.impl
     on_forward = impl.init_forward_pre_hook(module)
@@ -47,12 +48,12 @@ def install_step_hooks(
         loss_scale = LossScale(setup.grad_scaler)
         runner.read_loss_scale = loss_scale.read
 
-    # A copy of the wrapper has the same hooks, and they are not meant for it.
+    # A copy of the wrapper has the same hooks, but they must act on the original only.
     def before_forward(module: torch.nn.Module, inputs: Any) -> None:
         if module is wrapper and wrapper.training and torch.is_grad_enabled():
             if on_forward is not None:
                 on_forward(inputs)
-            if loss_scale is not None and not torch.compiler.is_compiling():  # which would trace what streams do
+            if loss_scale is not None and not torch.compiler.is_compiling():  # the compiler would trace stream calls
                 loss_scale.fetch()
 
     is_first = True
@@ -68,21 +69,21 @@ def install_step_hooks(
             if on_step is not None:
                 on_step(optimizer)
         finally:
-            # Not before: what the algorithm waits for now was communicated in this step.
+            # Only after on_step, in which the algorithm may wait for communication of this step.
             runner.tracer.end_step()
         if running_means is not None:
             running_means.after_step()
 
-    must_step = runner.averages_weights and on_step is not None  # it averages when a step ends, or never
-    hears_steps = on_step is not None or runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on
+    must_step = runner.averages_weights and on_step is not None  # it averages only when a step ends
+    needs_steps = on_step is not None or runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on
     clock = StepClock(
-        runner.step_watches if hears_steps else [],
+        runner.step_watches if needs_steps else [],
         end_step,
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
     )
     runner.tracer.has_optimizer = True
-    with ExitStack() as handles:  # closed here only where an installation raises
+    with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
         if setup.ddp is not None and not runner.averages_weights and runner.process_group.size > 1:
             handles.callback(UnaveragedGradients(setup, runner).close)
@@ -106,7 +107,7 @@ def install_step_hooks(
 
 
 def _leaves(outputs: Any) -> Iterator[Any]:
-    """Yield what a module's outputs are made of, dataclasses opened, as DDP looks for tensors in them."""
+    """Yield the leaves of a module's outputs, including fields of dataclasses: DDP searches those too."""
     for leaf in leaves(outputs):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
@@ -115,10 +116,10 @@ def _leaves(outputs: Any) -> Iterator[Any]:
 
 
 class _Backward:
-    """Tells of each backward, and calls a function at its end, from a callback that it queues with the autograd engine.
+    """Notifies observers of each backward and calls a function at its end, from a callback of the autograd engine.
 
-    It is queued when backward reaches the module's outputs and not at a parameter: a reentrant checkpoint runs a
-    backward of its own within, and a callback that is queued there is called at the end of that one.
+    The callback is queued when backward reaches the module's outputs, and not at a parameter. A reentrant checkpoint
+    runs a nested backward, and a callback that is queued there is called at the end of the nested backward.
     """
 
     def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None, clock: StepClock | None) -> None:
@@ -131,16 +132,16 @@ class _Backward:
         self._is_closed = False
 
     def watch(self, outputs: Any, *, is_training: bool) -> None:
-        """Hear of the backward that will start at these outputs of a forward."""
+        """Watch the backward that will start at these outputs of a forward."""
         self._is_training = is_training
-        self._is_queued = False  # it still is where the last backward raised
+        self._is_queued = False  # it is still True if the last backward raised
         for output in _leaves(outputs):
-            # Not a parameter that the module returns, on which hooks would pile up.
+            # Skip a parameter that the module returns: hooks would accumulate on it.
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(self._begin)
 
     def close(self) -> None:
-        """Call no more, whatever backward is still to come."""
+        """Stop calling, whatever backward is still to come."""
         self._is_closed = True
 
     def _begin(self, _: torch.Tensor) -> None:
@@ -149,10 +150,13 @@ class _Backward:
                 self._clock.before_backward()
             self._is_queued = True
             self._start = self._tracer.now()
-            queue_callback(self._tell)
+            queue_callback(self._notify)
 
-    def _tell(self) -> None:
-        """All gradients are computed. What comes next has to come after all that was queued during the backward."""
+    def _notify(self) -> None:
+        """Notify observers: all gradients are computed.
+
+        `_end` must run after every callback that was queued during the backward, so it is queued now.
+        """
         self._tracer.tell("backward", self._start, self._tracer.now())
         queue_callback(self._end)
 
@@ -160,5 +164,5 @@ class _Backward:
         self._is_queued = False
         if self._clock is not None and self._is_training:
             self._clock.after_backward()
-        if self._on_end is not None:  # it may read gradients, the last of which FSDP writes in such a callback
+        if self._on_end is not None:  # it may read gradients, and FSDP writes the last ones in such a callback
             self._on_end()

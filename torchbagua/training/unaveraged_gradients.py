@@ -1,4 +1,4 @@
-"""Warnings about steps by gradients that no rank has averaged: habits that plain DDP takes silently."""
+"""Warnings about optimizer steps on gradients that were not averaged: mistakes that plain DDP ignores silently."""
 
 import weakref
 from collections.abc import Sequence
@@ -16,24 +16,27 @@ from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
 _NUM_NAMED = 3
-# Of parameters that DDP does not train, so many are looked at in a step: 0.05 us each, and an adapter has a thousand.
+# How many of the parameters that DDP does not train are checked in a step. A check takes 0.05 us, and a model with an
+# adapter has a thousand such parameters.
 _NUM_LOOKED_AT = 100
 
 
 class UnaveragedGradients:
-    """Warns once if an attached optimizer steps by this rank's own gradients, while an algorithm averages gradients.
+    """Warns once if an attached optimizer steps on this rank's local gradients although a gradient algorithm is used.
 
-    Three habits lead there. Each is a fault under plain DDP too, and none is an error, since a loop may have a reason:
+    Three mistakes cause this. Each is also wrong with plain DDP. None is an error, since a loop may do it on purpose:
 
-    - DDP hands over no bucket: its module was converted, which drops DDP's hooks, or is called in place of the DDP.
-    - A parameter is in none of DDP's buckets: DDP was made while it was frozen, or absent.
+    - DDP passes no bucket to the hook. The module was converted, which drops DDP's hooks, or the loop calls the module
+      instead of the DDP.
+    - A parameter is in none of DDP's buckets. It was frozen or absent when the DDP was created.
     - The optimizer steps within backward, before DDP has averaged.
 
-    A normal step costs a comparison, and a look at some parameters that DDP does not train: at all of them in turn.
+    A normal step costs one comparison and a check of `_NUM_LOOKED_AT` parameters that DDP does not train. Consecutive
+    steps check all of these parameters in turn.
 
     Args:
         setup: the attached module, its DDP and its optimizers.
-        runner: counts synchronised backward passes, and watches the optimizers' steps.
+        runner: counts synchronized backward passes, and watches the optimizers' steps.
     """
 
     def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
@@ -41,16 +44,16 @@ class UnaveragedGradients:
         self._runner = runner
         self._ignored_names = setup.ignored_names()
         self._num_synchronised: dict[int, int] = {}  # at the last step of each optimizer, by its id
-        self._num_parameters: dict[int, int] = {}  # of each optimizer when `_untrained` was computed
+        self._num_parameters: dict[int, int] = {}  # of each optimizer, when `_untrained` was computed
         self._untrained: list[torch.Tensor] = []
-        self._position = 0  # in `_untrained`: where the next look begins
+        self._position = 0  # index into `_untrained` at which the next check begins
         self._bare_steps: _BareSteps | None = None
         self._watches = list(runner.step_watches)
         for watch in self._watches:
             watch.add(self._after_step, reads_overflow=False)
 
     def close(self) -> None:
-        """Watch no more steps."""
+        """Stop watching steps."""
         for watch in self._watches:
             watch.remove(self._after_step)
         if self._bare_steps is not None:
@@ -58,7 +61,7 @@ class UnaveragedGradients:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         before = self._num_synchronised.get(id(optimizer))
-        if before is None and is_in_backward():  # asked once, since the answer is an exception
+        if before is None and is_in_backward():  # called once per optimizer, since it raises an exception inside
             self._warn(
                 f"{type(optimizer).__name__} steps within backward, before DistributedDataParallel has averaged "
                 "gradients. Step after backward, or attach an algorithm that averages weights"
@@ -75,14 +78,14 @@ class UnaveragedGradients:
 
     def _warn_of_missing_buckets(self, optimizer: torch.optim.Optimizer) -> None:
         self._warn(
-            f"{type(optimizer).__name__} has stepped twice by gradients that DistributedDataParallel did not hand "
-            "over. Either the module was converted after it was wrapped (ddp.double(), .half(), .to(...)), which drops "
-            "DDP's hooks: convert it first, wrap it in a new DDP, and attach. Or the loop calls the inner module "
+            f"{type(optimizer).__name__} has stepped twice on gradients that DistributedDataParallel did not "
+            "average. If the module was converted after it was wrapped (ddp.double(), .half(), .to(...)), DDP's hooks "
+            "were dropped: convert it first, wrap it in a new DDP, and attach. If the loop calls the inner module "
             "(net(x), ddp.module(x)): call ddp(x). To average by hand, call the module within no_sync()"
         )
 
     def _check_untrained(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for gradients of parameters that are in none of DDP's buckets, after buckets were averaged."""
+        """Search for gradients of parameters that are in none of DDP's buckets, after buckets were averaged."""
         num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._num_parameters.get(id(optimizer)) != num_parameters:
             self._num_parameters[id(optimizer)] = num_parameters
@@ -100,9 +103,9 @@ class UnaveragedGradients:
             if found:
                 self._warn(
                     f"{len(found)} parameters have gradients that are not averaged: {', '.join(found[:_NUM_NAMED])}"
-                    f"{', ...' if len(found) > _NUM_NAMED else ''}. DistributedDataParallel trains what requires "
-                    "gradients when it is made. Before you unfreeze or add parameters, detach(); then unfreeze them, "
-                    "wrap the module in a new DDP, make the optimizer, and attach again"
+                    f"{', ...' if len(found) > _NUM_NAMED else ''}. DistributedDataParallel averages the parameters "
+                    "that required gradients when it was created. Before you unfreeze or add parameters, call "
+                    "detach(); then unfreeze them, wrap the module in a new DDP, create the optimizer, and attach again"
                 )
 
     def _without_bucket(self) -> dict[str, torch.Tensor]:
@@ -119,11 +122,11 @@ class UnaveragedGradients:
 
 
 class _BareSteps:
-    """Recognises local gradients in bare steps, before which DDP has handed over no bucket.
+    """Detects local gradients in bare steps: steps before which DDP passed no bucket to the hook.
 
-    A bare step is also one that has no gradients, uses the last ones again, or is taken by a loop that averages by hand
-    within `no_sync`. So the first is only noted, and gradients that were computed before another one, by a forward
-    outside `no_sync`, are local.
+    A bare step is not always a mistake. It may have no gradients, use the last gradients again, or belong to a loop
+    that averages by hand within `no_sync`. The first bare step is therefore only recorded. Gradients of a second bare
+    step are local if a forward outside `no_sync` computed them.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
@@ -131,19 +134,19 @@ class _BareSteps:
         self._ddp = setup.ddp
         self._module = setup.module
         self._trained_ids = {id(parameter) for parameter in setup.trained().values()}
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients, by the id of the parameter
-        self._num_noted: dict[int, int] = {}  # bare steps with gradients, by the id of the optimizer
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients, by the parameter's id
+        self._num_noted: dict[int, int] = {}  # number of bare steps with gradients, by the optimizer's id
         self._has_silent_forward = False  # since the last step
         self._is_by_hand = False
         self._hook: RemovableHandle | None = None
 
     def close(self) -> None:
-        """Watch no more forwards."""
+        """Stop watching forwards."""
         if self._hook is not None:
             self._hook.remove()
 
     def are_local(self, optimizer: torch.optim.Optimizer, *, is_bare: bool) -> bool:
-        """Return whether this step of `optimizer` and a bare one before it used local gradients."""
+        """Return whether this step of `optimizer` and an earlier bare step used local gradients."""
         has_silent_forward, self._has_silent_forward = self._has_silent_forward, False
         if is_bare and has_silent_forward:
             self._is_by_hand = True
@@ -159,11 +162,11 @@ class _BareSteps:
         return self._num_noted[id(optimizer)] == 2
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module is self._module and torch.is_grad_enabled():  # a copy has this hook too
+        if module is self._module and torch.is_grad_enabled():  # a copy of the module has this hook too
             self._has_silent_forward |= not self._ddp.require_backward_grad_sync
 
     def _new_gradients(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-        """Return the gradients that were written since the last call, and note them."""
+        """Return the gradients that were written since the last call, and record them."""
         found = []
         for parameter in parameters_of(optimizer):
             gradient = parameter.grad
@@ -177,5 +180,5 @@ class _BareSteps:
 
 
 def _has_values(gradient: torch.Tensor) -> bool:
-    """Return whether some element is not zero, as zero_grad(set_to_none=False) leaves them; it waits for a GPU."""
+    """Return whether any element is nonzero; zero_grad(set_to_none=False) leaves zeros. Waits for a GPU."""
     return gradient.layout != torch.strided or bool(gradient.any())

@@ -1,4 +1,4 @@
-"""How long backward waits for its last bucket, as observers are told."""
+"""Measures how long backward waits for its last bucket, and notifies observers."""
 
 from collections.abc import Generator
 
@@ -11,21 +11,23 @@ from torchbagua.runtime.bucket import BaguaBucket
 
 
 class WaitTimer:
-    """Runs the last bucket of a backward and tells observers of the wait for it; ends the step where no optimizer does.
+    """Runs the last bucket of a backward and notifies observers of the wait. Ends the step if no optimizer does.
 
-    In this order:
+    Execution order:
 
-    1. DDP's hook makes it, and submits it, which notes on the lane when the bucket is done.
-    2. The hook returns, and DDP queues a callback with the autograd engine, behind the one that was queued here.
-    3. All gradients are computed: the callback from here notes that the wait begins, and queues another one.
-    4. DDP's callback waits for all buckets, and copies the averages into the gradients.
-    5. The second one from here tells of the wait. Not before: DDP copies with communication or without.
+    1. DDP's hook creates the timer, which queues a callback with the autograd engine, and submits it to the lane. The
+       lane records when the bucket is done.
+    2. The hook returns, and DDP queues its own callback with the autograd engine, behind the timer's.
+    3. Once all gradients are computed, the timer's callback records the start of the wait and queues a second callback.
+    4. DDP's callback waits for all buckets and copies the means into the gradients.
+    5. The timer's second callback notifies observers of the wait. It does so only after DDP's copies, which DDP makes
+       with or without communication.
 
     Args:
-        last: the bucket.
-        tracer: tells observers.
-        is_in_backward: False on a rank that has run out of data, where nothing waits in a backward, and neither that
-            nor an optimizer tells that a step ends: `run` does.
+        last: the last bucket.
+        tracer: notifies observers.
+        is_in_backward: False on a rank that has run out of data. On such a rank no backward waits, and neither a
+            backward nor an optimizer signals the end of a step, so `run` ends it.
     """
 
     def __init__(self, last: BaguaBucket, tracer: Tracer, *, is_in_backward: bool) -> None:
@@ -38,17 +40,17 @@ class WaitTimer:
             queue_callback(self._begin)
 
     def run(self) -> torch.Tensor:
-        """Run the bucket."""
+        """Reduce the bucket."""
         flat = self._last.run()
         self._note_end()
         return flat
 
     def may_begin(self) -> bool:
-        """Return whether the bucket may begin while the one before is under way."""
+        """Return whether the bucket may begin while the previous bucket is in flight."""
         return self._last.may_begin()
 
     def steps(self) -> Generator[None, None, torch.Tensor]:
-        """Run the bucket in its steps."""
+        """Reduce the bucket step by step."""
         flat = yield from self._last.steps()
         self._note_end()
         return flat

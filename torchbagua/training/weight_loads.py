@@ -1,4 +1,4 @@
-"""Notices the weights that a user loads into an attached module, and notifies the runner when training goes on."""
+"""Detects weights that a user loads into an attached module, and notifies the runner when training continues."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,20 +15,20 @@ from torchbagua.training.setup import TrainingSetup
 
 
 class WeightLoads:
-    """Sees every `load_state_dict` of an attached module, or of a part of it, until `close`.
+    """Watches every `load_state_dict` of an attached module, or of a part of it, until `close`.
 
-    What was loaded counts when the next step begins, and not at the load: a loop may swap in other weights, a running
-    mean for an evaluation say, and load its own again. Then nothing has happened. Until then it takes the memory of the
-    loaded weights twice more.
+    Loaded weights take effect when the next step begins, and not at the load. A loop may swap in other weights, for
+    instance a running mean for an evaluation, and load its own weights again; then the runner is not notified. Until
+    the next step this takes two more copies of the loaded weights in memory.
 
-    Only for an algorithm that averages weights, and several ranks: with others a load is a load.
+    It watches only with a weight algorithm and several ranks. Otherwise a load needs no special treatment.
 
     Args:
-        setup: the module, and the optimizers whose steps are heard of.
+        setup: the module, and the optimizers whose steps are watched.
         runner: notified by `AlgorithmImpl.weights_loaded`.
 
     Attributes:
-        has_mean: set it to True while the module holds the mean of all ranks' weights, and loads are refused.
+        has_mean: set it to True while the module holds the mean of all ranks' weights. Loads are then refused.
     """
 
     def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
@@ -36,8 +36,8 @@ class WeightLoads:
         self._module = setup.inner
         self._sharded_parts = list(setup.sharded_parts.values())
         self._runner = runner
-        self._loads: dict[str, _Load] = {}  # since the last step, by the names of the buckets
-        self._names: dict[int, str] = {}  # by the id of the tensor, of these buckets
+        self._loads: dict[str, _Load] = {}  # since the last step, by the tensor's name in the buckets
+        self._names: dict[int, str] = {}  # names in `_named_buckets`, by the tensor's id
         self._named_buckets: list[Any] | None = None
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._undo = ExitStack()
@@ -49,26 +49,26 @@ class WeightLoads:
             self._install(module, path)
 
     def close(self) -> None:
-        """See no more."""
+        """Stop watching."""
         self._undo.close()
         self._take_loads()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Notify the runner of what was loaded since the last step, unless the weights are again what they were."""
+        """Notify the runner of weights loaded since the last step, unless the old weights have been restored."""
         if not self._loads:
             return
         loads = self._take_loads()
         reshard(self._sharded_parts)
         for load in loads.values():
-            if load.after is None:  # the load has raised
+            if load.after is None:  # the load raised
                 load.note()
         if _are_undone(list(loads.values())):
             return
         runner = self._runner
         if runner.process_group.rank == 0:
             warn_user(
-                f"torchbagua: {len(loads)} weights were loaded after attach: {runner.name} goes on "
+                f"torchbagua: {len(loads)} weights were loaded after attach: {runner.name} continues "
                 f"from them, {runner.load_effect}. To resume a run, load the attachment's state after the weights",
                 UserWarning,
             )
@@ -85,11 +85,11 @@ class WeightLoads:
             if (name := self._name_of(path, parameter, tracked)) is not None:
                 values[name] = local_shard(parameter).clone()
         self._runner.impl.weights_loaded(values)
-        self._runner.reset_if_needed()  # some may have been replaced
+        self._runner.reset_if_needed()  # parameters may have been replaced
 
     @contextmanager
-    def superseded(self) -> Iterator[None]:
-        """Forget what was loaded if the block, which loads a state that goes with it, raises nothing."""
+    def discard_loads(self) -> Iterator[None]:
+        """Forget the loads so far if the block, which loads the matching state, does not raise."""
         loads = self._take_loads()
         try:
             yield
@@ -108,7 +108,7 @@ class WeightLoads:
         self._runner.loading = frozenset(loads)
 
     def _install(self, module: torch.nn.Module, path: str) -> None:
-        """Have loads into `module`, which the attached module has at `path`, seen."""
+        """Watch loads into `module`, which is the attached module's submodule `path`."""
         if module in self._hooked:
             return
         self._hooked.add(module)
@@ -126,12 +126,12 @@ class WeightLoads:
     def _before_load(self, module: torch.nn.Module, path: str, state: Mapping[str, Any], prefix: str) -> None:
         if self.has_mean:
             raise RuntimeError(
-                "torchbagua: weights are loaded within averaged_weights, whose end gives each rank its own weights "
-                "again, so that the load would be lost. Load before the block, which then holds the mean of what was "
-                "loaded, or after it"
+                "torchbagua: weights were loaded within averaged_weights, which restores each rank's own weights at "
+                "its end, so the load would be lost. Load before the block, which then holds the mean of the loaded "
+                "weights, or after it"
             )
         reshard(self._sharded_parts)
-        for name, child in module.named_children():  # one that is new is loaded next
+        for name, child in module.named_children():  # a child that is new is loaded next
             self._install(child, f"{path}.{name}" if path else name)
         tracked = self._tracked_names()
         for own_name, tensor in _own_tensors(module).items():
@@ -147,29 +147,29 @@ class WeightLoads:
                 load.note()
 
     def _tracked_names(self) -> set[str]:
-        """Return the names of the weights that are averaged; ask for those of tensors after this."""
+        """Return the names of the averaged weights. Call it before `_name_of`."""
         if self._named_buckets is not self._runner.buckets:
             self._named_buckets = self._runner.buckets
-            self._names = {id(one.parameter): one.name for bucket in self._runner.buckets for one in bucket.tensors}
+            self._names = {id(item.parameter): item.name for bucket in self._runner.buckets for item in bucket.tensors}
         return set(self._names.values())
 
     def _name_of(self, path: str, tensor: torch.Tensor, tracked: set[str]) -> str | None:
         """Return the name of a tensor in the buckets; None if it is not averaged."""
-        if id(tensor) in self._names:  # also of a module that was given another name, or is there twice
+        if id(tensor) in self._names:  # also if the module was renamed, or has several names
             return self._names[id(tensor)]
-        name = name_of_shard(path, tensor)  # one that has replaced another
+        name = name_of_shard(path, tensor)  # the tensor may have replaced one in the buckets
         return name if name in tracked else None
 
 
 @dataclass
 class _Load:
-    """What has become of one weight by the loads since the last step.
+    """The effect on one weight of all loads since the last step.
 
     Attributes:
-        module, name: where it is.
-        before: what it was before the first of them.
-        after: what the last of them has left; None before it has.
-        has_changed: whether one of them has changed it.
+        module, name: the module that the weight belongs to, and its name there.
+        before: the value before the first load.
+        after: the value after the last load; None until a load has finished.
+        has_changed: whether any of the loads changed the weight.
     """
 
     module: torch.nn.Module
@@ -180,28 +180,28 @@ class _Load:
 
     @property
     def is_undone(self) -> bool:
-        """Whether it is again what it was."""
+        """Whether the weight has its value from before the first load again."""
         return self.after is self.before
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, and no buffer."""
+        """Whether the weight is a parameter, and not a buffer."""
         return isinstance(getattr(self.module, self.name), torch.nn.Parameter)
 
     def tensor(self) -> torch.Tensor:
-        """Return the weight as it is now, of a DTensor this rank's shard."""
+        """Return the current weight; for a DTensor, this rank's shard."""
         tensor: torch.Tensor = getattr(self.module, self.name)
         return local_shard(tensor)
 
     def note(self) -> None:
-        """Take note of what a load has left."""
+        """Record the value that a load has left."""
         now = self.tensor()
-        self.after = self.before if _are_alike(now, self.before) else now.clone()
+        self.after = self.before if _are_equal(now, self.before) else now.clone()
         self.has_changed |= self.after is not self.before
 
 
 class _Hook:
-    """A hook of one module. In a copy of the module, or in one that is pickled, it does nothing."""
+    """A hook of one module. In a copied or unpickled module it does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -210,7 +210,7 @@ class _Hook:
         self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become a function of the standard library that does nothing, so that a pickle does not need this package."""
+        """Pickle as a no-op function of the standard library, so that loading the pickle does not need this package."""
         return getattr, (nullcontext(), "__exit__")
 
 
@@ -218,20 +218,20 @@ def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same, where NaN is like NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+def _are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors have equal elements. NaN equals NaN."""
+    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
         return False
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _are_undone(loads: Sequence[_Load]) -> bool:
-    """Return whether the weights are again what they were before these loads.
+    """Return whether the weights have their values from before these loads again.
 
-    A single load of the values that are there counts as one: on other ranks they may be others.
+    Returns False if no load changed a value: on other ranks the same load may have changed values.
     """
     if not any(load.has_changed for load in loads):
         return False
-    # Buffers have changed since, in a forward.
-    by_hand = [_are_alike(load.tensor(), load.before) for load in loads if load.is_parameter]
+    # Only parameters: a forward may have changed buffers since.
+    by_hand = [_are_equal(load.tensor(), load.before) for load in loads if load.is_parameter]
     return all(load.is_undone for load in loads) or (bool(by_hand) and all(by_hand))

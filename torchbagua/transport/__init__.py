@@ -1,7 +1,7 @@
-"""Moving tensors between ranks: transports and their abilities, chosen by the backends of a group, and communicators.
+"""Send tensors between ranks: transports, their abilities, their choice by a group's backends, and communicators.
 
-May import observe and the modules that begin with _.
-Begin with base.py, then gloo.py; communicator.py names what moves, and choice.py says over which transport.
+May import observe and the modules whose names begin with _.
+Begin with base.py, then gloo.py. communicator.py defines the operations, and choice.py selects the transport.
 """
 
 from torchbagua.transport.base import (

@@ -1,4 +1,4 @@
-"""`Transport`, the seam between the package and the network, and its abilities."""
+"""`Transport`, the interface between the package and the network, and its abilities."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -10,29 +10,29 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVES = frozenset({"all_to_all", "all_gather", "all_reduce"})
-"""The collectives that a transport may have. One without messages needs all of them."""
+"""The collectives that a transport may have. A transport without messages needs all of them."""
 
 LONGEST_ABORT_S = 10.0
-"""How long `Transport.join` waits at most."""
+"""The longest time that `Transport.join` waits, in seconds."""
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a transport can do. Collectives, lanes and algorithms ask for these, and never for a backend by name.
+    """The abilities of a transport. Collectives, lanes and algorithms check these, and never a backend's name.
 
     Attributes:
-        devices: the types of the devices whose tensors it moves, such as "cpu".
-        in_stream_order: whether its collectives are launched on the current stream, and the host waits for none; for
-            "cuda" alone.
-        has_messages: whether it sends and receives messages one by one, tells them apart by tags, and has several to
-            one peer under way at a time. Without, every exchange is one collective.
+        devices: the device types of the tensors that it sends and receives, such as "cpu".
+        in_stream_order: whether it launches its collectives on the current stream without blocking the host; for "cuda"
+            only.
+        has_messages: whether it sends and receives individual messages, distinguishes them by tag, and supports several
+            messages in flight to one peer. Without this ability, every exchange is one collective.
         has_deadline: whether each of its waits ends within the timeout.
-        has_collective_close: whether members close it together, so that what is under way in stream order is finished.
+        has_collective_close: whether members close it together, so that operations in stream order finish first.
         has_torch_group: whether `torch_group` returns a group.
-        collectives: those of `COLLECTIVES` that it has.
+        collectives: the subset of `COLLECTIVES` that it has.
 
     Raises:
-        ValueError: devices or collectives are not such sets.
+        ValueError: devices is not a non-empty frozenset, or collectives is not a subset of `COLLECTIVES`.
     """
 
     devices: frozenset[str]
@@ -46,25 +46,25 @@ class Abilities:
     def __post_init__(self) -> None:
         if not isinstance(self.devices, frozenset) or not self.devices:
             raise ValueError(
-                f'Abilities: devices must be a frozenset of types of devices, such as {{"cpu"}}, got {self.devices!r}'
+                f'Abilities: devices must be a frozenset of device types, such as {{"cpu"}}, got {self.devices!r}'
             )
         if not isinstance(self.collectives, frozenset) or not self.collectives <= COLLECTIVES:
             raise ValueError(
-                f"Abilities: collectives must be a frozenset of some of {sorted(COLLECTIVES)}, got {self.collectives!r}"
+                f"Abilities: collectives must be a frozenset within {sorted(COLLECTIVES)}, got {self.collectives!r}"
             )
 
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a group, and where they meet.
+    """The ranks of a group, and the store that they share.
 
     Attributes:
-        process_group: the torch group that the ranks are a part of.
+        process_group: the torch group to which the ranks belong.
         ranks: the members, as ranks of `process_group`.
         rank: the index of this rank in `ranks`.
-        store: the key-value store that the members share, with keys of this group alone.
+        store: the key-value store that the members share; it contains keys of this group only.
         timeout: the bound on every wait for another member.
-        global_ranks: the numbers of the members in the whole job; the same as `ranks` if they are not known.
+        global_ranks: the members' global ranks in the job; the same as `ranks` if the global ranks are unknown.
     """
 
     process_group: dist.ProcessGroup
@@ -81,11 +81,11 @@ class Members:
 
 
 class TransportError(RuntimeError):
-    """A transport failed. The communicator adds operation, bucket and both ranks.
+    """A transport failed. The communicator adds the operation, the bucket and both ranks.
 
     Args:
-        cause: what happened, one line.
-        peer: the member with which it failed; None if the transport does not know.
+        cause: the failure, in one line.
+        peer: the member on the other side of the failed operation; None if the transport does not know it.
     """
 
     def __init__(self, cause: str, peer: int | None = None) -> None:
@@ -94,11 +94,11 @@ class TransportError(RuntimeError):
 
 
 class LacksAbility(TransportError):
-    """An operation was called that the transport does not have."""
+    """The caller used an operation that the transport does not have."""
 
 
 class MissingOperation(NamedTuple):
-    """An operation that the backend of a transport lacks, and the error of its trial."""
+    """An operation that the backend of a transport lacks, and the error that the probe raised."""
 
     backend: str
     operation: str
@@ -106,31 +106,33 @@ class MissingOperation(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves tensors between the members of one group.
+    """Sends tensors between the members of one group.
 
-    A communicator owns it, and adds to its errors who failed at what. One thread at a time calls it, except for
-    `abort`, which comes from any thread. Members are indices of `Members.ranks`. All members call collective methods in
-    the same order. Every method raises `TransportError`, after which the communicator calls `abort`; that of a message
-    names the peer. `torchbagua.transport.suite` tests all this.
+    A communicator owns the transport, and adds the operation and the ranks to its errors. One thread at a time calls
+    it, except for `abort`, which any thread may call. Methods identify members by their index in `Members.ranks`. All
+    members call collective methods in the same order. Every method raises `TransportError` on failure, and the
+    communicator then calls `abort`; the error of a message names the peer. `torchbagua.transport.suite` tests these
+    requirements.
 
-    A class leaves out the messages, or the collectives, that its `abilities` say it does not have.
+    A class omits the message methods, or the collectives, that its `abilities` do not include.
 
     Attributes:
-        name: what errors call it.
-        abilities: what it can do.
+        name: the transport's name in errors.
+        abilities: the transport's abilities.
     """
 
     name: str
     abilities: Abilities
 
     def open(self) -> None:
-        """Connect all members now, if there are few. Collective."""
+        """Connect all members now, if the group is small. Collective."""
         return
 
     def connect(self, peers: Iterable[int] | None) -> None:
-        """Connect to `peers`, or to all members if that is None; they call it too, in the same exchange.
+        """Connect to `peers`, or to all members if `peers` is None. The peers call it too, in the same exchange.
 
-        It comes before anything is sent to them or received from them, and does nothing if they are connected.
+        The communicator calls it before it sends to these peers or receives from them. It does nothing for peers that
+        are already connected.
         """
         return
 
@@ -139,26 +141,27 @@ class Transport(Protocol):
         return
 
     def missing_operation(self) -> MissingOperation | None:
-        """Return an operation that the backend lacks on some rank, the same on all; None if it has all. Collective.
+        """Return an operation that the backend lacks on any rank; None if no operation is missing. Collective.
 
-        It comes after `open` for tensors on CPUs, and after `use_device` for others.
+        All ranks return the same value. It is called after `open` for tensors on the CPU, and after `use_device` for
+        tensors on other devices.
         """
         return None
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        """Start to send a tensor that is not empty. It stays as it is until `wait_send` has returned."""
+        """Start to send a non-empty tensor. The caller does not modify it until `wait_send` returns."""
         raise LacksAbility(f"{self.name} has no messages")
 
     def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        """Start to receive a tensor as long as the one that `peer` sends with this tag."""
+        """Start to receive a tensor. `peer` sends one of the same length with this tag."""
         raise LacksAbility(f"{self.name} has no messages")
 
     def wait_send(self, peer: int, tag: int) -> None:
-        """Wait until the message posted with these arguments is sent; nothing if there is none."""
+        """Wait until the message posted with these arguments is sent; do nothing if no message was posted."""
         raise LacksAbility(f"{self.name} has no messages")
 
     def wait_receive(self, peer: int, tag: int) -> None:
-        """Wait until the message posted with these arguments has arrived; nothing if there is none."""
+        """Wait until the message posted with these arguments has arrived; do nothing if no message was posted."""
         raise LacksAbility(f"{self.name} has no messages")
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -166,42 +169,42 @@ class Transport(Protocol):
         raise LacksAbility(f"{self.name} lacks this collective")
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Send each member its part of `input`, all parts of equal length, and receive theirs in order. Collective."""
+        """Send each member its equal part of `input`, and receive all members' parts in rank order. Collective."""
         raise LacksAbility(f"{self.name} lacks this collective")
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        """Receive all members' `own` in `output`, in order; `own` may be its part of `output`. Collective."""
+        """Gather all members' `own` into `output`, in rank order. `own` may be its part of `output`. Collective."""
         raise LacksAbility(f"{self.name} lacks this collective")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace `tensor` by its sum over the members. Collective."""
+        """Replace `tensor` with its sum over the members. Collective."""
         raise LacksAbility(f"{self.name} lacks this collective")
 
     def torch_group(self) -> dist.ProcessGroup:
-        """Return the torch group of the members, for operations of one's own; it connects them. Collective."""
+        """Connect all members and return their torch group, for the caller's own operations. Collective."""
         raise LacksAbility(f"{self.name} has no torch group")
 
     def twin(self) -> "Transport":
-        """Return a transport of the same members for one more thread, with tags of its own. Collective."""
+        """Return a transport of the same members for one additional thread, with separate tags. Collective."""
         raise LacksAbility(f"{self.name} serves one thread")
 
     def close(self) -> None:
-        """Finish what is under way, and close. Collective if `Abilities.has_collective_close`."""
+        """Finish the operations in flight, and close. Collective if `Abilities.has_collective_close`."""
         self.abort()
 
     @abstractmethod
     def abort(self) -> None:
-        """Close at once, whatever is under way: members that wait for this one get an error. `join` waits for it."""
+        """Close at once, even with operations in flight. Members that wait for this one get an error; see `join`."""
 
     def join(self) -> None:
-        """Wait, for `LONGEST_ABORT_S` at most, until `abort` has come to its end."""
+        """Wait at most `LONGEST_ABORT_S` for `abort` to finish."""
         return
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, uint8, in the same memory."""
+    """Return a uint8 view of the bytes of a contiguous tensor, in the same memory."""
     return tensor.view(-1).view(torch.uint8)
 
 
 TransportMaker = Callable[[Members], Transport]
-"""Opens a transport of these members; the same class on all of them. A transport class is one."""
+"""Opens a transport of these members, of the same class on all of them. A transport class is a `TransportMaker`."""

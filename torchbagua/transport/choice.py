@@ -1,4 +1,4 @@
-"""Which transport moves the tensors of each type of devices, among ranks of a torch group."""
+"""Choose the transport for each device type, among the ranks of a torch group."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,13 @@ from torchbagua.transport.torch_backend import TorchBackendTransport, backend_na
 class TransportChoice:
     """Opens transports for communicators over ranks of one torch group.
 
-    Tensors of the CPU go over private gloo connections. Tensors of GPUs go over NCCL if the group has it, else through
-    the host's memory. If the group has another backend for a type of devices, tensors there go over a private group
-    with that backend.
+    CPU tensors are sent over private gloo connections. GPU tensors are sent over NCCL if the group has NCCL, and
+    through host memory otherwise. If the group has another backend for a device type, tensors on these devices are
+    sent over a private group with that backend.
 
     Args:
         process_group: the group.
-        given: opens a transport that takes the place of these, for the types of devices that it names.
+        given: opens the user's transport, which replaces the default for the device types that it names.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:
@@ -31,20 +31,20 @@ class TransportChoice:
         self._has_nccl = has_nccl(process_group)
         self._shares_nccl = False
         backends = backend_names(process_group)
-        self._others = {device: name for device, name in backends.items() if name not in ("gloo", "nccl")}
+        self._other_backends = {device: name for device, name in backends.items() if name not in ("gloo", "nccl")}
 
     def open(self, members: Members) -> dict[str, Transport]:
-        """Return transports of these members, by the types of devices whose tensors they move.
+        """Return transports of these members, by device type.
 
-        All ranks of the group use its own NCCL, on which training launches too.
+        If the members are all ranks of the group, they use the group's own NCCL, on which training launches too.
         """
-        own = {} if self._given is None else self._open_given(members)
-        for device_type, name in self._others.items():
-            if device_type not in own:
+        device_transports = {} if self._given is None else self._open_given(members)
+        for device_type, name in self._other_backends.items():
+            if device_type not in device_transports:
                 store = dist.PrefixStore(f"{name} for {device_type}", members.store)
-                own[device_type] = TorchBackendTransport(replace(members, store=store), device_type)
-        host = own.get("cpu") or GlooTransport(members)
-        transports = {"cpu": host, **own}
+                device_transports[device_type] = TorchBackendTransport(replace(members, store=store), device_type)
+        host = device_transports.get("cpu") or GlooTransport(members)
+        transports = {"cpu": host, **device_transports}
         if "cuda" in transports:
             return transports
         if not self._has_nccl:
@@ -57,11 +57,11 @@ class TransportChoice:
             transports["cuda"] = self._private_nccl(members)
         return transports
 
-    def open_beside_training(self, members: Members) -> dict[str, Transport]:
-        """Return transports for another thread than the one that trains, in place of those that it launches on.
+    def open_for_another_thread(self, members: Members) -> dict[str, Transport]:
+        """Return transports for a thread other than the training thread; they replace the transports that both share.
 
-        The training thread launches on the user's group. What another thread launched there would come between, in
-        another place on each rank.
+        The training thread launches on the user's group. Operations that another thread launched on that group would
+        interleave with them in a different order on each rank.
         """
         if not self._shares_nccl:
             return {}
@@ -69,14 +69,14 @@ class TransportChoice:
         return {"cuda": self._private_nccl(members)}
 
     def open_in_stream_order(self, members: Members) -> dict[str, Transport]:
-        """Return private transports that move tensors in stream order; none if the host moves all."""
+        """Return private transports that send tensors in stream order; none if all tensors are sent by the host."""
         return {"cuda": self._private_nccl(members)} if self._shares_nccl else {}
 
     def within(self, part: Members) -> TransportMaker | None:
-        """Return the `given` of a group that is made by hand of `part`, so that it sends as this group does."""
+        """Return the `given` of a group built from `part`, so that it uses the same transport as this group."""
         maker = self._given
-        if maker is None and self._others:
-            accelerators = [device_type for device_type in self._others if device_type != "cpu"]
+        if maker is None and self._other_backends:
+            accelerators = [device_type for device_type in self._other_backends if device_type != "cpu"]
             maker = partial(TorchBackendTransport, device_type=accelerators[0] if accelerators else "cpu")
         if maker is None:
             return None
@@ -105,5 +105,5 @@ class TransportChoice:
 
 
 def has_nccl(process_group: dist.ProcessGroup) -> bool:
-    """Return whether NCCL is what moves tensors of GPUs in this group."""
+    """Return whether this group uses NCCL for GPU tensors."""
     return is_nccl(backend_of(process_group, "cuda"))

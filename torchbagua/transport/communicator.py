@@ -1,4 +1,4 @@
-"""A communicator: a group of ranks that exchange tensors, over one transport for each type of devices."""
+"""A communicator: a group of ranks that exchange tensors, over one transport for each device type."""
 
 import copy
 import time
@@ -23,7 +23,7 @@ from torchbagua.transport.launches import Launches
 from torchbagua.transport.named_ranks import NamedRanks
 from torchbagua.transport.scratch import Scratch
 
-# A shorter message tells little of a link's rate: it may be gone in one burst.
+# A shorter message says little about a link's rate, since it may be sent in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
 
 _HOST = torch.device("cpu")
@@ -32,7 +32,7 @@ Direction = Literal["receiving from", "sending to", "connecting to"]
 
 
 class _Pending(NamedTuple):
-    """A message that is under way; its tensor must live until it is waited for, and a transport need not keep that."""
+    """A message in flight. Its tensor must live until the wait for it; a transport need not keep a reference."""
 
     transport: Transport
     tensor: torch.Tensor
@@ -48,19 +48,19 @@ class _End:
 
 
 class Communicator(NamedRanks):
-    """A group of ranks that exchange tensors, over one transport for each type of devices.
+    """A group of ranks that exchange tensors, over one transport for each device type.
 
-    Every use must come in the same order on all its ranks: one lane, one thread. Ranks are connected by `open`, or
-    before their first exchange. Until then a communicator only says who is in it.
+    All ranks must use it in the same order: one lane, one thread. `open` connects the ranks, or else the first exchange
+    does. Before that, a communicator only lists its ranks.
 
     Args:
         members: the ranks.
         scope, tracer: see `NamedRanks`.
-        transports: by the types of devices whose tensors they move. The communicator closes them.
+        transports: by device type. The communicator closes them.
 
     Attributes:
-        link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
-            the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
+        link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES; 0 before
+            the first such receive. No data are sent before their receive is posted, so the link is at least as fast.
     """
 
     def __init__(self, members: Members, scope: str, tracer: Tracer, transports: Mapping[str, Transport]) -> None:
@@ -76,10 +76,10 @@ class Communicator(NamedRanks):
         self._scratch = Scratch()
 
     def open(self) -> None:
-        """Connect all ranks, if there are not too many. Collective.
+        """Connect all ranks, unless there are too many. Collective.
 
         Raises:
-            CommunicationError: they could not be connected within the timeout.
+            CommunicationError: the ranks could not be connected within the timeout.
         """
         self._check_open("opening the group")
         for transport in self._distinct:
@@ -90,10 +90,10 @@ class Communicator(NamedRanks):
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
-        """The private torch group of all ranks, for operations of one's own on tensors of the CPU.
+        """The private torch group of all ranks, for the caller's own operations on CPU tensors.
 
-        Observers are not notified of these. It connects all ranks, which is collective, if they are not connected yet.
-        Raises CommunicationError once it is closed.
+        Observers are not notified of these operations. If the ranks are not connected yet, reading this property
+        connects them, which is collective. Raises CommunicationError once the communicator is closed.
         """
         self.connect(None, "an operation")
         try:
@@ -102,11 +102,11 @@ class Communicator(NamedRanks):
             raise self.failure("an operation", str(error)) from error
 
     def silent_twin(self) -> "Communicator":
-        """Return a communicator over the same connections, for one more thread; it is closed with this one.
+        """Return a communicator over the same connections for one more thread. Closing this one closes the twin too.
 
-        It moves tensors of the CPU. It notifies no observer, since messages of two threads have no common order. It
-        needs tags that this one does not use at the same time: other pieces, see `Exchange`. Collective: it connects
-        all ranks, if they are not connected yet.
+        The twin sends CPU tensors. It notifies no observers, since messages of two threads have no common order. Its
+        messages need tags that this communicator does not use at the same time, that is, other pieces; see `Exchange`.
+        Collective: it connects all ranks, if they are not connected yet.
 
         Raises:
             ValueError: the transport serves one thread.
@@ -117,7 +117,7 @@ class Communicator(NamedRanks):
         try:
             transport = self._transports["cpu"].twin()
         except LacksAbility as error:
-            raise ValueError(f"torchbagua: {purpose}: {error}; a transport for this must have `twin`") from error
+            raise ValueError(f"torchbagua: {purpose}: {error}; the transport must implement `twin`") from error
         except TransportError as error:
             self._fail_to_connect_all(purpose, error)
         twin = copy.copy(self)
@@ -127,11 +127,11 @@ class Communicator(NamedRanks):
         return twin
 
     def use_transport(self, device_type: str, transport: Transport) -> None:
-        """Have `transport` move the tensors of a type of devices from now on."""
+        """Use `transport` for the tensors of a device type from now on."""
         self._transports[device_type] = transport
 
     def watch_launches(self) -> None:
-        """Note what is launched in stream order from now on, for the thread that then calls `poll`."""
+        """Record the operations launched in stream order from now on, for the thread that calls `poll`."""
         for transport in self._distinct:
             if transport.abilities.in_stream_order:
                 self._launches = Launches(transport.name)
@@ -140,7 +140,7 @@ class Communicator(NamedRanks):
         """Prepare for tensors on `device`, once. Collective.
 
         Raises:
-            CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
+            CommunicationError: a rank did not call it within the group's timeout, or the backend failed.
         """
         transport = self._transports.get(device.type)
         if transport is None or device in self._used_devices:
@@ -152,88 +152,90 @@ class Communicator(NamedRanks):
         self._used_devices.add(device)
 
     def poll(self) -> bool:
-        """Return whether a GPU is still working on what was launched since `watch_launches`.
+        """Return whether a GPU is still running an operation launched since `watch_launches`.
 
         Raises:
-            CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
+            CommunicationError: an operation has run for longer than the timeout, or the GPU failed.
         """
         if self._launches is None:
             return False
         name = self._launches.transport_name
         try:
-            launch = self._launches.under_way()
+            launch = self._launches.first_unfinished()
         except RuntimeError as error:
             raise self.failure(f"an operation of {name}", cause_of(error)) from error
         if launch is not None and time.monotonic() > launch.at_s + self._timeout_s:
-            cause = f"{name} did not finish within {self._timeout_s:g} s: a rank is gone or blocked"
+            cause = f"{name} did not finish within {self._timeout_s:g} s: a rank died or is blocked"
             raise self.failure(launch.purpose, cause)
         return launch is not None
 
     def scratch(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for `role`, [num_bytes] uint8, that all users of the group share; see `Scratch`."""
+        """Return memory for `role`, [num_bytes] uint8, shared by all users of the group; see `Scratch`."""
         return self._scratch.part(role, num_bytes, device)
 
     def in_stream_order(self, device: torch.device) -> bool:
-        """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none."""
+        """Return whether tensors on `device` are sent in current-stream order, without blocking the host."""
         return self._transport(device).abilities.in_stream_order
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError if no transport moves tensors on `device`."""
+        """Raise ValueError if no transport supports tensors on `device`."""
         self._transport(device)
 
     @property
     def has_torch_group(self) -> bool:
-        """Whether there is a `torch_group`."""
+        """Whether this communicator has a `torch_group`."""
         return self._transports["cpu"].abilities.has_torch_group
 
     @property
     def names_without_deadline(self) -> list[str]:
         """The names of transports whose waits may take longer than the timeout."""
         names = [transport.name for transport in self._distinct if not transport.abilities.has_deadline]
-        return list(dict.fromkeys(names))  # GPUs' may have that of the host, through which it sends
+        return list(dict.fromkeys(names))  # a staged transport has the name of its host transport
 
     def missing_operation(self, device: torch.device) -> MissingOperation | None:
-        """Return an operation that moves tensors on `device` and that a rank lacks, the same on all ranks. Collective.
+        """Return an operation on tensors on `device` that any rank lacks; None if none is missing. Collective.
+
+        All ranks return the same value.
 
         Raises:
-            ValueError: the transport is in stream order, and not for "cuda".
-            CommunicationError: a rank is gone, or did not call it within the group's timeout.
+            ValueError: the transport is in stream order, and `device` is not of type "cuda".
+            CommunicationError: a rank died, or did not call it within the group's timeout.
         """
         transport = self._transport(device)
         if transport.abilities.in_stream_order and device.type != "cuda":
             raise ValueError(
-                f"torchbagua: a transport in stream order must move tensors on cuda alone, got {device.type} from "
+                f"torchbagua: a transport in stream order must serve tensors on cuda only, got {device.type} from "
                 f"{transport.name}"
             )
         if not transport.abilities.has_messages:
             for collective in sorted(COLLECTIVES - transport.abilities.collectives):
-                return MissingOperation(transport.name, collective, "its abilities do not name it")
+                return MissingOperation(transport.name, collective, "its abilities do not include it")
         try:
             return transport.missing_operation()
         except TransportError as error:
             raise self.failure(f"trying the operations of {transport.name}", str(error)) from error
 
     def posts_messages(self, device: torch.device) -> bool:
-        """Return whether tensors on `device` are sent by `post` and `wait`, one by one; else by one collective."""
+        """Return whether tensors on `device` are sent as messages, by `post` and `wait`, and not as one collective."""
         return self._transport(device).abilities.has_messages
 
     def has_all_reduce(self, device: torch.device) -> bool:
-        """Return whether the transport of tensors on `device` has an all-reduce of its own."""
+        """Return whether the transport of tensors on `device` has a native all-reduce."""
         return "all_reduce" in self._transport(device).abilities.collectives
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
-        """Replace `tensor` by its sum over the ranks.
+        """Replace `tensor` with its sum over the ranks.
 
-        This and the following methods are one collective of the transport.
+        This method and each of the following ones call one collective of the transport.
 
         Args:
-            tensor: on all ranks alike.
-            purpose: what for, in errors.
-            messages: returns the messages of the operation, of which observers are notified; called if there are some.
+            tensor: has the same shape and dtype on all ranks.
+            purpose: the name of the operation in errors.
+            messages: returns the spans of the operation's messages; called only if an observer listens.
 
         Raises:
-            CommunicationError: the transport failed, or is closed. What fails later in stream order is found by who
-                polls a private transport, and by the watchdog of the backend.
+            CommunicationError: the transport failed, or is closed. An operation that fails later, in stream order, is
+                detected by the thread that polls a private transport, and by the backend's watchdog.
         """
         self._launch(tensor.device, lambda transport: transport.all_reduce(tensor), purpose, messages)
 
@@ -250,13 +252,13 @@ class Communicator(NamedRanks):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
-        """Send each rank its part of `input`, all of equal length, and receive theirs; see `all_reduce`."""
+        """Send each rank its equal part of `input`, and receive all ranks' parts; see `all_reduce`."""
         self._launch(input.device, lambda transport: transport.all_to_all_single(output, input), purpose, messages)
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
-        """Receive all ranks' `own` in `output`, of which it may be a part; see `all_reduce`."""
+        """Gather all ranks' `own` into `output`; `own` may be a part of `output`. See `all_reduce`."""
         self._launch(own.device, lambda transport: transport.all_gather_into_tensor(output, own), purpose, messages)
 
     def _launch(
@@ -283,15 +285,15 @@ class Communicator(NamedRanks):
             self._launches.note(purpose, device)
 
     def connect(self, peers: Iterable[int] | None, purpose: str, device: torch.device = _HOST) -> None:
-        """Connect to ranks, before anything is posted to them. They call it too, in the same exchange.
+        """Connect to ranks before posting messages to them. The peers call it too, in the same exchange.
 
         Args:
-            peers: to whom; None for all ranks.
-            purpose: what for, in errors.
-            device: of the tensors that are posted.
+            peers: the ranks to connect to; None for all ranks.
+            purpose: the name of the operation in errors.
+            device: the device of the tensors to be posted.
 
         Raises:
-            CommunicationError: a peer is gone, or did not call it within the group's timeout.
+            CommunicationError: a peer died, or did not call it within the group's timeout.
         """
         self._check_open(purpose)
         try:
@@ -304,24 +306,24 @@ class Communicator(NamedRanks):
         self._fail(purpose, cause, "connecting to", peer)
 
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
-        """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
+        """Start to send `tensor` to `peer`, or to receive it from `peer`. Does nothing if the tensor is empty.
 
         Args:
-            direction: which of the two.
+            direction: whether to send or to receive.
             peer: the other rank.
-            tensor: as long on both sides.
-            tag: tells messages apart that are under way at the same time.
-            purpose: what for, in errors.
+            tensor: has the same length on both sides.
+            tag: distinguishes messages that are in flight at the same time.
+            purpose: the name of the operation in errors.
 
         Raises:
-            CommunicationError: `peer` is gone, or the group is closed.
+            CommunicationError: `peer` died, or the group is closed.
         """
         if not tensor.numel():
             return
         self._check_open(purpose)
         key = (tag, direction, peer)
         transport = self._transport(tensor.device)
-        self._pending[key] = _Pending(transport, tensor, time.perf_counter())  # before data can flow
+        self._pending[key] = _Pending(transport, tensor, time.perf_counter())  # the clock starts before data can arrive
         try:
             if direction == "receiving from":
                 transport.post_receive(peer, tensor, tag)
@@ -333,10 +335,10 @@ class Communicator(NamedRanks):
         self._fail(purpose, cause, direction, peer)
 
     def wait(self, direction: Direction, peer: int, *, tag: int, purpose: str) -> None:
-        """Wait until what was posted with these arguments is done; nothing where there is none.
+        """Wait until the message posted with these arguments is done. Does nothing if no message was posted.
 
         Raises:
-            CommunicationError: `peer` is gone, or did not take part within the group's timeout, or the group is closed.
+            CommunicationError: `peer` died, or timed out, or the group is closed.
         """
         self._check_open(purpose)
         pending = self._pending.pop((tag, direction, peer), None)
@@ -357,29 +359,29 @@ class Communicator(NamedRanks):
         self._fail(purpose, cause, direction, peer)
 
     @property
-    def closed_in_order(self) -> list[Transport]:
-        """The transports that their members close together, see `Transport.close`."""
+    def collectively_closed_transports(self) -> list[Transport]:
+        """The transports that members close together; see `Transport.close`."""
         return [transport for transport in self._distinct if transport.abilities.has_collective_close]
 
     def close(self, failure: CommunicationError | None = None) -> None:
-        """Close the connections; peers that still wait for this rank get an error at once.
+        """Close the connections. Peers that still wait for this rank get an error at once.
 
-        If `failure` is why, all that is tried over them afterwards says so, on other threads too.
+        If `failure` is given, later operations, on other threads too, raise an error with its message.
 
-        A wait that is under way on another thread may keep them open until it ends. What is under way in stream order
-        over a private transport is broken off, for which `join` waits.
+        A wait in progress on another thread may keep the connections open until it ends. Operations in flight in stream
+        order over a private transport are aborted; `join` waits for the abort.
         """
         if failure is not None and not self._end.is_closed:
-            self._end.cause = str(failure)  # first: another thread may look as soon as it is closed
+            self._end.cause = str(failure)  # set first: another thread may read it as soon as is_closed is set
         self._end.is_closed = True
         for transport in self._distinct:
             transport.abort()
-        self._pending.clear()  # after what still writes to its tensors
+        self._pending.clear()  # only now: an operation in flight may have written to these tensors
         for twin in self._twins:
             twin.close(failure)
 
     def join(self) -> None:
-        """Wait, for some seconds at most, until what `close` has broken off has come to its end."""
+        """Wait a bounded time, a few seconds, for the operations that `close` aborted to end."""
         for transport in self._distinct:
             transport.join()
         for twin in self._twins:
@@ -387,15 +389,15 @@ class Communicator(NamedRanks):
 
     @property
     def _distinct(self) -> list[Transport]:
-        """The transports, each once: one may move the tensors of several types of devices."""
+        """The transports without duplicates: one transport may serve several device types."""
         return list(dict.fromkeys(self._transports.values()))
 
     def _transport(self, device: torch.device) -> Transport:
         transport = self._transports.get(device.type)
         if transport is None:
             raise ValueError(
-                f"torchbagua: tensors must be on {' or '.join(sorted(self._transports))}, got some on {device}, for "
-                f"which the process group has no backend; give init_process_group one for {device.type}"
+                f"torchbagua: tensors must be on {' or '.join(sorted(self._transports))}, got a tensor on {device}, "
+                f"for which the process group has no backend; pass init_process_group a backend for {device.type}"
             )
         return transport
 
@@ -406,16 +408,16 @@ class Communicator(NamedRanks):
             raise self.failure(purpose, "the group is closed")
 
     def _fail_to_connect_all(self, purpose: str, error: TransportError) -> NoReturn:
-        self._check_open(purpose)  # another thread may have closed it meanwhile
+        self._check_open(purpose)  # another thread may have closed the group in the meantime
         raise CommunicationError(
             f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on rank "
-            f"{self.ranks[self.rank]} within {self._timeout_s:g} s; the ranks have to be started again: {error}"
+            f"{self.ranks[self.rank]} within {self._timeout_s:g} s; restart all ranks: {error}"
         ) from error
 
     def _fail(self, purpose: str, cause: str, direction: Direction | None = None, peer: int | None = None) -> NoReturn:
-        # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
-        # hold them open, so none has the group or a work in a variable by now.
-        if self._end.cause:  # since another thread has closed them
+        # Closing the connections notifies the other ranks. The error's traceback keeps its frames alive, and these must
+        # not keep the connections open: no frame has the group or a work in a variable at this point.
+        if self._end.cause:  # another thread has closed the connections
             raise CommunicationError(self._end.cause)
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"

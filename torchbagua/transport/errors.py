@@ -1,21 +1,21 @@
-"""The error of communication, and what torch's own errors say in one line."""
+"""The error of communication, and one-line causes extracted from torch's own errors."""
 
 import re
 
-# Where in gloo's or NCCL's sources something failed, on the machine that compiled them; and gloo's advice.
+# The place of the failure in gloo's or NCCL's sources, as a path on the machine that compiled them, and gloo's advice.
 _PLACE = re.compile(r"\[(enforce fail at )?[^\]\s]+\.\w+:\d+\] ")
 _PLACE_IN_TORCH = re.compile(r" in: \S+:\d+,")
 _ADVICE = re.compile(r"\.? (This is typically caused by|Check the logs of).*")
 
 
 class CommunicationError(RuntimeError):
-    """An exchange with another rank failed or took longer than the timeout. Its group cannot be used any more."""
+    """An exchange with another rank failed or timed out. The group can no longer be used."""
 
 
 def cause_of(error: BaseException) -> str:
-    """Return what `error`, of gloo, NCCL or a store, is about: one line, without places in torch's sources."""
+    """Return the cause of an `error` of gloo, NCCL or a store, in one line and without places in torch's sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     cause = _PLACE_IN_TORCH.sub(":", _ADVICE.sub("", _PLACE.sub("", lines[0])))
-    if "Last error:" in lines[:-1]:  # which is where NCCL says what the first line does not
+    if "Last error:" in lines[:-1]:  # where NCCL reports the cause that its first line lacks
         cause += f"; {lines[lines.index('Last error:') + 1]}"
     return cause

@@ -1,4 +1,4 @@
-"""Tensors of the CPU over private gloo connections."""
+"""The transport for CPU tensors over private gloo connections."""
 
 import copy
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from torchbagua.transport.torch_groups import Direction, MessageWorks, TorchGrou
 
 
 class GlooTransport(MessageWorks, TorchGroupCollectives):
-    """Messages between CPUs.
+    """Sends messages between CPUs.
 
-    The connections are private: DDP communicates on the user's group from its own thread, and two users of one gloo
-    group can deadlock. gloo cannot abort a call: a wait that is under way on another thread keeps the connections open
-    until it ends.
+    The connections are private because DDP communicates on the user's group from its own thread, and two threads that
+    use one gloo group can deadlock. gloo cannot abort a call: a wait in progress on another thread keeps the
+    connections open until it ends.
     """
 
     name = "gloo"
@@ -55,7 +55,7 @@ class GlooTransport(MessageWorks, TorchGroupCollectives):
         return mesh
 
     def twin(self) -> "GlooTransport":
-        self.torch_group()  # two threads cannot agree with two of another rank on who connects to whom first
+        self.torch_group()  # two threads on each of two ranks have no common order in which to connect
         twin = copy.copy(self)
         twin._works = {}
         return twin
@@ -65,7 +65,7 @@ class GlooTransport(MessageWorks, TorchGroupCollectives):
         self._works.clear()
 
     def _start(self, direction: Direction, peer: int, tensor: torch.Tensor, tag: int) -> dist.Work:
-        # The backend itself: the torch group's methods take a detour through the dispatcher.
+        # Call the backend directly: the torch group's methods go through the dispatcher, which costs time.
         backend, number = self.connections.to(peer)
         post = backend.send if direction == "send" else backend.recv
         work: dist.Work = post([tensor], number, tag)

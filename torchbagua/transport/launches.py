@@ -1,4 +1,4 @@
-"""The operations that were launched in stream order over a private transport, and that the GPU has not finished."""
+"""The operations launched in stream order over a private transport that the GPU has not finished."""
 
 import time
 from collections import deque
@@ -16,10 +16,10 @@ class Launch(NamedTuple):
 
 
 class Launches:
-    """The launches of one transport, in their order. Noted on one thread, and asked for on the same.
+    """The launches of one transport, in launch order. One thread both records and queries them.
 
     Attributes:
-        transport_name: what errors call the transport.
+        transport_name: the transport's name in errors.
     """
 
     def __init__(self, transport_name: str) -> None:
@@ -27,11 +27,11 @@ class Launches:
         self._launches: deque[Launch] = deque()
 
     def note(self, purpose: str, device: torch.device) -> None:
-        """Note that `purpose` was launched on the current stream of `device`."""
+        """Record that `purpose` was launched on the current stream of `device`."""
         done = torch.cuda.current_stream(device).record_event()
         self._launches.append(Launch(purpose, done, time.monotonic()))
 
-    def under_way(self) -> Launch | None:
+    def first_unfinished(self) -> Launch | None:
         """Return the first launch that the GPU has not finished. Raises RuntimeError if the GPU has failed."""
         while self._launches and self._launches[0].done.query():
             self._launches.popleft()

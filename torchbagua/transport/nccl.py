@@ -1,4 +1,4 @@
-"""Tensors of GPUs over NCCL, in stream order: over the user's group, or over a private one that can be aborted."""
+"""Transports for GPU tensors over NCCL, in stream order: on the user's group, or on an abortable private group."""
 
 import os
 import threading
@@ -16,15 +16,15 @@ from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import nccl_group
 from torchbagua.transport.torch_groups import TorchGroupCollectives
 
-# NCCL's own watchdog ends the process. It comes later, so that who watches can break off and raise before.
-_WATCHDOG_LATER = timedelta(seconds=10)
+# NCCL's own watchdog kills the process. It fires this much later, so that our poller can abort and raise first.
+_WATCHDOG_MARGIN = timedelta(seconds=10)
 
 
 class NcclTransport(TorchGroupCollectives):
-    """Collectives over a torch group with NCCL, which other users launch on too; its watchdog bounds them.
+    """Collectives over a torch group with NCCL, on which other code launches too. NCCL's watchdog bounds them.
 
     Args:
-        group: which has NCCL. It stays open.
+        group: a group with NCCL. It stays open.
     """
 
     name = "NCCL"
@@ -43,15 +43,15 @@ class NcclTransport(TorchGroupCollectives):
 
 
 class PrivateNcclTransport(NcclTransport):
-    """Collectives over an NCCL group of the members alone, which are connected ahead of its use.
+    """Collectives over a private NCCL group of the members, which connect before the first use.
 
-    Its group is closed within a bounded time, and can be aborted while it works.
+    Closing the group takes a bounded time, and the group can be aborted while operations are in flight.
     """
 
     abilities = replace(NcclTransport.abilities, has_collective_close=True)
 
     def __init__(self, members: Members) -> None:
-        super().__init__(nccl_group(members.store, members.rank, members.size, members.timeout + _WATCHDOG_LATER))
+        super().__init__(nccl_group(members.store, members.rank, members.size, members.timeout + _WATCHDOG_MARGIN))
         self._timeout_s = members.timeout.total_seconds()
         self._device: torch.device | None = None
         self._is_closed = False
@@ -78,19 +78,19 @@ class PrivateNcclTransport(NcclTransport):
 
     def join(self) -> None:
         if self._abort is not None:
-            self._abort.join(LONGEST_ABORT_S)  # it may wait for the GPU, and so for other groups' operations
+            self._abort.join(LONGEST_ABORT_S)  # the abort may wait for the GPU, and so for other groups' operations
 
-    def _run_bounded(self, what: str, function: Callable[[], object]) -> None:
+    def _run_bounded(self, action: str, function: Callable[[], object]) -> None:
         errors: list[BaseException] = []
-        thread = self._start(what, function, errors)
+        thread = self._start(action, function, errors)
         thread.join(self._timeout_s)
         if thread.is_alive():
-            raise TransportError(f"NCCL did not {what} within {self._timeout_s:g} s")
+            raise TransportError(f"NCCL did not {action} within {self._timeout_s:g} s")
         if errors:
             raise TransportError(cause_of(errors[0])) from errors[0]
 
-    def _start(self, what: str, function: Callable[[], object], errors: list[BaseException]) -> threading.Thread:
-        """Call a function that may not return on a thread of its own."""
+    def _start(self, action: str, function: Callable[[], object], errors: list[BaseException]) -> threading.Thread:
+        """Call a function that may not return on a separate thread."""
 
         def run() -> None:
             try:
@@ -100,7 +100,7 @@ class PrivateNcclTransport(NcclTransport):
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name=f"torchbagua: NCCL's {what}", daemon=True)
+        thread = threading.Thread(target=run, name=f"torchbagua: NCCL's {action}", daemon=True)
         thread.start()
         return thread
 
@@ -110,8 +110,8 @@ def warn_of_launch_order() -> None:
     for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
         if os.environ.get(variable) == "1":
             warn_user(
-                f"torchbagua: {variable}=1 is set, with which a GPU runs what two NCCL groups send in the order of "
-                "their launches. Weights are sent over a group of their own, by a thread of its own: ranks on which it "
-                "comes before and after what the training thread sends over NCCL wait for each other for ever. Unset "
-                "it, or send nothing else over NCCL while the algorithm is attached"
+                f"torchbagua: {variable}=1 is set, so a GPU runs the operations of two NCCL groups in launch order. A "
+                "separate thread sends weights over a private NCCL group; ranks that launch these operations and the "
+                "training thread's NCCL operations in different orders deadlock. Unset the variable, or send nothing "
+                "else over NCCL while the algorithm is attached"
             )

@@ -1,4 +1,4 @@
-"""Groups that torch's registry does not know: `torch.distributed.new_group` wants the whole world to take part."""
+"""Groups outside of torch's registry: `torch.distributed.new_group` requires all ranks of the world to take part."""
 
 import atexit
 import functools
@@ -17,18 +17,18 @@ from torchbagua._torch import (
     unregistered_group,
 )
 
-_GLOO_LETS_GO_S = 0.05
+_GLOO_RELEASE_S = 0.05
 
 
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, *, devices: Sequence[Any] | None = None
 ) -> dist.ProcessGroup:
-    """Return a gloo group for tensors of the CPU. Collective.
+    """Return a gloo group for CPU tensors. Collective.
 
     Args:
         store, rank, size, timeout: of the group.
-        devices: what listens for connections and reads from them, to share it with other groups, which then have no
-            more than one thread each for gloo's own collectives; by default the group gets its own.
+        devices: the gloo devices, which listen for connections and read from them, shared with other groups. Such a
+            group has one thread for gloo's own collectives. By default the group gets its own devices and two threads.
     """
     _wait_at_exit_for_gloo()
     own = devices is None
@@ -39,15 +39,15 @@ def gloo_group(
 
 @functools.cache
 def _wait_at_exit_for_gloo() -> None:
-    # After whoever waited for a collective has gone on, a thread of gloo lets go of its tensors, and needs the GIL for
-    # that. Once the interpreter ends it does not get it, and the process aborts ("terminate called without an active
-    # exception"). Nothing tells whether it is done, so the end gives it the time. Plain torch aborts as well, where a
-    # group outlives destroy_process_group (a DDP holds it) and the program ends right after a collective.
-    atexit.register(time.sleep, _GLOO_LETS_GO_S)
+    # After the wait for a collective returns, a gloo thread releases the collective's tensors, which requires the GIL.
+    # Once the interpreter shuts down, the thread cannot get the GIL, and the process aborts ("terminate called without
+    # an active exception"). Whether the thread is done cannot be queried, so the exit waits. Plain torch aborts too, if
+    # a group outlives destroy_process_group (a DDP references it) and the program ends right after a collective.
+    atexit.register(time.sleep, _GLOO_RELEASE_S)
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
+    """Return an NCCL group for GPU tensors, which connects at its first use."""
     backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
     return unregistered_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
 
@@ -55,7 +55,7 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 def default_backends(
     store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
-    """Return backends with their kinds, by types of devices: gloo for CPUs, and NCCL for GPUs if there are some."""
+    """Return backends with their kinds, by device type: gloo for CPUs, and NCCL if it and a GPU are available."""
     kinds = dist.ProcessGroup.BackendType
     backends: dict[str, Any] = {"cpu": (kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))}
     if dist.is_nccl_available() and torch.cuda.is_available():

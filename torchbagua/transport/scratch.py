@@ -1,23 +1,23 @@
-"""Memory that the collectives of one group share."""
+"""Scratch memory that the collectives of one group share."""
 
 import torch
 
 
 class Scratch:
-    """Memory by its role, as long as the longest part that was asked for.
+    """Memory by role, as long as the longest part requested.
 
-    Users of one group come one after the other, and what the last has left in the caches the next one finds there. On a
-    GPU they do so on one stream each: FSDP gathers weights on one, while it scatters gradients on another.
+    The users of one group run one after the other, so each finds the memory still in the caches. On a GPU this holds
+    per stream: FSDP gathers weights on one stream while it scatters gradients on another.
     """
 
     def __init__(self) -> None:
-        # By the role, the stream and the number of bytes.
+        # By role and stream, then by the number of bytes.
         self._parts: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
 
     def part(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return memory for `role`, [num_bytes] uint8.
 
-        It is the same tensor as for whoever asked for as much before, unless more has been asked for since.
+        A request of the same length returns the same tensor, unless a longer part was requested in between.
         """
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         parts = self._parts.setdefault((role, stream), {})

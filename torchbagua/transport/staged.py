@@ -1,4 +1,4 @@
-"""Tensors of GPUs over a transport of the host, through pinned memory."""
+"""The transport for GPU tensors that sends over a host transport, through pinned memory."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,12 +14,12 @@ _Key = tuple[int, Literal["send", "receive", "sum"], int | None]
 
 
 class StagedTransport(Transport):
-    """Messages between GPUs, and sums over them, that `host` moves, each through a pinned buffer of its own.
+    """Sends messages between GPUs, and sums over GPUs, by `host`, each through a separate pinned buffer.
 
-    Buffers are allocated once, for the longest message. All copies are made on the current stream of the tensor's GPU.
+    A buffer is allocated once, for the longest message. All copies run on the current stream of the tensor's GPU.
 
     Args:
-        host: a transport with messages, of tensors of the CPU. It is opened and closed by whoever made it.
+        host: a transport of CPU tensors that has messages. Its creator opens and closes it.
         timeout: the bound on every wait for the GPU.
     """
 
@@ -78,7 +78,7 @@ class StagedTransport(Transport):
         self._last_reads[key] = torch.cuda.current_stream(tensor.device).record_event()
 
     def _buffer(self, key: _Key, tensor: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory for the bytes of `tensor`, once what was there before has been read."""
+        """Return pinned memory for the bytes of `tensor`, once its earlier contents have been read."""
         if (last_read := self._last_reads.pop(key, None)) is not None:
             self._wait_for(last_read, key[2])
         buffer = self._buffers.get(key)

@@ -1,4 +1,4 @@
-"""The store of a group, and several texts in one request to it, if it has the calls for that: FileStore does not."""
+"""The store of a group. Several texts take one request, if the store has multi-key calls; FileStore does not."""
 
 from contextlib import suppress
 
@@ -8,30 +8,30 @@ from torchbagua._torch import store_of
 
 
 def require_store(process_group: dist.ProcessGroup) -> dist.Store:
-    """Return the store that the ranks of a group share; raise ValueError if it has none."""
+    """Return the store that the ranks of a group share; raise ValueError if the group has none."""
     store = store_of(process_group)
     if store is None:
         raise ValueError(
-            "BaguaProcessGroup: process_group must have a store, got one without, as in a world of mpi; call "
-            'init_process_group("gloo"), and give the group that new_group(backend="mpi") returns'
+            "BaguaProcessGroup: process_group must have a store, got a group without one, as mpi creates; call "
+            'init_process_group("gloo"), and pass the group that new_group(backend="mpi") returns'
         )
     return store
 
 
-def say_opens(store: dist.Store, rank: int) -> None:
-    """Say that `rank` opens the group of this store, for `missing_ranks`."""
+def announce_open(store: dist.Store, rank: int) -> None:
+    """Announce to `missing_ranks` that `rank` opens the group of this store."""
     store.set(f"opens/{rank}", "")
 
 
 def missing_ranks(store: dist.Store, size: int) -> list[int]:
-    """Return the ranks that have not said that they open the group; none if the store cannot be asked any more."""
+    """Return the ranks that have not announced that they open the group; none if the store no longer responds."""
     with suppress(RuntimeError):
         return [rank for rank in range(size) if not store.check([f"opens/{rank}"])]
     return []
 
 
 def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
-    """Return what lies under each of `keys`; waits for those under which nothing lies yet."""
+    """Return the text under each of `keys`; wait for the keys that are not set yet."""
     if len(keys) > 1 and store.has_extended_api():  # type: ignore[attr-defined]
         return [text.decode() for text in store.multi_get(keys)]
     return [store.get(key).decode() for key in keys]

@@ -1,4 +1,4 @@
-"""The stream of a lane: a CUDA stream beside the training stream, or the current stream of its thread."""
+"""The stream of a lane: a CUDA stream alongside the training stream, or the current stream of the lane's thread."""
 
 import time
 from collections.abc import Iterator
@@ -7,28 +7,28 @@ from typing import Any, Protocol
 
 import torch
 
-# The wait for a GPU is this much longer than it need be at most, and as short as the scheduler of the host can.
+# The wait for a GPU overshoots by at most this fraction, and sleeps no shorter than the host's scheduler can.
 _OVERSHOOT = 0.1
 _LONGEST_SLEEP_S = 0.01
 
-_HIGH_PRIORITY = -1  # torch has two, and 0 is that of all others
+_HIGH_PRIORITY = -1  # torch has two priorities; all other streams have 0
 
 
 def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
     """Wait until the GPU has reached `mark`. Raises TimeoutError.
 
-    CUDA's own wait has no end if the GPU waits for another rank that never comes.
+    CUDA's own wait never returns if the GPU waits for a rank that never arrives.
     """
     start_s = time.monotonic()
     while not mark.query():
         waited_s = time.monotonic() - start_s
         if waited_s > timeout_s:
-            raise TimeoutError(f"the GPU has not come to it within {timeout_s:g} s")
+            raise TimeoutError(f"the GPU did not finish within {timeout_s:g} s")
         time.sleep(min(_OVERSHOOT * waited_s, _LONGEST_SLEEP_S))
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of `tensor` until its device's current stream is done with it. Does nothing on the CPU."""
+    """Reserve the memory of `tensor` until its device's current stream is done with it. Does nothing on the CPU."""
     if not tensor.is_cpu:
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
@@ -38,8 +38,8 @@ class LaneStream(Protocol):
 
     Attributes:
         device: the accelerator.
-        token: a tensor there: a future records an event for the devices of the tensors that it is completed with, and
-            for no other.
+        token: a tensor on `device`, with which futures are completed: a future records events only for the devices of
+            its value's tensors.
     """
 
     device: torch.device
@@ -50,27 +50,27 @@ class LaneStream(Protocol):
         ...
 
     def new_future(self) -> "torch.futures.Future[torch.Tensor]":
-        """Return a future of tensors there: the stream of its waiter waits for the work before its completion."""
+        """Return a future of tensors on `device`; the waiter's stream waits for the work before its completion."""
         ...
 
     def mark(self) -> Any:
-        """Return the current place of the calling thread's stream."""
+        """Return the current position in the calling thread's stream."""
         ...
 
     def join(self) -> None:
-        """Have the calling thread's stream wait for all work on this one."""
+        """Make the calling thread's stream wait for all work on this stream."""
         ...
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Run the work of this context, on any thread, on this stream, after the work before `mark`."""
+        """Run this context's work on this stream, on any thread, after the work before `mark`."""
         ...
 
 
 class SideStream:
-    """A CUDA stream beside the training stream: a `LaneStream`. Streams wait for each other, and the host for none.
+    """A `LaneStream` alongside the training stream. Streams wait for each other without blocking the host.
 
-    Memory that is allocated on it, as scratch is, is used on it alone. A tensor of another stream that it works on must
-    live until its owner has waited for the result.
+    Memory allocated on this stream, such as scratch, is used on this stream only. If the stream works on a tensor of
+    another stream, this tensor must live until its owner has waited for the result.
 
     Args:
         device: the GPU.
@@ -78,12 +78,12 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Other ranks wait for its work, which takes few of the GPU's processors.
+        # High priority: other ranks wait for this stream's work, which occupies few of the GPU's multiprocessors.
         self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
         self.token = torch.empty(1, device=device)
 
     def bind_thread(self) -> None:
-        # A thread begins on the first GPU, and a return to it, as at a block's end, would open a context there.
+        # A thread starts on the first GPU. Switching back to it, as at the end of a `with`, would open a context there.
         torch.cuda.set_device(self.device)
 
     def new_future(self) -> "torch.futures.Future[torch.Tensor]":
@@ -133,10 +133,10 @@ class ThreadStream:
 
 
 class StreamHandoff:
-    """Hands tensors over between two threads: what follows one's `wait` comes after what led to the other's `record`.
+    """Passes tensors between two threads: work after one's `wait` follows the work before the other's `record`.
 
     Args:
-        device: where the tensors are; on the CPU there is nothing to wait for.
+        device: the device of the tensors; on the CPU there is nothing to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,12 +144,12 @@ class StreamHandoff:
         self._mark: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Have the calling thread's stream wait for what the last `record` came after."""
+        """Make the calling thread's stream wait for the work before the last `record`."""
         if self._mark is not None:
             torch.cuda.current_stream(self._device).wait_event(self._mark)
 
     def record(self) -> None:
-        """Note where the calling thread's stream stands, after all that was recorded before."""
+        """Record the position of the calling thread's stream, after all positions recorded before."""
         if self._device.type == "cuda":
             self.wait()
             self._mark = torch.cuda.current_stream(self._device).record_event()

@@ -1,4 +1,4 @@
-"""Tensors over any backend of torch.distributed, by torch's public calls: xccl, hccl, ucc, mpi and others."""
+"""The transport over any torch.distributed backend (xccl, hccl, ucc, mpi and others), by torch's public calls."""
 
 import json
 import secrets
@@ -22,29 +22,30 @@ from torchbagua.transport.base import (
     bytes_of,
 )
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.store_requests import missing_ranks, say_opens
+from torchbagua.transport.store_requests import announce_open, missing_ranks
 from torchbagua.transport.torch_groups import TORCH_ERRORS, Direction, MessageWorks
 
-# One function: torch 2.13 warns of the older name.
+# Both names are one function; torch 2.13 warns about the older one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class TorchBackendTransport(MessageWorks):
-    """Moves tensors over a private group with the backend that `process_group` has for their device.
+    """Sends tensors over a private group with the backend that `process_group` has for the device type.
 
-    Between CPUs it sends messages. On other devices each exchange is one collective: a backend runs the messages of two
-    ranks there in the order of one stream, and two ranks that both send first would wait for each other.
+    Between CPUs it sends messages. On other devices each exchange is one collective: there a backend runs all messages
+    between two ranks in the order of one stream, so two ranks that both send first would deadlock.
 
-    The host waits for every operation. The timeout bounds this wait if the backend is gloo; others may ignore it.
+    The host waits for every operation. The timeout bounds this wait if the backend is gloo; other backends may ignore
+    it.
 
     Args:
-        members: ranks of a group that `init_process_group` or `new_group` has returned.
-        device_type: the type of the devices whose tensors it moves.
-        has_messages: whether it sends messages. By default it does so on CPUs only.
+        members: ranks of a group that `init_process_group` or `new_group` returned.
+        device_type: the device type of the tensors.
+        has_messages: whether it sends messages; by default on CPUs only.
 
     Raises:
-        ValueError: torch.distributed did not make the group, the group has no backend for these devices, or the backend
-            is mpi and not all ranks of the job are members.
+        ValueError: torch.distributed did not create the group, the group has no backend for these devices, or the
+            backend is mpi and not all ranks of the job are members.
     """
 
     def __init__(self, members: Members, device_type: str = "cpu", has_messages: bool | None = None) -> None:
@@ -92,7 +93,7 @@ class TorchBackendTransport(MessageWorks):
             if work is not None:
                 work.wait()
 
-        # Nobody waits for an operation that a rank could not start.
+        # No rank waits for an operation that another rank could not start.
         return self._find_failure("started", probes, start) or self._find_failure("done", probes, wait)
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -109,8 +110,8 @@ class TorchBackendTransport(MessageWorks):
         self._run(lambda group: dist.all_to_all_single(output, input, group=group, async_op=True))
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        apart = own.clone()  # not every backend takes a part of the output for the input
-        self._run(lambda group: _all_gather(output, apart, group=group, async_op=True))
+        separate = own.clone()  # not every backend accepts a part of the output as input
+        self._run(lambda group: _all_gather(output, separate, group=group, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self._run(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
@@ -122,7 +123,7 @@ class TorchBackendTransport(MessageWorks):
             try:
                 group = self._make_group()
             except TORCH_ERRORS as error:
-                raise TransportError(self._reason_not_to_open(error)) from error
+                raise TransportError(self._cause_of_failed_open(error)) from error
             if self._is_closed:  # by another thread
                 _destroy(group, {})
                 raise TransportError("the group is closed")
@@ -155,7 +156,7 @@ class TorchBackendTransport(MessageWorks):
             return
         if self.abilities.has_deadline:
             _destroy(group, works)
-        else:  # it may wait for what is under way
+        else:  # the destruction may wait for operations in flight
             name = f"torchbagua: end of a group of {self.name}"
             self._destruction = threading.Thread(target=_destroy, args=(group, works), name=name, daemon=True)
             self._destruction.start()
@@ -166,7 +167,7 @@ class TorchBackendTransport(MessageWorks):
 
     def _make_group(self) -> dist.ProcessGroup:
         members, store = self._members, self._members.store
-        say_opens(store, members.rank)
+        announce_open(store, members.rank)
         if members.rank == 0:
             store.set("name", f"torchbagua {secrets.token_hex(8)}")
         store.wait(["name"], members.timeout)
@@ -174,12 +175,12 @@ class TorchBackendTransport(MessageWorks):
         backend_store = dist.PrefixStore("backend", store)
         return registered_group(members.global_ranks, members.rank, self.name, backend_store, name, members.timeout)
 
-    def _reason_not_to_open(self, error: BaseException) -> str:
+    def _cause_of_failed_open(self, error: BaseException) -> str:
         missing = missing_ranks(self._members.store, self._members.size)
-        return f"ranks {missing} did not come: {cause_of(error)}" if missing else cause_of(error)
+        return f"ranks {missing} did not open the group: {cause_of(error)}" if missing else cause_of(error)
 
     def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], tuple[Any, object]]]:
-        """Return the operations that this transport calls, each on one byte for each rank: a work and its tensors."""
+        """Return calls of this transport's operations on a few bytes. A call returns a work and its tensors."""
         rank, size = self._members.rank, self._members.size
         sent, received, sent_row, received_row = (
             torch.zeros(length, dtype=torch.uint8, device=self._device) for length in (1, 1, size, size)
@@ -205,13 +206,13 @@ class TorchBackendTransport(MessageWorks):
     def _find_failure(
         self, stage: str, operations: Iterable[str], attempt: Callable[[str], None]
     ) -> MissingOperation | None:
-        """Attempt the operations, and return the first that failed on some rank, the same on all. Collective."""
+        """Attempt the operations, and return one that failed on a rank; all ranks return the same. Collective."""
         store = dist.PrefixStore(stage, self._members.store)
         failure = None
         for operation in operations:
             try:
                 attempt(operation)
-            except Exception as error:  # of whatever kind, for backends are written by many
+            except Exception as error:  # any kind: third-party backends raise errors of various types
                 failure = json.dumps([operation, cause_of(error)])
                 break
         try:
@@ -225,7 +226,7 @@ class TorchBackendTransport(MessageWorks):
             raise TransportError(f"waiting for all ranks to try its operations: {cause_of(error)}") from error
 
     def _start(self, direction: Direction, peer: int, tensor: torch.Tensor, tag: int) -> dist.Work | None:
-        data = bytes_of(tensor)  # every backend has bytes, and not every one bfloat16
+        data = bytes_of(tensor)  # every backend supports bytes, and not every backend supports bfloat16
         if direction == "send":
             return dist.isend(data, group=self.torch_group(), tag=tag, group_dst=peer)
         return dist.irecv(data, group=self.torch_group(), tag=tag, group_src=peer)
@@ -242,12 +243,12 @@ class TorchBackendTransport(MessageWorks):
 
 
 def backend_names(process_group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the name of the backend that moves tensors, by the type of their device.
+    """Return the names of the group's backends, by device type.
 
-    The backend of a group that was made by hand is known by its class, if torch's registry does not know the group.
+    If the group is not in torch's registry, because it was constructed manually, its backends are named by class.
     """
     names: dict[str, str] = {}
-    with suppress(TypeError, ValueError):  # it does not know the group
+    with suppress(TypeError, ValueError):  # the registry does not contain the group
         pairs = dist.get_backend_config(process_group).split(",")
         names = {device_type: name for device_type, _, name in (pair.partition(":") for pair in pairs)}
     for device_type in device_types_of(process_group):
@@ -262,33 +263,33 @@ def backend_names(process_group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _backend_for(members: Members, device_type: str) -> str:
-    """Return the name of the backend for a type of devices; raise ValueError if there can be no private group of it."""
+    """Return the name of the backend for a device type; raise ValueError if a private group with it is impossible."""
     subject = "TorchBackendTransport: process_group must"
     names = backend_names(members.process_group)
-    there = ", ".join(f"{name} for {each}" for each, name in names.items()) or "none"
+    available = ", ".join(f"{name} for {each_type}" for each_type, name in names.items()) or "none"
     try:
         dist.get_process_group_ranks(members.process_group)
     except KeyError:
         raise ValueError(
-            f"{subject} be one that torch.distributed.init_process_group or new_group returned, got one that was made "
-            f"by hand, with {there}; private groups of its ranks are made by name"
+            f"{subject} be a group that torch.distributed.init_process_group or new_group returned, got a manually "
+            f"constructed group with {available}; private groups of its ranks are created by backend name"
         ) from None
     if device_type not in names:
-        raise ValueError(f"{subject} have a backend for tensors on {device_type}, got {there}")
+        raise ValueError(f"{subject} have a backend for tensors on {device_type}, got {available}")
     if names[device_type] == "mpi" and members.size != dist.get_world_size():
         raise ValueError(
-            f"{subject} have all ranks of the job with mpi, which makes a group on all of them together, got "
-            f"{members.size} of {dist.get_world_size()}; for ranks on several nodes, say "
+            f"{subject} have all ranks of the job with mpi, because only all of them can create an mpi group, got "
+            f"{members.size} of {dist.get_world_size()}; for ranks on several nodes, use "
             "BaguaProcessGroup(group, nodes=[0] * group.size())"
         )
     return names[device_type]
 
 
 def _destroy(group: dist.ProcessGroup, works: dict[object, tuple[dist.Work | None, object]]) -> None:
-    # The whole world may have been destroyed before. Of a group written in Python torch does not find its own name,
-    # after it has let go of it (torch 2.13).
+    # The whole world may already have been destroyed. If the group is written in Python, torch cannot find its name
+    # after it has removed the group (torch 2.13).
     with suppress(*TORCH_ERRORS):
         dist.destroy_process_group(group)
-    tensors = [each for _, each in works.values()]
+    tensors = [tensor for _, tensor in works.values()]
     works.clear()
-    tensors.clear()  # last: a work that is still there may write to its tensor
+    tensors.clear()  # last: a work that still exists may write to its tensor

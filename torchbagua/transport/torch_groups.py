@@ -1,4 +1,4 @@
-"""What transports over a torch group share: messages that are works of torch, and collectives."""
+"""Base classes of transports over a torch group: messages as torch works, and collectives."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torchbagua.transport.errors import cause_of
 
 Direction = Literal["send", "receive"]
 
-# What torch's calls raise, also of a group that another thread has destroyed meanwhile.
+# The errors of torch's calls, also if another thread has destroyed the group in the meantime.
 TORCH_ERRORS = (RuntimeError, ValueError, KeyError)
 
 
@@ -21,8 +21,8 @@ class MessageWorks(Transport):
     """Messages, each a work of torch."""
 
     def __init__(self) -> None:
-        # Works, with the tensors that a backend may not keep: here, where `abort` ends them, since some hold
-        # connections open.
+        # Works with their tensors, to which a backend may not keep references. `abort` clears this dictionary, since
+        # some works keep connections open.
         self._works: dict[object, tuple[dist.Work | None, object]] = {}
 
     @property
@@ -32,7 +32,7 @@ class MessageWorks(Transport):
 
     @abstractmethod
     def _start(self, direction: Direction, peer: int, tensor: torch.Tensor, tag: int) -> dist.Work | None:
-        """Start to send or to receive."""
+        """Start to send or receive."""
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         self._post("send", peer, tensor, tag)
@@ -70,32 +70,32 @@ class MessageWorks(Transport):
 class TorchGroupCollectives(Transport):
     """All collectives, by the methods of the group that `torch_group` returns.
 
-    Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and
-    raise what that says of a group it does not know in place of the error.
+    If one of torch's own functions, such as `dist.all_reduce`, fails, it looks the group up in torch's registry. For an
+    unregistered group the lookup raises another error, which hides the actual one.
     """
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        self._run(self.torch_group().alltoall, outputs, inputs, _ordered(dist.AllToAllOptions()))
+        self._run(self.torch_group().alltoall, outputs, inputs, _in_stream_order(dist.AllToAllOptions()))
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        self._run(self.torch_group().alltoall_base, output, input, [], [], _ordered(dist.AllToAllOptions()))
+        self._run(self.torch_group().alltoall_base, output, input, [], [], _in_stream_order(dist.AllToAllOptions()))
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
         self._run(all_gather_base, self.torch_group(), output, own)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        self._run(self.torch_group().allreduce, [tensor], _ordered(dist.AllreduceOptions()))
+        self._run(self.torch_group().allreduce, [tensor], _in_stream_order(dist.AllreduceOptions()))
 
     def _run(self, start: Callable[..., dist.Work | None], *arguments: Any) -> None:
         try:
             work = start(*arguments)
-            if work is not None:  # there is none in stream order
+            if work is not None:  # None in stream order
                 work.wait()
         except RuntimeError as error:
             raise TransportError(cause_of(error)) from error
 
 
-def _ordered(options: Any) -> Any:
-    """Return options of a collective for the current stream."""
+def _in_stream_order(options: Any) -> Any:
+    """Set the options of a collective to run on the current stream."""
     options.asyncOp = False
     return options

@@ -16,19 +16,19 @@ from torchbagua.runtime.runner import Runner
 class GradientAllReduceAlgorithm(Algorithm):
     """Average gradients in full precision, as plain DDP does.
 
-    By default the backend's own all-reduce forms the mean, over private connections. Its bits are those of torch's
-    `allreduce_hook` and, if the number of ranks is a power of two, of plain DDP.
+    By default, the backend's all-reduce forms the mean, over private connections. The result is bitwise equal to that
+    of torch's `allreduce_hook` and, if the number of ranks is a power of two, to that of plain DDP.
 
     Args:
-        hierarchical: with several nodes of several ranks: sum within nodes first, so that each part of a gradient
-            crosses between nodes once per node. The result is the mean of all ranks, also if nodes have different
-            numbers of ranks. It implies `in_rank_order=True`.
-        average: divide by the number of ranks; False gives the sum.
-        in_rank_order: sum in rank order, or with `hierarchical` in node order, in float32, or in float64 for float64
-            gradients, and round once. The result then does not depend on the backend. A state loads with the same
-            value only.
+        hierarchical: with multi-node groups that have several ranks per node, sum within nodes first, so that each part
+            of a gradient crosses between nodes once per node. The result is the mean of all ranks, even if nodes have
+            different numbers of ranks. It implies `in_rank_order=True`.
+        average: divide by the number of ranks. False gives the sum.
+        in_rank_order: sum in rank order (with `hierarchical`, in node order), in float32, or in float64 for float64
+            gradients, and round once. The result then does not depend on the backend. A state can be loaded only with
+            the same value.
 
-    In stream order the backend sums, whatever `hierarchical` and `in_rank_order` are.
+    In stream order, the backend always sums, regardless of `hierarchical` and `in_rank_order`.
 
     Raises:
         TypeError: an argument is not True or False.
@@ -45,12 +45,12 @@ class GradientAllReduceAlgorithm(Algorithm):
             object.__setattr__(self, "in_rank_order", True)
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return what decides on the order of summation: in another one a resumed run gets other bits."""
+        """Return what determines the order of summation. With another order, a resumed run is not bitwise equal."""
         is_by_nodes = self.hierarchical and process_group.intra_node is not None
         return {"in_rank_order": self.in_rank_order, "hierarchical": is_by_nodes}
 
     def prepare(self) -> None:
-        """Nothing: full precision needs no native kernel."""
+        """Do nothing: full precision needs no native kernels."""
 
     def make_impl(self, runner: Runner) -> "GradientAllReduceAlgorithmImpl":
         return GradientAllReduceAlgorithmImpl(runner)

@@ -1,4 +1,4 @@
-"""ByteGrad: gradients averaged in eight bits."""
+"""ByteGrad: the mean of gradients in 8 bits."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -13,18 +13,20 @@ from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 
 @dataclass(frozen=True)
 class ByteGradAlgorithm(CompressedMeanAlgorithm):
-    """Average gradients in 8 bits; the result is bit-identical on all ranks (Bagua, arXiv 2107.01499).
+    """Average gradients in 8 bits. The result is bitwise identical on all ranks (Bagua, arXiv 2107.01499).
 
-    It is `CompressedAllReduceAlgorithm` with MinMaxUInt8, and all that is said there is true of it: Q(mean_j Q(g_j)) is
-    formed, and a rank sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends.
+    It is `CompressedAllReduceAlgorithm` with MinMaxUInt8, and everything in that docstring applies. It computes
+    Q(mean_j Q(g_j)). A rank sends about 2 (n-1)/n bytes per element and step, a quarter of what a float32 all-reduce
+    sends.
 
     Args:
-        hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`. Within nodes full precision is used.
-        block: how many elements share a quantisation range, a multiple of 8. A block does not cross a parameter's
-            boundary. None gives Bagua's one range per chunk.
+        hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`. Within nodes, gradients are sent in
+            full precision.
+        block: the number of elements that share a quantization range, a multiple of 8. A block does not cross a
+            parameter's boundary. None gives Bagua's single range per chunk.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     hierarchical: bool = True

@@ -1,4 +1,4 @@
-"""CompressedAllReduce: gradients averaged in the bytes of any codec."""
+"""CompressedAllReduce: the mean of gradients, compressed with any codec."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torchbagua.runtime.runner import Runner
 
 
 class CompressedMeanAlgorithm(Algorithm):
-    """Base class of the compressed gradient algorithms. A subclass has these fields.
+    """Base class of the compressed gradient algorithms. A subclass defines these fields.
 
     Attributes:
         hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`.
@@ -45,13 +45,13 @@ class CompressedMeanAlgorithm(Algorithm):
         name = type(self).__name__
         if self.error_feedback:
             raise ValueError(
-                f"{name}: error_feedback must be False for modules on which fully_shard was called: every rank would "
-                "keep a residual of all parameters, and not of its shard"
+                f"{name}: error_feedback must be False for modules on which fully_shard was called, because every rank "
+                "would store the residual of all parameters instead of its shard"
             )
         if not self.average:
             raise ValueError(
-                f"{name}: average must be True for modules on which fully_shard was called, which say themselves by "
-                "what to divide: set_gradient_divide_factor(1)"
+                f"{name}: average must be True for modules on which fully_shard was called; to sum gradients, call "
+                "set_gradient_divide_factor(1) on the module"
             )
         return self.make_codecs()
 
@@ -60,7 +60,7 @@ class CompressedMeanAlgorithm(Algorithm):
         return {"error_feedback": self.error_feedback}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Warn of an optimizer that trains badly with a mean of which most elements are zero."""
+        """Warn about an optimizer that trains badly if most elements of the mean are zero."""
         codec = self.make_codec()
         if isinstance(codec, SparseCodec) and codec.ratio < 1:
             warn_of_sparse_means(type(self).__name__, optimizers)
@@ -71,41 +71,42 @@ class CompressedMeanAlgorithm(Algorithm):
 
 @dataclass(frozen=True)
 class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
-    """Average gradients in the bytes of any codec, by default in 4 bits; the result is bit-identical on all ranks.
+    """Average gradients compressed with any codec, by default in 4 bits. The result is bitwise identical on all ranks.
 
-    Every rank encodes its gradient, the mean of these is formed, and it is encoded again: Q(mean_j Q(g_j)). A rank
-    sends about 2 (n-1)/n of the encoded gradient in each step. In 4 bits that is 4.25 bits an element, 7.5 times less
-    than what a float32 all-reduce sends. complex64 is coded as pairs of float32. A dtype that the codec does not
-    encode, float64 for instance, travels in full precision.
+    Each rank encodes its gradient, the mean over ranks is computed, and the mean is encoded again: Q(mean_j Q(g_j)). A
+    rank sends about 2 (n-1)/n times the encoded gradient in each step. In 4 bits, that is 4.25 bits per element, 7.5
+    times less than a float32 all-reduce sends. complex64 is encoded as pairs of float32. A dtype that the codec does
+    not encode, such as float64, is sent in full precision.
 
-    With error feedback every rank adds to its gradient what compression left out of the one before. The mean has
-    residuals too, which are shared out among the ranks (DoubleSqueeze, Tang et al., arXiv 1905.05957, algorithm 1).
+    With error feedback, each rank adds the residual of the previous gradient to its gradient. The mean has residuals
+    too, which are partitioned among the ranks (DoubleSqueeze, Tang et al., arXiv 1905.05957, algorithm 1).
 
-    - Residuals change when an optimizer's step has used what was sent. A step that a GradScaler skips leaves them as
-      they are. Of several optimizers, each commits those of its own parameters.
-    - They take 8 bytes a parameter, and 8 divided by the number of ranks.
-    - They are in `Attachment.state_dict`, and differ between ranks. A state can be loaded with the same
-      `error_feedback` only; the other arguments may differ.
-    - They are kept without the loss scale, so under AMP hand over the GradScaler: `attach(..., grad_scaler=scaler)`.
-    - Accumulate under `no_sync`, which sends once. Several synchronised backward passes before a step are possible: the
-      residual counts once, for 4 bytes a parameter more. Each of these passes must then reach the same parameters. The
-      first step of a run must have one synchronised backward, since DDP forms its buckets anew after it. Otherwise
-      backward raises.
-    - With `comm_hook` in place of `attach`, give `reify(group, optimizer=optimizer)`, or call `Runner.step_taken` after
+    - Residuals change when an optimizer's step has used the sent gradients. A step that a GradScaler skips leaves them
+      unchanged. With several optimizers, each commits the residuals of its own parameters.
+    - They take 8 bytes per parameter, plus 8 bytes per parameter divided by the number of ranks.
+    - They are part of `Attachment.state_dict` and differ between ranks. A state can be loaded only with the same
+      `error_feedback`; the other arguments may differ.
+    - They are stored without the loss scale, so pass the GradScaler with AMP: `attach(..., grad_scaler=scaler)`.
+    - Accumulate gradients under `no_sync`, which sends once. Several synchronized backward passes before a step are
+      also supported: the residual counts once, at a cost of 4 bytes more per parameter. Each of these passes must then
+      reach the same parameters. The first step of a run must have a single synchronized backward, because DDP rebuilds
+      its buckets after it. Otherwise, backward raises.
+    - With `comm_hook` instead of `attach`, call `reify(group, optimizer=optimizer)`, or call `Runner.step_taken` after
       each step, and set `Runner.grad_scaler` to the scaler.
 
     Args:
-        compression: the name of a codec, see `torchbagua.codecs`; a Compressor, which may be one of yours; or None for
+        compression: the name of a codec (see `torchbagua.codecs`), a Compressor, which may be your own, or None for
             full precision.
-        hierarchical: with several nodes of several ranks: `intra_compression` within nodes, `compression` between them.
-        average: divide by the number of ranks; False gives the sum.
-        intra_compression: how values are sent within a node, named as for `compression`; None for full precision. It
-            has no effect where there is one node, or one rank a node: there `compression` is used between all ranks.
-            What it leaves out is no part of the residuals.
-        error_feedback: add what compression leaves out to what is sent next.
+        hierarchical: with multi-node groups that have several ranks per node, use `intra_compression` within nodes and
+            `compression` between them.
+        average: divide by the number of ranks. False gives the sum.
+        intra_compression: the codec within a node, specified like `compression`; None for full precision. With a single
+            node, or a single rank per node, it has no effect: `compression` is used between all ranks. The residuals do
+            not include its rounding.
+        error_feedback: add the residual to the next gradient.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     compression: str | Compressor | None = "minmax_uint4"
@@ -121,18 +122,18 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
         check_codecs(self, "compression", "intra_compression")
         if self.intra_compression is not None and not self.hierarchical:
             raise ValueError(
-                f"{name}: intra_compression must be None with hierarchical=False, which does not look at nodes, got "
+                f"{name}: intra_compression must be None with hierarchical=False, which ignores nodes, got "
                 f"{self.intra_compression!r}"
             )
         if needs_feedback(self.intra_compression):
             raise ValueError(
-                f"{name}: intra_compression must not be one that needs error feedback, since what is left out "
-                f"within nodes is not added; got {self.intra_compression!r}"
+                f"{name}: intra_compression must not be a codec that needs error feedback, because residuals within "
+                f"nodes are not stored; got {self.intra_compression!r}"
             )
         if not self.error_feedback and needs_feedback(self.compression):
             raise ValueError(
-                f"{name}: compression {self.compression!r} needs error_feedback=True: it leaves so much out that "
-                "training fails where that is lost"
+                f"{name}: compression {self.compression!r} needs error_feedback=True, because training fails if its "
+                "large residuals are lost"
             )
 
     def make_codecs(self) -> MeanCodecs:

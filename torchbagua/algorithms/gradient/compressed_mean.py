@@ -1,4 +1,4 @@
-"""The compressed mean of gradients, with error feedback or without, as an operation of buckets."""
+"""The compressed mean of gradients, with or without error feedback, as a bucket operation."""
 
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.codecs.base import Compressor
@@ -9,12 +9,12 @@ from torchbagua.runtime.parameter_state import ParameterState
 
 
 class CompressedMean:
-    """Appends the mean of a compressed gradient to buckets, with error feedback or without.
+    """Appends the mean of compressed gradients to buckets, with or without error feedback.
 
     Args:
-        codecs: those of the mean.
+        codecs: the codecs of the mean.
         average: divide by the number of ranks.
-        feedback: keeps the residuals; None for none.
+        feedback: stores the residuals. None for no error feedback.
     """
 
     def __init__(
@@ -25,9 +25,9 @@ class CompressedMean:
         self._feedback = feedback
 
     def append(self, bucket: BaguaBucket) -> None:
-        """Append it; in full precision, if the codec does not encode the bucket."""
+        """Append the mean, in full precision if the codec does not encode the bucket's dtype."""
         codec, feedback = codec_for_dtype(self._codecs.codec, bucket.flat.dtype), self._feedback
-        # One rank leaves nothing out, and neither does full precision.
+        # A single rank has no residuals, and full precision has none either.
         if feedback is None or codec is not self._codecs.codec or bucket.group.size == 1:
             self._append_mean(bucket, codec)
         else:

@@ -1,4 +1,4 @@
-"""Error feedback: the residual of each gradient is kept between steps."""
+"""Error feedback: the residual of each gradient is stored between steps."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -15,27 +15,27 @@ S = TypeVar("S", bound=ParameterState[Any])
 
 
 class ErrorFeedback(Generic[S]):
-    """Has an impl keep a state of each parameter in float32 and without the loss scale.
+    """Makes an impl store a state per parameter, in float32 and without the loss scale.
 
     Args:
-        runner: that of the impl.
-        state: what is kept, residuals for instance.
+        runner: the impl's runner.
+        state: the stored state, such as residuals.
 
     Attributes:
-        state: the same.
+        state: the same object.
     """
 
     def __init__(self, runner: Runner, state: S) -> None:
         self.state = runner.keep(state)
         self._runner = runner
-        runner.needs_grad_scaler = True  # gradients carry the loss scale, which changes, and what is kept does not
+        runner.needs_grad_scaler = True  # gradients contain the loss scale, which changes; the stored state does not
 
     def append(self, bucket: BaguaBucket, append_operations: Callable[[BaguaBucket], object]) -> None:
-        """Call `append_operations(bucket)`, and wrap what it appends in the unscale, commit and rescale operations.
+        """Call `append_operations(bucket)` and wrap the appended operations in unscale, commit and rescale operations.
 
-        It gets a bucket of float32, which is a copy if `bucket` is of another dtype.
+        `append_operations` gets a float32 bucket, which is a copy if `bucket` has another dtype.
         """
-        if bucket.flat.dtype != torch.float32:  # a shorter format would round what is added to it
+        if bucket.flat.dtype != torch.float32:  # a shorter format would round the added residual
             part = sub_bucket_of(bucket, bucket.tensors, torch.float32)
             self.append(part, append_operations)
             append_sub_buckets(bucket, [part])

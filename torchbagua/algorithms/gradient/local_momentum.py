@@ -1,4 +1,4 @@
-"""Momentum that each rank has of its own gradients, in place of the optimizer's."""
+"""Local momentum: each rank accumulates the momentum of its own gradients, instead of the optimizer."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from torchbagua.runtime.parameter_state import ParameterState
 
 
 def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError, which begins with `owner`, unless all are SGD and leave the momentum to the algorithm."""
+    """Raise ValueError, prefixed with `owner`, unless all optimizers are SGD without momentum."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.SGD):
             raise ValueError(
@@ -22,13 +22,13 @@ def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence
         own = [group["momentum"] for group in optimizer.param_groups if group["momentum"]]
         if own:
             raise ValueError(
-                f"{owner}: with momentum={momentum} that of SGD must be 0, since the algorithm has it already, got "
-                f"{own[0]}"
+                f"{owner}: with momentum={momentum} SGD's momentum must be 0, because the algorithm applies the "
+                f"momentum, got {own[0]}"
             )
 
 
 def append_local_momentum(state: ParameterState[TwoPhaseResiduals], bucket: BaguaBucket) -> None:
-    """Append the momentum operation of a single rank, which uses the whole sum of velocities and sends nothing."""
+    """Append the momentum operation of a single rank, which applies the whole sum of velocities and sends nothing."""
     residuals = state.of_bucket(bucket)
     everything = slice(0, len(bucket.flat))
     residuals.assign_slices(sent=everything, mean=slice(0, 0))

@@ -1,4 +1,4 @@
-"""Warnings of optimizers with which an algorithm trains badly: what the algorithms' pages measured, said at attach."""
+"""Warnings, issued by attach, about optimizers that train badly with an algorithm, as the docs' measurements show."""
 
 from collections.abc import Sequence
 
@@ -8,27 +8,27 @@ from torchbagua._warnings import warn_user
 
 
 def adam_among(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Return the class name of the first Adam, in any of its forms (AdamW, FusedAdam, Adam8bit), or None."""
-    # By name: forms of other packages do not derive from torch's.
-    adams = [one for one in optimizers if any("Adam" in cls.__name__ for cls in type(one).__mro__)]
+    """Return the class name of the first Adam variant (Adam, AdamW, FusedAdam, Adam8bit, ...), or None."""
+    # By name, because variants in other packages do not derive from torch's Adam.
+    adams = [optimizer for optimizer in optimizers if any("Adam" in cls.__name__ for cls in type(optimizer).__mro__)]
     return type(adams[0]).__name__ if adams else None
 
 
 def warn_of_sparse_means(algorithm: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn of an Adam, or else of a momentum, that gets the sparse mean of `algorithm`, with error feedback."""
+    """Warn about an Adam, or else a momentum, that steps on the sparse mean of `algorithm`, with error feedback."""
     if adam := adam_among(optimizers):
         warn_user(
-            f"torchbagua: {algorithm} with {adam} trains badly: {adam} divides by the size of gradients, most elements "
-            "of which are zero here. Use CompressedAllReduceAlgorithm() in 4 bits or QAdamAlgorithm in one bit, or "
-            "train with SGD"
+            f"torchbagua: {algorithm} with {adam} trains badly: {adam} divides by the magnitude of the gradients, and "
+            "here most gradient elements are zero. Use CompressedAllReduceAlgorithm() in 4 bits or QAdamAlgorithm in "
+            "one bit, or train with SGD"
         )
         return
     for optimizer in optimizers:
         momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
         if momenta:
             warn_user(
-                f"torchbagua: {algorithm} with the momentum {momenta[0]} of {type(optimizer).__name__} may diverge: it "
-                "counts as new what has waited to be sent. Set that momentum to 0, and raise the learning rate or use "
-                f"TopKAlgorithm(momentum={momenta[0]}, warmup_steps=...)"
+                f"torchbagua: {algorithm} with the momentum {momenta[0]} of {type(optimizer).__name__} may diverge: "
+                "the momentum treats delayed gradients as new. Set that momentum to 0, and increase the learning rate "
+                f"or use TopKAlgorithm(momentum={momenta[0]}, warmup_steps=...)"
             )
             return

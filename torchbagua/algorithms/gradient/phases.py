@@ -1,4 +1,4 @@
-"""Phases of a warm-up: operations that change after a number of training steps, on all ranks in the same step."""
+"""Warm-up phases: operations that change after a number of training steps, at the same step on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,20 +13,22 @@ _PASSES, _STEPS = "num_backward_passes", "num_steps"
 
 
 class Phases:
-    """Counts training steps, and says in which phase of a warm-up a backward is.
+    """Counts training steps and determines the warm-up phase of each backward.
 
-    A rank knows its own steps only. It takes none while it has joined, and a loop may skip one on a single rank. But
-    all ranks count the same synchronised backward passes, and no step is without one. So ranks agree on the number of
-    steps, the largest that one has counted, before each backward that may begin a phase by the passes so far.
+    A rank knows only its own steps. It takes no steps after it has joined, and a training loop may skip a step on a
+    single rank. However, all ranks count the same synchronized backward passes, and every step follows at least one. So
+    the ranks agree on the number of steps, the maximum over ranks, before each backward that may begin a phase
+    according to the number of passes so far.
 
     Args:
-        runner: that of the impl.
-        phase_after: returns the phase of the backward after so many steps. It never decreases.
+        runner: the impl's runner.
+        phase_after: returns the phase of the backward that follows the given number of steps. It never decreases.
 
     Attributes:
-        current: the phase of the current backward; None before the first.
-        num_backward_passes: how many synchronised ones have begun, including the current one. The same on all ranks.
-        num_steps: how many training steps this rank knows of.
+        current: the phase of the current backward. None before the first backward.
+        num_backward_passes: the number of synchronized backward passes that have begun, including the current one. The
+            same on all ranks.
+        num_steps: the number of training steps that this rank knows of.
     """
 
     def __init__(self, runner: Runner, phase_after: Callable[[int], int]) -> None:
@@ -40,7 +42,7 @@ class Phases:
         runner.on_step_taken(self._count_step)
 
     def begin_backward(self) -> bool:
-        """Count the backward; return whether it is the first of a phase. For `AlgorithmImpl.need_reset`."""
+        """Count a backward and return whether it is the first of a phase. For `AlgorithmImpl.need_reset`."""
         if self._phase_after(self._agreed_steps) != self._phase_after(self.num_backward_passes):
             self._agree_on_steps()
         before, self.current = self.current, self._phase_after(self._agreed_steps)
@@ -49,7 +51,7 @@ class Phases:
         return self.current != before
 
     def _count_step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count the step; those of several optimizers after one backward are one."""
+        """Count a step. The steps of several optimizers after one backward count as one."""
         self.num_steps += int(self._has_backward)
         self._has_backward = False
 
@@ -66,8 +68,8 @@ class Phases:
         """Load what `state_dict` returned. Collective.
 
         Raises:
-            ValueError: `state` lacks one of the two.
-            CommunicationError: other ranks have another number of backward passes in their states.
+            ValueError: `state` lacks one of the two counts.
+            CommunicationError: the states of other ranks contain another number of backward passes.
         """
         check_keys(self._runner.name, state, [_PASSES, _STEPS])
         num_passes, num_steps, world = int(state[_PASSES]), int(state[_STEPS]), self._runner.process_group.world
@@ -75,6 +77,6 @@ class Phases:
         agreement = self._runner.lane.submit(
             lambda: require_same_progress(world, progress, "loading the state", value=num_steps)
         )
-        # The largest: a rank that had joined knows of fewer.
+        # The maximum over ranks, because a rank that had joined has counted fewer steps.
         self.num_steps = self._agreed_steps = agreement.result()
         self.num_backward_passes, self._has_backward = num_passes, False

@@ -1,4 +1,4 @@
-"""PowerSGD: the gradient of a matrix averaged as the product of two factors of low rank."""
+"""PowerSGD: the gradients of matrices, averaged as products of two low-rank factors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,40 +30,43 @@ _LARGEST_RANK = 2**15
 
 @dataclass(frozen=True)
 class PowerSGDAlgorithm(Algorithm):
-    """After `start_step` training steps, by default 100, average gradients of matrices as products of two factors.
+    """After `start_step` training steps (by default 100), average gradients of matrices as products of two factors.
 
-    Before that it averages in full precision, so a run that is shorter is plain DDP (PowerSGD, Vogels et al., arXiv
-    1905.13727). A gradient of n rows and m columns is sent as r (n + m) numbers. What the factors leave out of it is
-    kept on each rank, and added to its next gradient. The result is bit-identical on all ranks.
+    Before that, it averages in full precision, so a shorter run is equivalent to plain DDP (PowerSGD, Vogels et al.,
+    arXiv 1905.13727). A gradient with n rows and m columns is sent as r (n + m) numbers. Each rank stores the residual
+    that the factors leave out and adds it to its next gradient. The result is bitwise identical on all ranks.
 
-    Use it with SGD. Under Adam it costs loss: rank 4 ended 7 % above all-reduce in a run of 240 steps. There,
-    QAdamAlgorithm in one bit sends about as little, and ByteGradAlgorithm a quarter, at no such cost.
+    Use it with SGD. With Adam it increases the loss: rank 4 ended 7 % above all-reduce in a run of 240 steps. With
+    Adam, QAdamAlgorithm in one bit sends about as few bytes, and ByteGradAlgorithm sends a quarter of the bytes of
+    all-reduce, without this increase.
 
-    - Vectors, and matrices whose factors are not `min_rate` times smaller, travel as they are, in the message of the
-      first factor. A tensor of more dimensions is a matrix whose rows are its first dimension.
-    - The first `start_step` training steps average in full precision, and there are no errors yet. Those before a state
-      was saved count, and a new attachment without a state begins with 0.
-    - Factors and errors are float32, also of bfloat16 and float16 gradients. complex64 is taken as pairs of float32.
-      float64 and complex128 travel in full precision.
-    - Errors and factors change when an optimizer's step has used what was sent. A step that a GradScaler skips leaves
-      them as they are. NaN or Inf on any rank makes the whole matrix NaN on all ranks, and enters neither.
-    - They take 8 bytes a parameter. They are in `Attachment.state_dict`, and errors differ between ranks. A state can
-      be loaded with the same `rank`, `min_rate` and `warm_start` only.
+    - Vectors, and matrices whose factors are not at least `min_rate` times smaller, are sent uncompressed in the
+      message of the first factor. A tensor of more than two dimensions is treated as a matrix whose rows are its first
+      dimension.
+    - The first `start_step` training steps average in full precision, without residuals. Steps before a state was saved
+      count. A new attachment without a state starts counting at 0.
+    - Factors and residuals are float32, even for bfloat16 and float16 gradients. complex64 is treated as pairs of
+      float32. float64 and complex128 are sent in full precision.
+    - Residuals and factors change when an optimizer's step has used the sent gradients. A step that a GradScaler skips
+      leaves them unchanged. NaN or Inf on any rank makes the whole matrix NaN on all ranks, and enters neither
+      residuals nor factors.
+    - They take 8 bytes per parameter. They are part of `Attachment.state_dict`, and residuals differ between ranks. A
+      state can be loaded only with the same `rank`, `min_rate` and `warm_start`.
     - The rules for GradScaler, `no_sync` and `comm_hook` are those of `ByteGradAlgorithm` with error feedback.
 
     Args:
-        rank: the most vectors of a factor.
-        start_step: how many training steps come before the first with factors. A run of fewer sends what DDP sends. It
-            counts the steps that the optimizer takes: accumulated backward passes are one step, and a step that
-            GradScaler skips is none.
-        min_rate: how many times fewer the numbers of the factors must be than those of the matrix.
-        warm_start: start from the factor of the last step; else from pseudo-random numbers in each step.
-        compression: None, or "bfloat16" to send the factors, and what has none, in 16 bits.
-        hierarchical: with several nodes of several ranks: add up within nodes in full precision.
-        seed: of the pseudo-random numbers that the first factor of each matrix is made of, beside its name.
+        rank: the maximum number of vectors in a factor.
+        start_step: the number of training steps before the first step with factors. A shorter run sends what DDP sends.
+            It counts the steps that the optimizer takes: accumulated backward passes are one step, and a step that
+            GradScaler skips is not counted.
+        min_rate: the minimum ratio of the matrix's elements to the factors' elements.
+        warm_start: start from the factor of the previous step. If False, start each step from pseudo-random numbers.
+        compression: None, or "bfloat16" to send the factors, and parameters without factors, in 16 bits.
+        hierarchical: with multi-node groups that have several ranks per node, sum within nodes in full precision.
+        seed: the seed, together with the parameter's name, of the pseudo-random first factor of each matrix.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     rank: int = 4
@@ -75,7 +78,7 @@ class PowerSGDAlgorithm(Algorithm):
     hierarchical: bool = True
     seed: int = 0
 
-    error_feedback = True  # and no argument: factors leave nearly everything out
+    error_feedback = True  # not an argument, because factors leave most of a gradient to the residual
 
     def __post_init__(self) -> None:
         check_flags(self, "warm_start", "hierarchical")
@@ -96,10 +99,10 @@ class PowerSGDAlgorithm(Algorithm):
         return {"rank": self.rank, "min_rate": float(self.min_rate), "warm_start": self.warm_start}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Warn of an Adam, under which factors cost loss."""
+        """Warn about an Adam, with which factors increase the loss."""
         if adam := adam_among(optimizers):
             warn_user(
-                f"torchbagua: PowerSGDAlgorithm with {adam} costs loss: it was 7 % higher after 240 steps. Use "
+                f"torchbagua: PowerSGDAlgorithm with {adam} increases the loss, by 7 % in a test of 240 steps. Use "
                 "QAdamAlgorithm in one bit, CompressedAllReduceAlgorithm() or ByteGradAlgorithm(), or train with SGD"
             )
 
@@ -112,12 +115,12 @@ class PowerSGDAlgorithm(Algorithm):
 
 @dataclass(frozen=True)
 class LowRank(Identity):
-    """What `uncompressed` asks: which dtypes have factors. Factors are sent by a codec of their own."""
+    """Tells `uncompressed` which dtypes have factors. A separate codec sends the factors."""
 
     rank: int = 4
 
     def encodes(self, dtype: torch.dtype) -> bool:
-        """Return whether there are factors for `dtype`, in float32."""
+        """Return whether tensors of `dtype` have factors, which are float32."""
         return dtype in ELEMENT_TYPES
 
 
@@ -147,7 +150,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
             self._feedback.append(bucket, self._append_low_rank_mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the backward passes and steps so far; the runner saves errors and factors."""
+        """Return the backward passes and steps so far. The runner saves residuals and factors."""
         return self._warm_up.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,9 +185,9 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         )
 
     def _factor_shape(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """Return that of the factor that is kept, without vectors where there is none."""
+        """Return the shape of the stored factor: (0, 0) if none is stored."""
         shape = self._shape_of(parameter)
         return (0, 0) if shape is None or not self.algorithm.warm_start else (shape.rank, shape.columns)
 
 
-register("powersgd", PowerSGDAlgorithm, "gradients as factors of low rank, after 100 steps in full precision; for SGD")
+register("powersgd", PowerSGDAlgorithm, "gradients as low-rank factors, after 100 steps in full precision; for SGD")

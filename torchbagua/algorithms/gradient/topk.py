@@ -1,4 +1,4 @@
-"""TopK: gradients averaged by the largest elements of each block."""
+"""TopK: the mean of gradients, of which only the largest elements of each block are sent."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,8 @@ from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.parameter_state import residual_state
 from torchbagua.runtime.runner import Runner
 
-# Of the warm-up, as in section 3.3 of the paper: from 25 % to 0.1 % each stage sends a quarter of the one before.
+# The warm-up follows section 3.3 of the paper (arXiv 1712.01887): from 25 % to 0.1 %, each stage sends a quarter of the
+# elements that the previous stage sends.
 _FIRST_RATIO = 0.25
 _NUM_STAGES = 4
 
@@ -36,40 +37,43 @@ _SELECTIONS: dict[str, type[SparseCodec]] = {"top": TopK, "block": BlockK}
 
 @dataclass(frozen=True)
 class TopKAlgorithm(CompressedMeanAlgorithm):
-    """Average gradients by the largest elements of each block, with error feedback, for SGD.
+    """Average gradients by sending the largest elements of each block, with error feedback. For SGD.
 
-    It is `CompressedAllReduceAlgorithm` with `TopK` and error feedback, and all that is said there is true of it. Of
-    the gradient, and of the mean, only the share `ratio` is sent. The rest is added to what is sent next (Aji and
-    Heafield, arXiv 1704.05021). A rank sends about 2 (n-1)/n of `ratio * 2.6` bytes an element and step: at 0.01 150
-    times less than what a float32 all-reduce sends. The result is bit-identical on all ranks.
+    It is `CompressedAllReduceAlgorithm` with `TopK` and error feedback, and everything in that docstring applies. Only
+    the fraction `ratio` of the gradient's elements, and of the mean's elements, is sent. The other elements form the
+    residual, which is added to the next gradient (Aji and Heafield, arXiv 1704.05021). A rank sends about 2 (n-1)/n
+    times `ratio * 2.6` bytes per element and step: at 0.01, 150 times less than a float32 all-reduce sends. The result
+    is bitwise identical on all ranks.
 
-    Most elements of what an optimizer then gets are zero in any one step, and stand for many steps in another. Adam,
-    which divides by the size of what it gets, trains badly with that. So does SGD with momentum, which takes for new
-    what has waited. Give the momentum to this algorithm instead, and take it from the optimizer: each rank then adds up
-    velocities, u = m u + g, and sends the largest of their sums (Deep Gradient Compression, Lin et al., arXiv
-    1712.01887).
+    In each step, most elements of the mean that the optimizer gets are zero. A nonzero element represents the gradients
+    of many steps. Adam, which divides by the magnitude of the gradient, trains badly with such a mean. SGD with
+    momentum trains badly too, because it treats delayed gradients as new. Set the momentum in this algorithm instead of
+    in the optimizer: each rank then accumulates velocities, u = m u + g, and sends the largest elements of their sums
+    (Deep Gradient Compression, Lin et al., arXiv 1712.01887).
 
-    - Velocities take 8 bytes a parameter, and are in `Attachment.state_dict`. A state can be loaded with the same
-      `momentum` only, and with another `ratio`, `warmup_steps` or `block`.
-    - A step has one synchronised backward: accumulate under `no_sync`.
-    - A group of one rank has the momentum of `torch.optim.SGD`, to the bit.
+    - Velocities take 8 bytes per parameter and are part of `Attachment.state_dict`. A state can be loaded only with the
+      same `momentum`, but with another `ratio`, `warmup_steps` or `block`.
+    - A step must have a single synchronized backward: accumulate gradients under `no_sync`.
+    - In a group of one rank, the momentum is bitwise equal to that of `torch.optim.SGD`.
 
     Args:
-        ratio: the share of elements that is sent, above 0 and at most 1.
-        hierarchical, average: see `CompressedAllReduceAlgorithm`. Within nodes full precision is used.
-        selection: which elements are sent. "top": the largest of each block. "block": those of the run of neighbours
-            with the largest norm, `BlockK`, in half the bytes, but for its place without indices.
-        block: how many elements the largest are taken of, a multiple of 8 from 8 to 4096. A block does not cross a
-            parameter's boundary, and at least one element of each is sent.
-        momentum: m, above 0 and below 1. The optimizer must be `torch.optim.SGD` without momentum. None for none.
-        momentum_masking: make the velocity of an element zero when it is sent, so that what is old does not go on
-            (section 3.2 of the paper). Without it, what is sent adds up to what SGD with momentum moves by.
-        warmup_steps: how many training steps send more: in four stages of equal length the share falls from 0.25
-            towards `ratio`, which must be below that. It counts the steps that the optimizer takes: accumulated
-            backward passes are one step, and a step that GradScaler skips is none.
+        ratio: the fraction of elements that is sent, above 0 and at most 1.
+        hierarchical, average: see `CompressedAllReduceAlgorithm`. Within nodes, gradients are sent in full precision.
+        selection: which elements are sent. "top": the largest elements of each block. "block": the run of adjacent
+            elements with the largest norm (`BlockK`), in half the bytes: the position of the run is sent, but no
+            indices.
+        block: the number of elements per selection block, a multiple of 8 from 8 to 4096. A block does not cross a
+            parameter's boundary. At least one element of each block is sent.
+        momentum: m, above 0 and below 1. The optimizer must be `torch.optim.SGD` without momentum. None for no
+            momentum.
+        momentum_masking: set the velocity of an element to zero when the element is sent, so that stale momentum does
+            not persist (section 3.2 of the paper). Without it, the sent values sum to the updates of SGD with momentum.
+        warmup_steps: the number of initial training steps that send more elements: the fraction falls from 0.25 towards
+            `ratio`, which must be smaller than 0.25, in four stages of equal length. It counts the steps that the
+            optimizer takes: accumulated backward passes are one step, and a step that GradScaler skips is not counted.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     ratio: float = 0.01
@@ -82,48 +86,49 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
     momentum_masking: bool = True
     warmup_steps: int = 0
 
-    error_feedback = True  # and no argument: nearly everything is left out
+    error_feedback = True  # not an argument, because most of a gradient becomes the residual
 
     def __post_init__(self) -> None:
         check_flags(self, "hierarchical", "average", "momentum_masking")
-        if self.selection not in list(_SELECTIONS):  # what cannot be hashed neither
+        if self.selection not in list(_SELECTIONS):  # a list, so that unhashable values are refused too
             raise ValueError(f"TopKAlgorithm: selection must be one of {sorted(_SELECTIONS)}, got {self.selection!r}")
         check_ratio("TopKAlgorithm", self.ratio)
         check_sparse_block("TopKAlgorithm", self.block)
         if self.momentum is not None and not (isinstance(self.momentum, float | int) and 0 < self.momentum < 1):
             raise ValueError(
-                f"TopKAlgorithm: momentum must be None, or a number above 0 and below 1, got {self.momentum!r}"
+                f"TopKAlgorithm: momentum must be None or a number above 0 and below 1, got {self.momentum!r}"
             )
         check_at_least(self, "warmup_steps", 0)
         if self.warmup_steps and self.ratio >= _FIRST_RATIO:
             raise ValueError(
-                f"TopKAlgorithm: warmup_steps must be 0 with a ratio of {_FIRST_RATIO} or more, with which a warm-up "
-                f"begins, got {self.warmup_steps} with ratio={self.ratio}"
+                f"TopKAlgorithm: warmup_steps must be 0 with a ratio of {_FIRST_RATIO} or more, the initial ratio of a "
+                f"warm-up, got {self.warmup_steps} with ratio={self.ratio}"
             )
 
     def make_codecs(self) -> MeanCodecs:
         return MeanCodecs(_codec(self, _NUM_STAGES), Identity() if self.hierarchical else None)
 
-    make_shard_codecs = Algorithm.make_shard_codecs  # None: it has no argument that switches error feedback off
+    make_shard_codecs = Algorithm.make_shard_codecs  # returns None: error feedback cannot be disabled
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback` and `momentum`."""
         return {**super().state_arguments(process_group), "momentum": self.momentum}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise ValueError if there is a `momentum`, and the optimizer is not SGD or has one too; warn without one."""
+        """With `momentum`, raise ValueError if an optimizer is not SGD or has momentum too. Without, only warn."""
         if self.momentum is None:
             super().check_optimizers(optimizers)
         else:
             check_sgd_without_momentum("TopKAlgorithm", self.momentum, optimizers)
 
     def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Warn as others do; but ValueError with a momentum, which uncompressed parameters would not have."""
-        if self.momentum is not None and (others := self.uncompressed(parameters)):
-            name, parameter = next(iter(others.items()))
+        """With `momentum`, raise ValueError for uncompressed parameters, which would get none. Without, warn."""
+        if self.momentum is not None and (uncompressed := self.uncompressed(parameters)):
+            name, parameter = next(iter(uncompressed.items()))
             raise ValueError(
-                f"TopKAlgorithm: with momentum={self.momentum} all parameters must be of a dtype that "
-                f"{self.make_codec()} encodes, got {parameter.dtype}, {name}: sent in full precision it would have none"
+                f"TopKAlgorithm: with momentum={self.momentum} all parameters must have a dtype that "
+                f"{self.make_codec()} encodes, got {parameter.dtype} for {name}, which would be trained without "
+                "momentum"
             )
         super().check_parameters(parameters)
 
@@ -132,10 +137,10 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
 
 
 def _codec(algorithm: TopKAlgorithm, stage: int) -> Compressor:
-    """Return what encodes in a stage of the warm-up: it keeps 0.25 of a block, and geometrically on to `ratio`."""
+    """Return the codec of a warm-up stage. Its ratio falls geometrically over the stages, from 0.25 to `ratio`."""
     ratio = algorithm.ratio
     if stage < _NUM_STAGES:
-        # Roots and products, which are the same on all machines: powers need not be.
+        # Square roots and products give the same result on all machines; powers may not.
         factor = math.sqrt(math.sqrt(ratio / _FIRST_RATIO))
         ratio = math.prod([factor] * stage, start=_FIRST_RATIO)
     return _SELECTIONS[algorithm.selection](algorithm.block, ratio)
@@ -150,19 +155,19 @@ class TopKAlgorithmImpl(AlgorithmImpl):
         super().__init__(runner)
         momentum = None
         if self.algorithm.momentum is not None:
-            # One rank sends everything and nothing, and has no need to forget it.
+            # A single rank applies all velocities and sends nothing, so it does not mask them.
             is_masked = self.algorithm.momentum_masking and runner.process_group.size > 1
             momentum = Momentum(self.algorithm.momentum, is_masked)
         self._feedback = ErrorFeedback(runner, residual_state("TopKAlgorithm", momentum))
         self._warm_up = Phases(runner, self._stage_after)
 
     def _stage_after(self, num_steps: int) -> int:
-        """Return the stage of the warm-up; the last one is what comes after it."""
+        """Return the stage of the warm-up after `num_steps` steps. The last stage follows the warm-up."""
         num_warm = self.algorithm.warmup_steps
         return min(num_steps * _NUM_STAGES // num_warm, _NUM_STAGES) if num_warm else _NUM_STAGES
 
     def need_reset(self) -> bool:
-        """Count the backward; a scheduler may have given the optimizer a momentum since the last."""
+        """Count the backward. Check the optimizers again, because a scheduler may have set a momentum since then."""
         if self.algorithm.momentum is not None:
             self.algorithm.check_optimizers(self.runner.optimizers)
         return self._warm_up.begin_backward()
@@ -176,7 +181,7 @@ class TopKAlgorithmImpl(AlgorithmImpl):
         CompressedMean(codecs, self.algorithm.average, self._feedback).append(bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the backward passes and steps so far; the runner saves residuals and velocities."""
+        """Return the backward passes and steps so far. The runner saves residuals and velocities."""
         return self._warm_up.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

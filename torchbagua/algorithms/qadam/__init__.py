@@ -1,5 +1,5 @@
-"""QAdam: an algorithm and the optimizer that belongs to it.
+"""QAdam: a gradient algorithm and its optimizer.
 
-May import what algorithms may.
-Begin with algorithm.py; optimizer.py has the update.
+May import whatever torchbagua.algorithms may import.
+Begin with algorithm.py; optimizer.py implements the update.
 """

@@ -1,4 +1,4 @@
-"""QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
+"""QAdam: after a warm-up, ranks send only Adam's momentum, in 8 bits or in one bit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchbagua._description import describe
+from torchbagua._stable_repr import stable_repr
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.qadam.momentum_mean import MomentumMean
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
@@ -29,36 +29,38 @@ __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
-    """Average gradients in full precision while QAdamOptimizer warms up, and compressed momenta after that.
+    """Average gradients in full precision while QAdamOptimizer warms up, and compressed momenta after the warm-up.
 
-    After the warm-up rank i forms the momentum m_i = b1 m + (1 - b1) g_i from its own gradient g_i. The mean of m_i
-    over the ranks is formed as ByteGrad forms that of gradients (1-bit Adam, Tang et al., arXiv 2102.02888; Bagua,
-    arXiv 2107.01499). Then `.grad` becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean
-    again. So GradScaler, clipping and whatever else stands between backward and step act on a gradient.
+    After the warm-up, rank i computes the momentum m_i = b1 m + (1 - b1) g_i from its own gradient g_i. The mean of m_i
+    over the ranks is computed as ByteGrad computes the mean of gradients (1-bit Adam, Tang et al., arXiv 2102.02888;
+    Bagua, arXiv 2107.01499). Then `.grad` is set to (mean - b1 m) / (1 - b1), from which the optimizer's step
+    reconstructs the mean. So GradScaler, clipping and other code that runs between backward and step act on a gradient.
 
-    In 8 bits the norm of `.grad` is that of the mean gradient within some per cent. In one bit it is twice as large or
-    many times, since all momenta of a block have one magnitude: clip in the warm-up only. Gradients of float64
-    parameters, and of the parameters of other optimizers, are averaged in full precision.
+    In 8 bits, the norm of `.grad` is within a few percent of the norm of the mean gradient. In one bit, it is two to
+    many times as large, because all momenta of a block have the same magnitude: clip only during the warm-up. Gradients
+    of float64 parameters, and of parameters of other optimizers, are averaged in full precision.
 
-    With error feedback every rank adds to its momentum what compression left out of the one before; the mean has
-    residuals too (1-bit Adam, algorithm 1). Memory and rules are those of `ByteGradAlgorithm`, but `comm_hook` needs no
+    With error feedback, each rank adds the residual of its previous momentum to its momentum. The mean has residuals
+    too (1-bit Adam, algorithm 1). Memory and rules are those of `ByteGradAlgorithm`, except that `comm_hook` needs no
     `optimizer`. A new attachment starts from zero, or from a state with the same `error_feedback` and `compression`.
 
-    Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps, and its momenta
-    follow those of the others. They are equal to the bit if the others neither clip gradients nor use a weight decay
-    that is not decoupled. Its warm-up stands still: if that of the others ends meanwhile, all ranks raise.
+    With `torch.distributed.algorithms.Join`, a rank that has run out of data takes no more steps, and its momenta
+    follow those of the other ranks. They are bitwise equal if the other ranks neither clip gradients nor use a weight
+    decay that is not decoupled. The warm-up of the joined rank is frozen: if the warm-up of the other ranks ends
+    meanwhile, all ranks raise.
 
     Args:
-        q_adam_optimizer: the optimizer that you attach with it.
-        hierarchical: with several nodes of several ranks: full precision within nodes, compressed between them.
-        compression: the codec that sends momenta: its name, see `torchbagua.codecs`, or a Compressor, which may be one
-            of yours or have other blocks, `MinMaxUInt8(block=512)` for instance. "sign1bit" needs `error_feedback`.
-            "topk" and "blockk", which send some elements only, are refused: an element would arrive once in many steps,
-            and larger than a step can use.
-        error_feedback: add what compression leaves out to what is sent next.
+        q_adam_optimizer: the optimizer that you attach together with this algorithm.
+        hierarchical: with multi-node groups that have several ranks per node, use full precision within nodes and
+            compression between them.
+        compression: the codec for momenta: its name (see `torchbagua.codecs`) or a Compressor, which may be your own or
+            have other blocks, such as `MinMaxUInt8(block=512)`. "sign1bit" needs `error_feedback`. "topk" and "blockk",
+            which send only part of the elements, are refused: an element would arrive once in many steps, and larger
+            than a step can use.
+        error_feedback: add the residual to the next momentum.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     q_adam_optimizer: QAdamOptimizer = field(repr=False)
@@ -80,33 +82,33 @@ class QAdamAlgorithm(Algorithm):
         check_codecs(self, "compression")
         if self.compression is None or isinstance(self.compression, Identity):
             raise ValueError(
-                "QAdamAlgorithm: compression must not be full precision, in which the mean of momenta is what the mean "
-                f"of gradients gives Adam: use GradientAllReduceAlgorithm with Adam; got {self.compression!r}"
+                f"QAdamAlgorithm: compression must not be full precision, got {self.compression!r}; use the equivalent "
+                "GradientAllReduceAlgorithm with Adam"
             )
         is_one_bit = isinstance(self.compression, Sign1Bit) or self.compression == "sign1bit"
         if needs_feedback(self.compression) and not is_one_bit:
             raise ValueError(
-                "QAdamAlgorithm: compression must not be one that sends some elements only: what has waited in a "
-                f"residual for many steps arrives at once, and QAdam's bound of a step cuts most of it off; got "
+                "QAdamAlgorithm: compression must not be a codec that sends only part of the elements, because QAdam's "
+                f"step bound would clip most of the value that a residual accumulates over many steps; got "
                 f"{self.compression!r}"
             )
         if is_one_bit and not self.error_feedback:
             raise ValueError(
-                f"QAdamAlgorithm: compression {self.compression!r} needs error_feedback=True: one bit leaves so much "
-                "out that training fails where it is lost"
+                f"QAdamAlgorithm: compression {self.compression!r} needs error_feedback=True, because training fails "
+                "if the large residuals of one bit are lost"
             )
 
     @classmethod
     def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> "QAdamAlgorithm":
-        """Return the algorithm of the QAdamOptimizer in `optimizers`. Raises ValueError unless there is one."""
+        """Return the algorithm for the QAdamOptimizer in `optimizers`. Raises ValueError unless exactly one exists."""
         own = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
         if len(own) != 1:
             names = [type(optimizer).__name__ for optimizer in optimizers]
-            raise ValueError(f"QAdamAlgorithm: by its name it needs exactly one QAdamOptimizer, got {names}")
+            raise ValueError(f"QAdamAlgorithm: attach by name needs exactly one QAdamOptimizer, got {names}")
         return cls(own[0], **arguments)
 
     def arguments(self) -> dict[str, str]:
-        """Return the arguments, and what of the optimizer must be the same on all ranks."""
+        """Return the arguments, and the optimizer's options and progress, which must be equal on all ranks."""
         options = ("warmup_steps", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
         groups = [[group[option] for option in options] for group in self.q_adam_optimizer.param_groups]
         return {
@@ -116,12 +118,12 @@ class QAdamAlgorithm(Algorithm):
         }
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return `error_feedback`, and with it `compression`, by its name if there is one: blocks may differ."""
+        """Return `error_feedback` and, if it is True, the name of the codec if it has one, since blocks may differ."""
         if not self.error_feedback:
             return {"error_feedback": False}
         codec = self.compression
         if isinstance(codec, Compressor):
-            text = describe(codec, "QAdamAlgorithm: compression")
+            text = stable_repr(codec, "QAdamAlgorithm: compression")
             codec = next((name for name, make in REGISTRY.items() if make is type(codec)), text)
         return {"error_feedback": True, "compression": codec}
 
@@ -130,15 +132,19 @@ class QAdamAlgorithm(Algorithm):
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.q_adam_optimizer not in optimizers:
-            raise ValueError("QAdamAlgorithm: q_adam_optimizer must be the optimizer that is attached, got another one")
+            raise ValueError("QAdamAlgorithm: q_adam_optimizer must be the attached optimizer, got another optimizer")
 
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of the optimizer's that are sent in full precision, past their warm-up too."""
+        """Return the optimizer's parameters that are sent in full precision even after their warm-up."""
         own, codec = {id(parameter) for parameter in self.q_adam_optimizer.parameters}, self.make_codec()
-        return {name: one for name, one in parameters.items() if id(one) in own and not encodes_momentum(codec, one)}
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if id(parameter) in own and not encodes_momentum(codec, parameter)
+        }
 
     def make_impl(self, runner: Runner) -> "QAdamAlgorithmImpl":
         return QAdamAlgorithmImpl(runner)
@@ -154,7 +160,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._q_adam = optimizer = self.algorithm.q_adam_optimizer
         self._past_warmup: list[int] = []
         self._agreement = WarmupAgreement(runner, optimizer)
-        runner.needs_grad_scaler = True  # gradients carry the loss scale, and momenta do not
+        runner.needs_grad_scaler = True  # gradients contain the loss scale, momenta do not
         residuals = None
         if self.algorithm.error_feedback:
             residuals = runner.keep(residual_state("QAdamAlgorithm"), lambda: optimizer.parameters)
@@ -163,9 +169,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         runner.on_close(lambda: optimizer.detach_averager(self))
 
     def need_reset(self) -> bool:
-        """Return whether other parameters are past their warm-up than in the last backward.
+        """Return whether the set of parameters past their warm-up has changed since the last backward.
 
-        Ranks compare how far these have come.
+        The ranks also compare the progress of these parameters.
         """
         num_updates = self._q_adam.num_updates_past_warmup
         before, self._past_warmup = self._past_warmup, list(num_updates)
@@ -174,30 +180,30 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return before != self._past_warmup
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
+        """Append the mean of gradients or of momenta. If a bucket contains both, append two separate means."""
         past = [tensor for tensor in bucket.tensors if self._sends_momentum(tensor.parameter)]
-        if not past or self.runner.process_group.size == 1:  # the mean of one gradient is itself, to the last bit
+        if not past or self.runner.process_group.size == 1:  # the mean of a single gradient is bitwise that gradient
             bucket.append_centralized_synchronous_op(hierarchical=self.algorithm.hierarchical)
         elif len(past) == len(bucket.tensors) and bucket.flat.dtype == torch.float32:
             self._momenta.append(bucket)
         else:
-            rest = [tensor for tensor in bucket.tensors if tensor not in past]
-            # Momenta in float32 always: (mean - b1 m) / (1 - b1) would magnify the rounding of a shorter format.
+            uncompressed = [tensor for tensor in bucket.tensors if tensor not in past]
+            # Momenta are always float32: (mean - b1 m) / (1 - b1) would magnify the rounding of a shorter format.
             parts = [sub_bucket_of(bucket, past, torch.float32)]
-            if rest:
-                parts.append(sub_bucket_of(bucket, rest, bucket.flat.dtype))
+            if uncompressed:
+                parts.append(sub_bucket_of(bucket, uncompressed, bucket.flat.dtype))
             for part in parts:
                 self.init_operations(None, part)
             append_sub_buckets(bucket, parts)
 
     def _sends_momentum(self, parameter: torch.Tensor) -> bool:
-        """Return whether the momentum is sent; in full precision the gradient is, whose mean comes to the same."""
+        """Return whether the momentum is sent. In full precision, the gradient is sent, which is equivalent."""
         return self._q_adam.is_past_warmup(parameter) and encodes_momentum(self.runner.codec, parameter)
 
 
 def encodes_momentum(codec: Compressor, parameter: torch.Tensor) -> bool:
-    """Return whether `codec` sends the momentum of `parameter`: not float64's, since momenta are sent in float32."""
+    """Return whether `codec` encodes the momentum of `parameter`. False for float64, since momenta are float32."""
     return parameter.dtype in ELEMENT_TYPES and codec.encodes(parameter.dtype)
 
 
-register("qadam", QAdamAlgorithm, "Adam whose momentum is averaged in 8 bits, or in one, after a warm-up")
+register("qadam", QAdamAlgorithm, "Adam, with momentum averaged in 8 bits or one bit after a warm-up")

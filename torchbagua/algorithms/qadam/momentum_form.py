@@ -1,4 +1,4 @@
-"""The form in which QAdam averages gradients: momenta.
+"""The form in which QAdam averages gradients: as momenta.
 
 Shape suffixes: N elements, W wire bytes.
 """
@@ -21,19 +21,19 @@ from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.memory_order import flat_length
 from torchbagua.runtime.runner import Runner
 
-# Elements. A longer block does not stay in a core's cache between its momenta and their encoding.
+# In elements. A longer block does not stay in a core's cache between the computation and the encoding of its momenta.
 _LONGEST_BLOCK = 1 << 15
 
 
 class MomentumForm:
-    """The form of a bucket's gradients in which they are averaged, see `MomentumMean`.
+    """The form in which a bucket's gradients are averaged, see `MomentumMean`.
 
-    On a rank that has joined, the mean keeps the form of a momentum.
+    On a rank that has joined, the mean remains a momentum.
 
     Args:
-        runner: that of the impl; it knows the loss scale, and whether the rank has joined.
-        q_adam: the optimizer, which has the momenta and the betas.
-        bucket: of float32, of parameters past their warm-up.
+        runner: the impl's runner, which knows the loss scale and whether the rank has joined.
+        q_adam: the optimizer, which stores the momenta and the betas.
+        bucket: a float32 bucket of parameters past their warm-up.
     """
 
     def __init__(self, runner: Runner, q_adam: QAdamOptimizer, bucket: BaguaBucket) -> None:
@@ -47,12 +47,12 @@ class MomentumForm:
 
     def codec_of(self, compressor: Compressor) -> CodecOf:
         momenta = self._momenta()
-        make = _CodecInOnePass if self._is_one_pass(compressor) else _CodecInTurn
+        make = _OnePassCodec if self._is_one_pass(compressor) else _TwoPassCodec
         has_joined = self._runner.has_joined
 
-        @cache  # most elements are encoded and decoded
+        @cache  # most ranges are both encoded and decoded
         def codec_between(start: int, stop: int) -> Compressor:
-            return make(compressor, self._within(momenta, start, stop), keeps_mean=has_joined)
+            return make(compressor, self._slice(momenta, start, stop), keeps_mean=has_joined)
 
         return lambda elements: codec_between(elements.start, elements.stop)
 
@@ -64,7 +64,7 @@ class MomentumForm:
             self._momenta().change(torch.ops.torchbagua.qadam_form_gradients, x_N)
 
     def take_step(self, mean_N: torch.Tensor) -> None:
-        """Make of the mean, a momentum, what the optimizer's step makes of it by way of the gradient, in place."""
+        """Replace the mean of momenta in place by the momentum that the optimizer's step computes via the gradient."""
         momenta = self._momenta()
         momenta.change(torch.ops.torchbagua.qadam_form_gradients, mean_N)
         mean_N.div_(self._runner.loss_scale)
@@ -72,7 +72,7 @@ class MomentumForm:
         unscaled.change(torch.ops.torchbagua.qadam_form_momenta, mean_N)
 
     def _is_one_pass(self, compressor: Compressor) -> bool:
-        """Return whether a kernel forms and encodes momenta at once. Observers that sample read what is encoded."""
+        """Return whether a kernel computes and encodes momenta in one pass. Sampling observers need separate passes."""
         return (
             isinstance(compressor, NativeBlockCodec)
             and compressor.op_prefix in MOMENTA_CODECS
@@ -83,17 +83,17 @@ class MomentumForm:
         )
 
     def _momenta(self) -> "_Momenta":
-        """Return those of the whole bucket.
+        """Return the momenta of the whole bucket.
 
-        The share of a gradient is (1 - beta1) / loss scale: gradients carry the scale, momenta do not.
+        The share of a gradient is (1 - beta1) / loss scale: gradients contain the scale, momenta do not.
         """
         state, beta1_of, scale = self._q_adam.state, self._q_adam.beta1_of, self._runner.loss_scale
         tensors = [tensor.order.flatten(state[tensor.parameter]["exp_avg"]) for tensor in self._tensors]
         beta1s = [beta1_of(tensor.parameter) for tensor in self._tensors]
         return _Momenta(tensors, beta1s, [(1.0 - beta1) / scale for beta1 in beta1s])
 
-    def _within(self, momenta: "_Momenta", start: int, stop: int) -> "_Momenta":
-        """Return those of the elements of the bucket from `start` to `stop`."""
+    def _slice(self, momenta: "_Momenta", start: int, stop: int) -> "_Momenta":
+        """Return the momenta of the bucket's elements from `start` to `stop`."""
         if (start, stop) == (0, self._num_elements):
             return momenta
         first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
@@ -105,24 +105,24 @@ class MomentumForm:
 
 
 class _Momenta(NamedTuple):
-    """The momenta of some gradients, [N] together, and the numbers of each."""
+    """The momenta of several gradients, [N] in total, and the beta1 and share of each."""
 
     tensors: list[torch.Tensor]
     beta1s: list[float]
     shares: list[float]
 
     def change(self, operation: Callable[..., None], x_N: torch.Tensor) -> None:
-        """Change the form of the values of these gradients in place, in one call for each beta1 that there is."""
-        alike: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Change the form of these gradients' values in place, in one call for each distinct beta1 and share."""
+        groups: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = x_N.split([tensor.numel() for tensor in self.tensors])
         for part, tensor, beta1, share in zip(parts, self.tensors, self.beta1s, self.shares, strict=True):
-            alike.setdefault((beta1, share), []).append((part, tensor))
-        for (beta1, share), pairs in alike.items():
+            groups.setdefault((beta1, share), []).append((part, tensor))
+        for (beta1, share), pairs in groups.items():
             operation(*map(list, zip(*pairs, strict=True)), beta1=beta1, share=share)
 
 
-class _CodecInTurn(Compressor):
-    """Encodes gradients as momenta, and decodes gradients of averaged ones, by two operations in turn."""
+class _TwoPassCodec(Compressor):
+    """Encodes gradients as momenta and decodes averaged momenta to gradients, each in two successive operations."""
 
     def __init__(self, compressor: Compressor, momenta: _Momenta, *, keeps_mean: bool) -> None:
         self._compressor = compressor
@@ -153,8 +153,8 @@ class _CodecInTurn(Compressor):
             self._momenta.change(torch.ops.torchbagua.qadam_form_gradients, x_N)
 
 
-class _CodecInOnePass(_CodecInTurn):
-    """The same by kernels that do both while some blocks are in the cache."""
+class _OnePassCodec(_TwoPassCodec):
+    """Uses kernels that perform both operations while a group of blocks is in the cache."""
 
     _compressor: NativeBlockCodec
 

@@ -1,4 +1,4 @@
-"""The mean of momenta, in place of that of gradients, as operations of a bucket."""
+"""The mean of momenta, instead of gradients, as bucket operations."""
 
 import torch
 
@@ -12,15 +12,16 @@ from torchbagua.runtime.runner import Runner
 
 
 class MomentumMean:
-    """Appends operations to a bucket that average its gradients in the form of momenta.
+    """Appends operations to a bucket that average its gradients as momenta.
 
-    A gradient g is sent as b1 m + (1 - b1) g, and `.grad` becomes (mean - b1 m) / (1 - b1), from which the optimizer's
-    step forms the mean again. Between CPUs the codec's kernels do both while they encode and decode.
+    A gradient g is sent as b1 m + (1 - b1) g, and `.grad` is set to (mean - b1 m) / (1 - b1), from which the
+    optimizer's step reconstructs the mean. On CPUs, the codec's kernels perform both conversions while they encode and
+    decode.
 
     Args:
-        runner: that of the impl; its codec is that of momenta.
-        q_adam: the optimizer, which has the momenta m and the betas.
-        residuals: those of error feedback, or None.
+        runner: the impl's runner, whose codec encodes the momenta.
+        q_adam: the optimizer, which stores the momenta m and the betas.
+        residuals: the residuals of error feedback, or None.
         hierarchical: whether nodes average in full precision first.
     """
 
@@ -38,7 +39,7 @@ class MomentumMean:
         self._hierarchical = hierarchical
 
     def append(self, bucket: BaguaBucket) -> None:
-        """Append them to a bucket of float32, of parameters past their warm-up."""
+        """Append the operations to `bucket`, a float32 bucket of parameters past their warm-up."""
         feedback = None
         if self._residuals is not None:
             feedback = self._residuals.of_bucket(bucket)
@@ -56,10 +57,13 @@ class MomentumMean:
 
     @torch.no_grad()
     def _adopt_momenta(self, bucket: BaguaBucket, form: MomentumForm) -> None:
-        """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
+        """Update the momenta as the steps of the other ranks do.
+
+        This rank has joined and takes no steps, but must not send stale momenta.
+        """
         if self._residuals is not None:
             self._residuals.commit_without_step(bucket)
-        if not bool(bucket.flat.isfinite().all()):  # then they skip it
+        if not bool(bucket.flat.isfinite().all()):  # the other ranks skip this step
             return
         form.take_step(bucket.flat)
         for tensor, momentum in bucket.views(bucket.flat):

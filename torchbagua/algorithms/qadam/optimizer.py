@@ -1,4 +1,4 @@
-"""QAdamOptimizer: Adam, and after a warm-up Adam whose second moment stands still."""
+"""QAdamOptimizer: Adam, and after a warm-up, Adam with a frozen second moment."""
 
 import gc
 import weakref
@@ -16,45 +16,44 @@ from torchbagua.native.qadam import qadam_update
 from torchbagua.runtime.memory_order import MemoryOrder, flatten_like
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 
-# In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
-# bias it corrects, so that Adam can go on from this state.
+# Key in the state of a parameter: the number of updates since its warm-up. Adam's own "step" is frozen with the second
+# moment, whose bias it corrects, so that Adam can continue from this state.
 _UPDATES_SINCE = "updates_since_warmup"
-# In a group with such a parameter: the betas of its warm-up.
+# Key in a group that has a parameter past its warm-up: the betas of the warm-up.
 _FROZEN_BETAS = "frozen_betas"
 
 
 class QAdamOptimizer(torch.optim.Adam):
-    """Adam for the first steps, and after that Adam with a second moment that stands still.
+    """Adam for the first steps, then Adam with a frozen second moment.
 
-    The first `warmup_steps` updates of every parameter are those of `torch.optim.Adam`, bit for bit. Then the second
-    moment v and its bias correction stand still, and only the momentum changes, which `QAdamAlgorithm` averages (1-bit
-    Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). With W warm-up steps, update t is
-    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). Weight decay is that of Adam or of
-    AdamW.
+    The first `warmup_steps` updates of each parameter are bitwise equal to those of `torch.optim.Adam`. Then the second
+    moment v and its bias correction are frozen. Only the momentum changes, which `QAdamAlgorithm` averages (1-bit Adam,
+    Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). With W warm-up steps, update t is m = b1 m + (1 - b1) g and
+    w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). Weight decay is that of Adam or of AdamW.
 
-    An element that hardly had a gradient in the warm-up has a tiny v. What multiplies lr is therefore kept within
-    max(1, (1 - b1) / sqrt(1 - b2)), the most that it can be under Adam (Kingma and Ba, arXiv 1412.6980, section 2.1).
-    Where v is 0 the element does not move.
+    An element with almost no gradient during the warm-up has a tiny v. Therefore the magnitude of the factor that
+    multiplies lr is clipped to max(1, (1 - b1) / sqrt(1 - b2)), its maximum in Adam (Kingma and Ba, arXiv 1412.6980,
+    section 2.1). An element with v = 0 does not change.
 
-    A `state_dict` of this optimizer can be loaded into torch.optim.Adam, and the other way round. Groups may have a
-    `warmup_steps` of their own.
+    A `state_dict` of this optimizer can be loaded into torch.optim.Adam, and vice versa. Each group may have its own
+    `warmup_steps`.
 
     Args:
-        params: real parameters, or groups of them. For float64 ones every step is computed in float64.
+        params: real parameters, or groups of real parameters. Steps of float64 parameters are computed in float64.
         lr: the learning rate, as in Adam.
-        warmup_steps: how many training steps update a parameter before its second moment is frozen. It counts the steps
-            that the optimizer takes: accumulated backward passes are one step, and a step that GradScaler skips is
-            none. Nor is, for a parameter, a step in which it has no gradient.
-        betas: decay of the two moments, as in Adam.
-        eps: what is added to the denominator, as in Adam.
+        warmup_steps: the number of training steps that update a parameter before its second moment is frozen. It counts
+            the steps that the optimizer takes: accumulated backward passes are one step, and a step that GradScaler
+            skips is not counted. A step in which a parameter has no gradient does not count for that parameter.
+        betas: the decay rates of the two moments, as in Adam.
+        eps: the constant added to the denominator, as in Adam.
         weight_decay: as in Adam.
         decoupled_weight_decay: decay weights as AdamW does.
         maximize: as in Adam.
-        foreach: as in Adam; concerns the warm-up only.
-        fused: as in Adam; concerns the warm-up only.
+        foreach: as in Adam; affects only the warm-up.
+        fused: as in Adam; affects only the warm-up.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -88,15 +87,15 @@ class QAdamOptimizer(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self.defaults["warmup_steps"] = warmup_steps
-        leave_scaling_to_scaler(self)  # a fused Adam would have to unscale and skip by itself
+        leave_scaling_to_scaler(self)  # otherwise a fused Adam would have to unscale and skip steps itself
         native.load()
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Adam, warmup_steps: int = 100) -> "QAdamOptimizer":
-        """Return a QAdamOptimizer that continues where `optimizer`, an Adam or AdamW, stands.
+        """Return a QAdamOptimizer that continues from the current state of `optimizer`, an Adam or AdamW.
 
-        Both share parameter groups, state and gradients, so do not step `optimizer` any more. Its schedulers keep
-        setting the learning rates. Its updates so far count as warm-up.
+        Both share parameter groups, state and gradients, so do not step `optimizer` any more. Its schedulers continue
+        to set the learning rates. Its updates so far count as warm-up.
 
         Raises:
             TypeError: `optimizer` is neither Adam nor AdamW.
@@ -107,7 +106,7 @@ class QAdamOptimizer(torch.optim.Adam):
             raise TypeError(f"QAdamOptimizer.wrap: optimizer must be an Adam or AdamW, got {type(optimizer).__name__}")
         for option in ("amsgrad", "capturable", "differentiable"):
             if any(group[option] for group in optimizer.param_groups):
-                raise ValueError(f"QAdamOptimizer.wrap: optimizer must be without {option}, got {option}=True")
+                raise ValueError(f"QAdamOptimizer.wrap: optimizer must not use {option}, got {option}=True")
         first = optimizer.param_groups[0]
         own = cls(first["params"], warmup_steps=warmup_steps)
         own.defaults.update(optimizer.defaults)
@@ -116,7 +115,7 @@ class QAdamOptimizer(torch.optim.Adam):
         return own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; its parameters have a warm-up of their own.
+        """Add a parameter group. Its parameters start their own warm-up.
 
         Raises:
             TypeError, ValueError: an option of the group is not allowed, or a parameter is complex.
@@ -132,7 +131,7 @@ class QAdamOptimizer(torch.optim.Adam):
         self._group_of |= {id(parameter): group for parameter in group["params"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, of Adam perhaps."""
+        """Restore a state, which may be Adam's."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's is not typed
         self._averager = getattr(self, "_averager", None)
         self._adam_updates = AdamUpdates()
@@ -140,14 +139,14 @@ class QAdamOptimizer(torch.optim.Adam):
         self._adopt_groups()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of Adam: that leaves each group's `warmup_steps` as they are."""
+        """Load a state of this optimizer or of Adam. Adam's state leaves each group's `warmup_steps` unchanged."""
         groups = self.param_groups
         saved = [
             {"warmup_steps": own["warmup_steps"], **given}
             for own, given in zip(groups, state_dict["param_groups"], strict=False)
         ]
         super().load_state_dict({**state_dict, "param_groups": saved + state_dict["param_groups"][len(saved) :]})
-        groups[:] = self.param_groups  # the very list that schedulers of a wrapped optimizer go through
+        groups[:] = self.param_groups  # keep the list object that schedulers of a wrapped optimizer iterate over
         self.param_groups = groups
 
     def _adopt_groups(self) -> None:
@@ -157,15 +156,15 @@ class QAdamOptimizer(torch.optim.Adam):
         self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
     def attach_averager(self, averager: object) -> None:
-        """Allow steps after the warm-up as long as `averager`, which averages momenta, exists; one at a time."""
+        """Allow steps after the warm-up while `averager`, which averages momenta, exists. Only one at a time."""
         if self.has_averager:
-            gc.collect()  # one behind a standalone hook that nobody has any more exists until then
+            gc.collect()  # an unreferenced averager of a standalone hook exists until then
         if self.has_averager:
-            raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
+            raise ValueError("QAdamAlgorithm: q_adam_optimizer is already attached; detach it first")
         self._averager = weakref.ref(averager)
 
     def detach_averager(self, averager: object) -> None:
-        """End what `attach_averager` began."""
+        """Undo `attach_averager`."""
         if self._averager is not None and self._averager() is averager:
             self._averager = None
 
@@ -176,7 +175,7 @@ class QAdamOptimizer(torch.optim.Adam):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters that it trains, group by group."""
+        """All parameters that the optimizer trains, group by group."""
         return parameters_of(self)
 
     @property
@@ -186,7 +185,7 @@ class QAdamOptimizer(torch.optim.Adam):
 
     @property
     def num_updates_past_warmup(self) -> dict[int, int]:
-        """Updates so far of those parameters whose second moment stands still, by their place in `parameters`."""
+        """Updates so far of the parameters with a frozen second moment, by their index in `parameters`."""
         return {
             index: self._num_updates_of(parameter)
             for index, parameter in enumerate(self.parameters)
@@ -199,21 +198,21 @@ class QAdamOptimizer(torch.optim.Adam):
         return self._adam_updates.of(parameter, state) + since
 
     def adopt_momentum(self, parameter: Tensor, momentum: Tensor) -> None:
-        """Set the momentum to that of a step, after the warm-up, which other ranks take and this one does not."""
+        """Set the momentum to that of a step after the warm-up that other ranks take and this rank does not."""
         state = self.state[parameter]
         state["exp_avg"].copy_(momentum)
         state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
 
     def beta1_of(self, parameter: Tensor) -> float:
-        """Return the decay of the momentum of `parameter`."""
+        """Return the decay rate of the momentum of `parameter`."""
         beta1: float = self._group_of[id(parameter)]["betas"][0]
         return beta1
 
     def is_past_warmup(self, parameter: Tensor) -> bool:
-        """Return whether the second moment of `parameter` stands still.
+        """Return whether the second moment of `parameter` is frozen.
 
         Raises:
-            ValueError: betas have been changed since the end of the warm-up.
+            ValueError: betas were changed after the end of the warm-up.
         """
         group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
         if group is None or not state:
@@ -223,30 +222,31 @@ class QAdamOptimizer(torch.optim.Adam):
         frozen, betas = tuple(group.setdefault(_FROZEN_BETAS, group["betas"])), tuple(group["betas"])
         if betas != frozen:
             raise ValueError(
-                f"QAdamOptimizer: betas must stay {frozen} after the warm-up, when the second moment and its bias "
-                f"correction stand still, got {betas}; a OneCycleLR or CyclicLR wants cycle_momentum=False"
+                f"QAdamOptimizer: betas must stay {frozen} after the warm-up, which freezes the second moment and its "
+                f"bias correction, got {betas}; pass cycle_momentum=False to OneCycleLR or CyclicLR"
             )
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step: Adam's for parameters in their warm-up, QAdam's for those past it.
+        """Take a step: Adam's for parameters in their warm-up, QAdam's for parameters past their warm-up.
 
         Raises:
-            RuntimeError: parameters are past their warm-up, and no QAdamAlgorithm averages their momenta.
-            ValueError: gradients are sparse, or betas have been changed after the warm-up.
+            RuntimeError: parameters are past their warm-up, but no QAdamAlgorithm averages their momenta.
+            ValueError: gradients are sparse, or betas were changed after the warm-up.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not all("warmup_steps" in group for group in self.param_groups):  # of the optimizer that is wrapped
+        if not all("warmup_steps" in group for group in self.param_groups):  # added to the wrapped optimizer
             self._adopt_groups()
         with torch.no_grad():
             with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
             for parameter in with_gradient:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     raise ValueError(
-                        f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
+                        "QAdamOptimizer: gradients must be dense, got a sparse gradient of shape "
+                        f"{list(parameter.shape)}"
                     )
             warm: list[Tensor] = []
             past: list[Tensor] = []
@@ -255,7 +255,7 @@ class QAdamOptimizer(torch.optim.Adam):
             if past and not self.has_averager:
                 raise RuntimeError(
                     "QAdamOptimizer: after the warm-up of "
-                    f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
+                    f"{self._group_of[id(past[0])]['warmup_steps']} steps, momenta must be averaged; call "
                     "torchbagua.attach(ddp, optimizer, torchbagua.QAdamAlgorithm(optimizer))"
                 )
             if warm or not past:
@@ -266,10 +266,10 @@ class QAdamOptimizer(torch.optim.Adam):
     def _adam_step(self, warm: list[Tensor], without: list[Tensor]) -> None:
         counts = [self._adam_updates.of(parameter, self.state[parameter]) for parameter in warm]
         gradients = [parameter.grad for parameter in without]
-        for parameter in without:  # Adam steps whatever has a gradient
+        for parameter in without:  # Adam steps every parameter that has a gradient
             parameter.grad = None
         try:
-            unhooked_step(torch.optim.Adam.step)(self)  # step has called the hooks
+            unhooked_step(torch.optim.Adam.step)(self)  # self.step has already called the hooks
         finally:
             for parameter, gradient in zip(without, gradients, strict=True):
                 parameter.grad = gradient
@@ -278,16 +278,16 @@ class QAdamOptimizer(torch.optim.Adam):
             self._adam_updates.set_to(count + 1, parameter, self.state[parameter])
 
     def _update(self, parameters: list[Tensor]) -> None:
-        """Take QAdam's step of these parameters; those alike go through one call of the kernel."""
-        alike: dict[tuple[int, int, int, bool], list[Tensor]] = {}
+        """Take QAdam's step for these parameters, with one kernel call for all parameters that have equal options."""
+        batches: dict[tuple[int, int, int, bool], list[Tensor]] = {}
         for parameter in parameters:
             state = self.state[parameter]
             state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
             num_warm = self._adam_updates.of(parameter, state)
             is_double = parameter.dtype == torch.float64
             key = (id(self._group_of[id(parameter)]), num_warm, state[_UPDATES_SINCE], is_double)
-            alike.setdefault(key, []).append(parameter)
-        for (_, num_warm, num_since, is_double), members in alike.items():
+            batches.setdefault(key, []).append(parameter)
+        for (_, num_warm, num_since, is_double), members in batches.items():
             group = self._group_of[id(members[0])]
             lr, decay, is_decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
             beta1, beta2 = group["betas"]
@@ -312,7 +312,7 @@ class QAdamOptimizer(torch.optim.Adam):
 
 
 def _flat_tensors(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return weight, gradient and both moments in one dimension and one order: views, or copies."""
+    """Return weight, gradient and both moments as 1-D tensors in the same memory order: views or copies."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     return tuple(flatten_like(parameter, tensor) for tensor in tensors)

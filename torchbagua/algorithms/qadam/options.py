@@ -1,4 +1,4 @@
-"""What QAdamOptimizer refuses of the options of its groups."""
+"""Checks of the options of QAdamOptimizer's parameter groups."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError, which names the option, where a param group of QAdamOptimizer cannot be so."""
+    """Raise TypeError or ValueError, which names the option, if a param group of QAdamOptimizer is invalid."""
     warmup_steps = group["warmup_steps"]
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
         raise TypeError(f"QAdamOptimizer: warmup_steps must be an integer, got {warmup_steps!r}")
@@ -22,11 +22,11 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise TypeError(f"QAdamOptimizer: {option} must be True or False, got {group[option]!r}")
     for parameter in group["params"]:
         if parameter.is_complex():
-            raise ValueError(f"QAdamOptimizer: params must be real, got one of {parameter.dtype}")
+            raise ValueError(f"QAdamOptimizer: params must be real, got a parameter of dtype {parameter.dtype}")
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for lr, eps, weight_decay or betas that Adam cannot have."""
+    """Raise TypeError or ValueError if lr, eps, weight_decay or betas are invalid for Adam."""
     for name in ("lr", "eps", "weight_decay"):
         value = options[name]
         if not _is_number(value):

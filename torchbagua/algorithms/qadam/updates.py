@@ -1,4 +1,4 @@
-"""How many updates Adam has made of a parameter, known on the host: on a GPU it costs a wait to ask."""
+"""The number of Adam updates of each parameter, cached on the host because reading it from a GPU synchronizes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ class _Known(NamedTuple):
 
 
 class AdamUpdates:
-    """Adam's "step" of parameters, which with `fused=True` lies where the parameter does.
+    """Caches Adam's "step" of each parameter, which with `fused=True` is on the parameter's device.
 
-    It is read once, and again where somebody else has replaced it or written to it, by loading a state say.
+    It is read once, and again after other code has replaced it or written to it, for example by loading a state.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by the parameter's id
 
     def of(self, parameter: Tensor, state: Mapping[str, Any]) -> int:
-        """Return the number of updates; `state` is Adam's of the parameter, empty before the first."""
+        """Return the number of updates. `state` is Adam's state of the parameter, which is empty before the first."""
         if not state:
             return 0
         step = state["step"]
@@ -34,5 +34,5 @@ class AdamUpdates:
         return known.num_updates
 
     def set_to(self, num_updates: int, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Make known that Adam, who has just written to the parameter's `state`, has come to `num_updates`."""
+        """Record `num_updates`, after Adam has written to the parameter's `state`."""
         self._known[id(parameter)] = _Known(state["step"], num_writes(state["step"]), num_updates)

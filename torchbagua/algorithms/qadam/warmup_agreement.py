@@ -1,4 +1,4 @@
-"""How far ranks have come past their warm-up: they agree on it before they send what depends on it."""
+"""Agreement of the ranks on their progress past the warm-up, before they send data that depends on it."""
 
 import weakref
 from collections.abc import Mapping
@@ -14,29 +14,31 @@ from torchbagua.runtime.runner import Runner
 
 
 class _Position(NamedTuple):
-    """What one rank compares: its progress, and what it has found of memory layouts."""
+    """The values that a rank compares: its progress, and the result of its check of memory layouts."""
 
     progress: Mapping[str, int]
     message: int
 
 
 class WarmupAgreement:
-    """Has ranks compare, in each backward, how far they have come past their warm-up. If they differ, all raise.
+    """Compares the ranks' progress past the warm-up in each backward. If it differs, all ranks raise.
 
-    What is sent may change its form after the warm-up too, by a state that is loaded, and a rank that has not loaded it
-    does not know. Messages of unequal length would never end.
+    The form of the sent data may also change after the warm-up, when a state is loaded, and a rank that has not loaded
+    the state does not know of the change. Ranks with messages of different lengths would block forever.
 
-    The lane runs the comparison before the buckets that are submitted to it. In stream order buckets do not wait for
-    their turn in the lane, and the host would wait for those of all ranks. So there are two comparisons for each
-    backward, in the same order on all ranks:
+    The lane runs the comparison before the buckets that are submitted to it. In stream order, however, buckets do not
+    wait for their turn in the lane, and the host would have to wait for the buckets of all ranks. So each backward has
+    two comparisons, in the same order on all ranks:
 
-    1. At the end of the step before it, or, where that was skipped, in the backward: what the backward begins with. The
-       backward waits for it. Between the two lies a forward, so that it is done by then as a rule.
-    2. In the backward: what it has begun with. A rank waits for it only if that is something else, since a state was
-       loaded. It sends nothing before, and the lanes of the others end if they have not loaded it.
+    1. At the end of the preceding step, or in the backward if that step was skipped: compare the expected progress at
+       the start of the backward. The backward waits for this comparison. A forward runs in between, so the comparison
+       has usually finished by then.
+    2. In the backward: compare the actual progress at its start. A rank waits for this comparison only if the progress
+       differs from the first comparison because a state was loaded. The rank sends nothing before that, and the lanes
+       of ranks that have not loaded the state fail.
 
     Args:
-        runner: that of the impl.
+        runner: the impl's runner.
         q_adam: the optimizer.
     """
 
@@ -45,17 +47,18 @@ class WarmupAgreement:
         self._q_adam = q_adam
         self._announced: tuple[_Position, Job[None]] | None = None
         self._confirmation: Job[None] | None = None
-        self._listens = False
+        self._is_listening = False
 
     def compare(self, device: torch.device) -> None:
-        """Compare; called at the first bucket of each backward.
+        """Compare the progress. Called at the first bucket of each backward.
 
         Args:
-            device: of the gradients.
+            device: the device of the gradients.
 
         Raises:
-            CommunicationError: in stream order: two ranks differ, or one is gone. Else the buckets raise it.
-            RuntimeError: in stream order: the memory layout of a parameter has changed on a rank.
+            CommunicationError: in stream order, two ranks differ or a rank has disconnected. Otherwise, the buckets
+                raise it.
+            RuntimeError: in stream order, the memory layout of a parameter has changed on a rank.
         """
         world = self._runner.process_group.world
         if not world.in_stream_order(device):
@@ -89,11 +92,11 @@ class WarmupAgreement:
         return self._runner.lane.submit(compare)
 
     def _listen(self) -> None:
-        """Announce at the end of each step from now on. The optimizer, which may live longer, does not hold this."""
+        """Announce at the end of each step from now on. The optimizer, which may live longer, keeps no reference."""
         watch = next((watch for watch in self._runner.step_watches if watch.optimizer is self._q_adam), None)
-        if watch is None or self._listens:
+        if watch is None or self._is_listening:
             return
-        self._listens = True
+        self._is_listening = True
         reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
@@ -104,20 +107,20 @@ class WarmupAgreement:
         watch.add(after_step, reads_overflow=False)
         weakref.finalize(self, watch.remove, after_step).atexit = False
         self._runner.on_close(partial(watch.remove, after_step), first=True)
-        self._runner.on_joined_backward(self._announce)  # a rank that takes no step, as the others do at theirs
+        self._runner.on_joined_backward(self._announce)  # a joined rank takes no steps, the others announce at theirs
         self._runner.on_close(self._announce_at_end, first=True)
 
     def _raise_if_refused(self) -> None:
-        """Raise what the comparison of this backward has found so far, before the host waits for a stuck GPU."""
+        """Raise an error that this backward's comparison has already found, before the host waits for a stuck GPU."""
         if self._confirmation is not None and self._confirmation.is_done():
             self._confirmation.result()
 
     def _announce_at_end(self) -> None:
-        """Announce on a rank whose last backward had no step, since others' may have: all compare as often."""
+        """Announce if this rank's last backward had no step. Other ranks may have stepped, and all must compare."""
         if self._runner.ends_in_order and not self._runner.lane.has_failed:
             self._announce()
 
     def _announce(self) -> None:
-        if self._announced is None:  # steps without a backward between them: the first one's stands
+        if self._announced is None:  # after several steps without a backward, the first announcement remains valid
             position = self._position()
             self._announced = position, self._submit(position)

@@ -1,5 +1,5 @@
-"""Algorithms that average weights after the optimizer's step, in every step or in rounds.
+"""Algorithms that average weights after the optimizer's step, at every step or in rounds.
 
-May import what algorithms may.
+May import whatever torchbagua.algorithms may import.
 Begin with averaging.py, then decentralized.py, asynchronous.py and diloco.py.
 """

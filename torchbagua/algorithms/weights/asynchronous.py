@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
+"""Asynchronous model averaging: weights are averaged in the background, and training does not wait for other ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,38 +30,38 @@ Mode = Literal["warm-up", "running", "stopped", "ended"]
 
 @dataclass(frozen=True)
 class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
-    """Every rank trains at its own speed, and a background thread averages the weights of all ranks.
+    """Each rank trains at its own speed, and a background thread averages the weights of all ranks.
 
-    In each round, every rank takes a snapshot of its weights between two steps, and the mean of the snapshots is
-    formed. Then, again between two steps, x += mean - snapshot. So no rank loses what it has learnt meanwhile, and
-    ranks may take different numbers of steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). In each
-    round a rank sends 8 (n-1)/n bytes a float32 parameter.
+    In each round, each rank takes a snapshot of its weights between two steps, and the mean of the snapshots is
+    computed. Then, again between two steps, x += mean - snapshot. So each rank preserves the updates that it has made
+    meanwhile, and ranks may take different numbers of steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv
+    2107.01499). In each round, a rank sends 8 (n-1)/n bytes per float32 parameter.
 
     After the warm-up, training waits for the network only in `abort`, `resume`, `load_state_dict` and detach, and when
-    layers are unfrozen. Rounds go on until you detach or the process ends, even if your script keeps no reference to
+    layers are unfrozen. Rounds continue until you detach or the process ends, even if your script keeps no reference to
     the module and the attachment.
 
-    With `compression`, ranks send how their weights differ from the last mean. What a codec leaves out of it stays in a
-    rank's own weights until a later round. The first round after attach, `resume` or `averaged_weights`, and the last,
-    are in full precision, and so are buffers and the warm-up. It takes 16 bytes a parameter, and 8 divided by the
-    number of ranks.
+    With `compression`, ranks send the differences between their weights and the last mean. The residual of a difference
+    stays in the rank's weights until a later round. The first round after attach, `resume` or `averaged_weights` and
+    the last round are in full precision. Buffers and the warm-up are in full precision too. Compression takes 16 bytes
+    per parameter, plus 8 bytes per parameter divided by the number of ranks.
 
-    A state can be loaded under other arguments, with two exceptions: another `average_buffers`, and a longer warm-up
-    than the one that the state is past. Ranks whose weights differ would then average gradients.
+    A state can be loaded with other arguments, with two exceptions: another `average_buffers`, and a longer warm-up if
+    the state is already past its warm-up, because ranks with different weights would then average gradients.
 
     Args:
-        peer_selection_mode: "all"; there is no other.
-        sync_interval_ms: pause between two rounds, in milliseconds.
-        warmup_steps: how many training steps come before the first round. In these, gradients are averaged over all
-            ranks in full precision. It counts the steps that the optimizer takes: accumulated backward passes are one
-            step, and a step that GradScaler skips is none.
-        compression: the codec that sends differences: its name, see `torchbagua.codecs`, or a Compressor, which may be
-            one of yours. One that needs error feedback is refused: it leaves so much out of a mean that rounds which
-            end would lose much. None sends weights in full precision.
+        peer_selection_mode: must be "all".
+        sync_interval_ms: the pause between two rounds, in milliseconds.
+        warmup_steps: the number of training steps before the first round. During these steps, gradients are averaged
+            over all ranks in full precision. It counts the steps that the optimizer takes: accumulated backward passes
+            are one step, and a step that GradScaler skips is not counted.
+        compression: the codec for the differences: its name (see `torchbagua.codecs`) or a Compressor, which may be
+            your own. A codec that needs error feedback is refused, because its residuals of the mean are large and are
+            lost when the rounds end. None sends weights in full precision.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     peer_selection_mode: str = "all"
@@ -81,12 +81,12 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         check_codecs(self, "compression")
         if needs_feedback(self.compression):
             raise ValueError(
-                "AsyncModelAverageAlgorithm: compression must not be one that needs error feedback: it leaves so much "
-                f"out of a mean that rounds which end would lose much; got {self.compression!r}"
+                "AsyncModelAverageAlgorithm: compression must not be a codec that needs error feedback, because its "
+                f"large residuals of the mean are lost when the rounds end; got {self.compression!r}"
             )
 
     def prepare(self) -> None:
-        """Load the native kernels, if there is a codec: full precision needs none."""
+        """Load the native kernels if there is a codec. Full precision needs no kernels."""
         if self.compression is not None:
             super().prepare()
 
@@ -95,12 +95,12 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         return {**super().state_arguments(process_group), "warmup_steps": self.warmup_steps}
 
     def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
-        """Raise ValueError for another `average_buffers`, or a warm-up that would begin again."""
+        """Raise ValueError for another `average_buffers`, or if the warm-up would start again."""
         num_warm = saved.get("warmup_steps", self.warmup_steps)
         if state.get("step", 0) >= num_warm < self.warmup_steps:
             raise ValueError(
-                f"{type(self).__name__}: the state is past a warm-up of warmup_steps={num_warm}, attached is "
-                f"warmup_steps={self.warmup_steps}; attach with at most {num_warm}"
+                f"{type(self).__name__}: the state is past a warm-up of warmup_steps={num_warm}, but the attached "
+                f"algorithm has warmup_steps={self.warmup_steps}; attach with at most {num_warm}"
             )
         super().check_state({**saved, "warmup_steps": self.warmup_steps}, state, process_group)
 
@@ -111,7 +111,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         """Return the impl.
 
         Raises:
-            ValueError: ranks would wait for each other's next round longer than half the group's timeout.
+            ValueError: the interval between rounds is longer than half the group's timeout.
         """
         timeout_s = runner.process_group.timeout.total_seconds()
         if self.sync_interval_ms > 500 * timeout_s:
@@ -123,11 +123,11 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
 
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
-    """What `Attachment.impl` is while `AsyncModelAverageAlgorithm` is attached; it stops and resumes averaging.
+    """The `Attachment.impl` while `AsyncModelAverageAlgorithm` is attached. It stops and resumes averaging.
 
     Attributes:
         step: training steps so far.
-        clock: measures the interval.
+        clock: measures the interval between rounds.
     """
 
     algorithm: AsyncModelAverageAlgorithm
@@ -145,15 +145,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
-        runner.needs_grad_scaler, runner.agree_on_overflow = False, bool  # each rank skips alone
+        runner.needs_grad_scaler, runner.agree_on_overflow = False, bool  # each rank skips steps independently
         runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
 
     @property
     def mode(self) -> Mode:
         """What is averaged: gradients in "warm-up", weights while "running", nothing when "stopped" or "ended".
 
-        `abort` stops averaging and `resume` starts it again; during warm-up they decide what comes after it. "ended"
-        means that a rank has left, and is final.
+        `abort` stops averaging and `resume` restarts it. During the warm-up, they determine the mode that follows it.
+        "ended" means that a rank has left. It is final.
         """
         if self._leaving_rank is not None:
             return "ended"
@@ -163,17 +163,17 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds have finished since `attach`."""
+        """The number of rounds that have finished since `attach`."""
         return self._num_rounds_before + (0 if self._rounds is None else self._rounds.num_rounds)
 
     def abort(self, module: torch.nn.Module, final_average: bool | None = None) -> None:
-        """Stop averaging; from then on every rank trains alone. Collective.
+        """Stop averaging. From then on, each rank trains independently. Collective.
 
-        Rounds go on until all ranks have called it. Does nothing if averaging is stopped already.
+        Rounds continue until all ranks have called it. Does nothing if averaging is already stopped.
 
         Args:
             module: the module that you attached.
-            final_average: give all ranks the mean of their weights; by default as the algorithm was constructed.
+            final_average: set the weights of all ranks to their mean. By default, the algorithm's `final_average`.
 
         Raises:
             ValueError: the algorithm is not attached to `module`.
@@ -191,7 +191,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.runner.tracer.deliver()
 
     def resume(self, module: torch.nn.Module) -> None:
-        """Start averaging again after `abort`. Collective. Does nothing if averaging is not stopped.
+        """Restart averaging after `abort`. Collective. Does nothing if averaging is not stopped.
 
         Args:
             module: the module that you attached.
@@ -213,22 +213,22 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def _check_attached(self, method: str, module: torch.nn.Module) -> None:
         if not self.runner.is_attached_to(module):
             raise ValueError(
-                f"AsyncModelAverageAlgorithmImpl.{method}: module must be the one that the algorithm is attached to, "
-                f"got {type(module).__name__}, to which it is not"
+                f"AsyncModelAverageAlgorithmImpl.{method}: module must be the module that the algorithm is attached "
+                f"to, got another module, {type(module).__name__}"
             )
 
     def _meet(self, purpose: str) -> None:
-        """Wait until all ranks are here; while no rounds are running."""
+        """Wait until all ranks have called this. Called only while no rounds are running."""
         if not self._is_single_rank:
             self._weights.lockstep.submit(lambda: None, purpose).result()
 
     def need_reset(self) -> bool:
-        # In warm-up ranks meet at each step. Rounds refuse a changed layout with the next vote, and without rounds
-        # ranks do not meet.
+        # During the warm-up, ranks synchronize at each step. Rounds refuse a changed layout at the next vote. Without
+        # rounds, ranks do not synchronize.
         return self._weights.need_reset(meets=self.mode == "warm-up")
 
     def reset(self) -> None:
-        """Make buckets again; rounds that are running stop for it, on all ranks."""
+        """Rebuild buckets. Running rounds stop meanwhile, on all ranks."""
         was_running = self._rounds is not None
         if was_running:
             self._stop("new buckets", with_mean=False)
@@ -241,7 +241,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         assert isinstance(bucket, WeightBucket)
         bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=bucket.snapshot)
         codec = self.runner.codec_for(bucket)
-        # Not buffers: a small variance beside a large one would not survive 8 bits.
+        # Buffers are not compressed: a small variance next to a large one would be lost in 8 bits.
         if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not bucket.are_buffers:
             self._means.compress(bucket, codec)
 
@@ -249,14 +249,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._after_backward
 
     def _after_backward(self) -> None:
-        """Average gradients during warm-up."""
+        """Average gradients during the warm-up."""
         if self._is_single_rank or self.mode != "warm-up":
             return
         self.runner.reset_if_needed()  # a layer may have been unfrozen or replaced since the last step
         self._warm_up.average_gradients()
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        """Start averaging if there is no warm-up, and return what meets the background rounds between two steps."""
+        """Start averaging if there is no warm-up. Return the function that serves background rounds between steps."""
         self._start()
         return self._after_step
 
@@ -291,7 +291,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self.runner.has_lost_ranks = True
             warn_user(
                 f"torchbagua: rank {self._leaving_rank} has left the training: asynchronous averaging has ended, and "
-                "this rank trains alone from here on"
+                "this rank continues to train alone"
             )
 
     def _progress(self) -> dict[str, int]:
@@ -302,9 +302,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         }
 
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep the means of snapshots from before the load out of the loaded weights.
+        """Prevent the means of snapshots from before the load from changing the loaded weights.
 
-        Nothing is averaged until all ranks have loaded. They all raise if that takes longer than the timeout.
+        Averaging pauses until all ranks have loaded. All ranks raise if this takes longer than the timeout.
         """
         super().weights_loaded(values)
         if self._rounds is not None:
@@ -312,10 +312,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Stop averaging, give all ranks the mean of their weights for as long as the context lasts, and go on.
+        """Stop averaging, set all ranks' weights to their mean within the context, and resume averaging afterwards.
 
-        Collective: rounds go on until all ranks have come here. They begin again when all have left the block, which
-        they do within the group's timeout of each other; where an exception ends the block, with the next step.
+        Collective: rounds continue until all ranks have entered the context. They restart when all ranks have left it,
+        which they must do within the group's timeout of each other. If an exception ends the context, they restart with
+        the next step.
 
         Raises:
             RuntimeError: a rank has left, or communication failed.
@@ -327,13 +328,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             raise RuntimeError(f"torchbagua: weights cannot be averaged: rank {self._leaving_rank} has left")
         with super().averaged_weights():
             yield
-        # Not where an exception ends the block: other ranks may be in theirs, and a round would wait for them. If
-        # training goes on all the same, rounds begin again with the next step.
+        # Do not restart if an exception ends the context: other ranks may still be in their contexts, and a round would
+        # wait for them. If training continues nevertheless, rounds restart with the next step.
         if was_running:
             self._start()
 
     def finish(self) -> bool:
-        """Stop averaging, with all ranks, as `abort` does."""
+        """Stop averaging together with all ranks, as `abort` does."""
         if self._leaving_rank is not None:
             return False
         if self._rounds is None:
@@ -342,10 +343,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return self._stop("detach", self.algorithm.final_average).has_mean
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps so far, whether averaging goes on, and what is still to be added to the weights.
+        """Return the steps so far, whether averaging is enabled, and the differences that are not yet applied.
 
-        A round in flight goes on, and is in the state of those ranks that ask when it has ended. Between `abort` and
-        `resume` the states of all ranks go together.
+        A round in flight continues. It is part of the state of only those ranks that call this after the round has
+        ended. Between `abort` and `resume`, the states of all ranks are consistent.
         """
         pending = None if self._rounds is None else self._rounds.pending()
         if pending is None:
@@ -358,9 +359,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return {**state, "is_enabled": self._is_enabled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, when the weights it goes with have been loaded.
+        """Load the state that `state_dict` returned, after the weights that belong to it have been loaded.
 
-        Collective: rounds that are running stop, without a trace in the weights, and start again.
+        Collective: running rounds stop, without changing the weights, and restart.
         """
         weights = self._weights
         differences = {bucket: _zeros(bucket) for bucket in weights}
@@ -384,4 +385,4 @@ def _zeros(bucket: WeightBucket) -> torch.Tensor:
     return torch.zeros_like(bucket.flat)
 
 
-register("async", AsyncModelAverageAlgorithm, "weights averaged in the background; training waits for nobody")
+register("async", AsyncModelAverageAlgorithm, "weights averaged in the background, without blocking training")

@@ -1,4 +1,4 @@
-"""The options of all algorithms that average weights."""
+"""The options of all weight algorithms."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from torchbagua.runtime.weight_buckets import WeightBuckets
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAveragingAlgorithm(Algorithm):
-    """The options of all algorithms that average weights.
+    """The options of all weight algorithms.
 
-    A state can be loaded under other arguments, except another `average_buffers`.
+    A state can be loaded with other arguments, except another `average_buffers`.
 
     Args:
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
-            `state_dict` holds them. Integer buffers are left alone.
-        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
-            weights, and rank 0's optimizer state. Plain DDP, or another algorithm, can go on from there.
-        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
+        average_buffers: average floating-point and complex buffers too, such as BatchNorm's, if the module's
+            `state_dict` contains them. Integer buffers are not averaged.
+        final_average: when you detach, or leave the `with` block without an error, set all ranks' weights to their mean
+            and all optimizer states to rank 0's. Plain DDP or another algorithm can continue from there.
+        bucket_cap_mb: the size, in MiB, of the buckets, which are sent one after another.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     averages_weights: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class ModelAveragingAlgorithm(Algorithm):
         return {"average_buffers": self.average_buffers}
 
     def make_weights(self, runner: Runner, progress: Callable[[], Mapping[str, int]]) -> WeightBuckets:
-        """Have `runner` average weights by these options, and return them. For `progress` see `WeightBuckets`."""
+        """Make `runner` average weights with these options. Return the buckets. For `progress`, see `WeightBuckets`."""
         return runner.average(
             WeightBuckets(
                 runner,

@@ -1,4 +1,4 @@
-"""Rounds of model averaging that a lane makes beside training, which never waits for them."""
+"""Rounds of model averaging that the lane runs concurrently with training, which never waits for them."""
 
 import math
 import threading
@@ -20,17 +20,17 @@ from torchbagua.runtime.weight_buckets import WeightBuckets
 from torchbagua.transport.streams import StreamHandoff
 
 RoundPhase = Literal["pause", "asked", "ready", "averaging", "over"]
-"""Of a round: the lane waits for the interval; for a snapshot; has one; averages it. At last the rounds are over."""
+"""In a round, the lane waits for the interval, waits for a snapshot, has a snapshot, and averages. Finally: "over"."""
 
-# How long a snapshot is waited for where the rank has taken no step yet, whose length would tell.
+# How long the lane waits for a snapshot before the rank's first step, while the duration of a step is not yet known.
 _FIRST_PATIENCE_S = 0.1
 
 
 class WaitClock(Protocol):
-    """Tells the time and waits for it, in seconds."""
+    """Returns the time and waits, in seconds."""
 
     def now(self) -> float:
-        """Return the seconds since some moment."""
+        """Return the seconds since an arbitrary reference time."""
         ...
 
     def wait(self, changed: threading.Condition, timeout_s: float) -> None:
@@ -52,13 +52,13 @@ class MonotonicWaitClock:
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """When the buckets' snapshots were taken.
+    """Describes when the buckets' snapshots were taken.
 
     Attributes:
-        step: the weights after so many steps since the rounds began.
-        num_rounds: with the differences of so many rounds in them.
-        vote: what the rank said when it gave them.
-        loads: the loads of weights that they are from after.
+        step: the number of steps, since the rounds began, before the snapshots.
+        num_rounds: the number of rounds whose differences the snapshots include.
+        vote: the rank's vote when it provided the snapshots.
+        loads: the loads of weights before the snapshots.
     """
 
     step: int
@@ -69,11 +69,11 @@ class SnapshotInfo:
 
 @dataclass(frozen=True)
 class PendingInfo:
-    """What goes with the buckets' differences, while the weights are still to be given them.
+    """Describes the buckets' differences that are not yet applied to the weights.
 
     Attributes:
-        step: of the snapshot that these are the differences to.
-        buffers: that snapshot, of the buckets of buffers.
+        step: the step of the snapshot that was subtracted.
+        buffers: that snapshot, for the buckets of buffers.
     """
 
     step: int
@@ -81,29 +81,30 @@ class PendingInfo:
 
 
 class BackgroundRounds:
-    """Averages snapshots of the weights, round after round, until all ranks have stopped or one leaves.
+    """Averages snapshots of the weights, round after round, until all ranks have stopped or a rank leaves.
 
     In each round:
-    1. The lane waits for the interval, and then for a snapshot from the training thread, which gives it between two
-       steps. Where none comes, because the rank evaluates, say, the last one serves again, with what the rounds since
-       have changed: a rank may evaluate longer than the timeout.
-    2. Ranks tell each other whether they stop or leave.
+    1. The lane waits for the interval, and then for a snapshot from the training thread, which provides it between two
+       steps. If the thread provides none, for example during evaluation, the lane reuses the last snapshot, updated by
+       the differences of the rounds since then. So a rank may evaluate longer than the timeout.
+    2. The ranks exchange votes: whether they stop or leave.
     3. The lane averages the snapshots over the ranks.
-    4. Mean minus snapshot waits for the training thread, which adds it to the weights between two steps, so that what
-       they have gone through meanwhile is kept.
+    4. The training thread adds mean minus snapshot to the weights between two steps, which preserves the updates that
+       were made meanwhile.
 
-    A snapshot from before a load of weights never changes what was loaded: as long as ranks have seen different numbers
-    of loads nothing is averaged, and what older rounds would change of the loaded weights is dropped. Ranks that differ
-    for longer than the timeout all raise.
+    A snapshot from before a load of weights never changes the loaded weights. While ranks have seen different numbers
+    of loads, nothing is averaged, and differences of older rounds are dropped for the loaded weights. If ranks differ
+    for longer than the timeout, all ranks raise.
 
     Args:
-        runner: that of the impl; on its lane they run.
-        weights: what is averaged.
-        average: writes the mean of a bucket's snapshots to its flat tensor, or what a rank is to take for it. It is
-            told whether that must be the mean, the same on all ranks: in the first round and the last, and in the first
-            after a load of weights, whose names it is told too. Nothing leads from it to the module.
-        interval_s: pause between two rounds.
-        clock: measures it.
+        runner: the impl's runner. The rounds run on its lane.
+        weights: the weights to average.
+        average: a function of (bucket, is_exact, names) that writes the mean of a bucket's snapshots, or this rank's
+            estimate of it, to the bucket's flat tensor. `is_exact` requires the mean, identical on all ranks. It is
+            True in the first round, in the last round, and in the first round after a load of weights, and `names` are
+            the loaded weights. The function must not reference the module, even indirectly.
+        interval_s: the pause between two rounds.
+        clock: measures the pause.
 
     Attributes:
         num_rounds: rounds finished so far.
@@ -120,25 +121,25 @@ class BackgroundRounds:
         self.num_rounds = 0
         self._group = runner.process_group
         self._tracer = runner.tracer
-        # The lane holds the rounds, and nothing that leads to the module: once nobody has that, the lane ends them.
-        self._weights_in_use = weakref.ref(weights)
+        # The lane references the rounds, so they must not reference the module: when it is unreferenced, the lane ends.
+        self._weights_reference = weakref.ref(weights)
         self._buckets = list(weights)
         self._average = average
         self._compare_progress = weights.lockstep.comparison("the first of the averaging rounds")
         self._layout_watch = weights.lockstep.layout_watch
         self._interval_s = interval_s
-        # The others wait for this rank meanwhile, on the network.
+        # While this rank waits for a snapshot, the other ranks wait for it on the network.
         self._timeout_s = runner.process_group.timeout.total_seconds()
-        self._longest_patience_s = self._timeout_s / 4
+        self._max_patience_s = self._timeout_s / 4
         self._clock = clock
         self._device = next((bucket.flat.device for bucket in self._buckets), torch.device("cpu"))
         self._handoff = StreamHandoff(self._device)
-        self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round; the lane writes it
-        # The lane's: the last load that all ranks have seen, and since when they have seen different numbers of loads.
+        self._running_rank: int | None = None  # a rank that had not stopped at the last round; written by the lane
+        # Used only by the lane: the last load that all ranks have seen, and since when the numbers of loads differ.
         self._compared = LoadMark()
-        self._apart_since_s: float | None = None
-        # Guards everything below. The buckets' snapshots are the training thread's while it is asked for them, and the
-        # lane's otherwise.
+        self._loads_differ_since_s: float | None = None
+        # Guards everything below. The training thread owns the buckets' snapshots while the lane asks for them, and the
+        # lane owns them otherwise.
         self._changed = threading.Condition()
         self._phase: RoundPhase = "pause"
         self._vote = Vote()
@@ -152,32 +153,32 @@ class BackgroundRounds:
         self._last_step_at_s = clock.now()
         weights.read(SNAPSHOT)
         for bucket in self._buckets:
-            bucket.difference.zero_()  # made here, and so on this thread's stream
+            bucket.difference.zero_()  # creates the tensor here, and therefore on this thread's stream
         self._handoff.record()
         self._job = runner.lane.submit(self._run, interrupt=self.leave)
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the rounds ended, or None while they go on. Raises RuntimeError where communication failed."""
+        """How the rounds ended, or None while they continue. Raises RuntimeError if communication failed."""
         return self._job.result() if self._job.is_done() else None
 
     @property
     def _weights(self) -> WeightBuckets:
-        """What the training thread reads and writes."""
-        weights = self._weights_in_use()
+        """The weights that the training thread reads and writes."""
+        weights = self._weights_reference()
         assert weights is not None
         return weights
 
     def after_step(self) -> None:
-        """Between two steps, on the training thread: add what was averaged, give a snapshot where one is wanted."""
+        """Apply pending differences, and take a snapshot if the lane asks. Called by training between two steps."""
         with self._changed:
             now_s = self._clock.now()
             self._step_s, self._last_step_at_s = now_s - self._last_step_at_s, now_s
             self._num_steps += 1
-            self._serve()
+            self._apply_and_snapshot()
 
     def weights_loaded(self, names: Collection[str], loads: LoadMark) -> None:
-        """Drop what snapshots from before a load would change of the loaded weights; on the training thread."""
+        """Drop the differences of loaded weights to snapshots from before the load. Called by the training thread."""
         with self._changed:
             self._loads = loads
             self._loaded.update(names)
@@ -189,33 +190,33 @@ class BackgroundRounds:
                 self._handoff.record()
 
     def stop(self, reason: Reason, *, with_mean: bool, loading: Collection[str] = ()) -> Outcome:
-        """Go on, on the training thread, until all ranks have called this; they may train for long.
+        """Continue the rounds until all ranks have called this, which may take long. Called by the training thread.
 
-        Where one of them wants it, there is a last mean then, and all ranks take it for their weights. A warning names
-        a rank that is waited for longer than the group's timeout.
+        If any rank requests it, the rounds end with a last mean, and all ranks set their weights to it. A warning names
+        a rank that this rank has waited for longer than the group's timeout.
 
         Args:
-            reason: why; the same on all ranks.
-            with_mean: whether this rank wants it.
+            reason: why the rounds stop. It must be the same on all ranks.
+            with_mean: whether this rank requests a last mean.
             loading: names of weights that were loaded since the last step.
 
         Raises:
             CommunicationError: communication failed, or another rank stops for another reason.
         """
-        if loading:  # until all have stopped, no rank that has not loaded changes them
+        if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
             self.weights_loaded(loading, self._loads._replace(num_loads=self._loads.num_loads + 1))
         with self._tracer.span("wait"), self._changed:
             self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
             self._changed.notify_all()
             warn_at_s = self._clock.now() + self._timeout_s
-            while self._phase != "over" and not self._job.is_done():  # which it is at once on a lane that has failed
-                # Not for ever: a lane that fails before it comes to the rounds notifies nobody.
+            while self._phase != "over" and not self._job.is_done():  # on a failed lane, the job is done at once
+                # With a timeout, because a lane that fails before it starts the rounds does not notify.
                 self._changed.wait_for(lambda: self._phase in ("asked", "over"), timeout=1.0)
-                self._serve()
-                if self._clock.now() > warn_at_s and self._last_to_stop is not None:
+                self._apply_and_snapshot()
+                if self._clock.now() > warn_at_s and self._running_rank is not None:
                     warn_at_s = math.inf
                     self._warn_of_waiting(reason)
-            self._serve()
+            self._apply_and_snapshot()
         outcome = self._job.result()
         if outcome.has_mean:
             self._weights.write()
@@ -224,17 +225,17 @@ class BackgroundRounds:
     def _warn_of_waiting(self, reason: Reason) -> None:
         warn_user(
             f"torchbagua: {reason} has waited longer than the timeout of {self._timeout_s:g} s for rank "
-            f"{self._last_to_stop}, which still takes part in averaging: it is training, or stands still"
+            f"{self._running_rank}, which still participates in averaging because it is training or blocked"
         )
 
     def leave(self) -> None:
-        """End the rounds of all ranks, without waiting for it."""
+        """End the rounds of all ranks, without waiting for their end."""
         with self._changed:
             self._vote = replace(self._vote, leaves=True)
             self._changed.notify_all()
 
     def pending(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-        """Return what the weights are still to be given, or None: differences, and snapshots of buffers, by name."""
+        """Return the differences that are not yet applied, and the snapshots of buffers, both by name; or None."""
         with self._changed:
             if self._pending_info is None:
                 return None
@@ -244,8 +245,8 @@ class BackgroundRounds:
             self._handoff.record()
             return copies
 
-    def _serve(self) -> None:
-        """Give the weights what was averaged, and where the lane has asked for a snapshot, give it one."""
+    def _apply_and_snapshot(self) -> None:
+        """Apply pending differences to the weights, and take a snapshot if the lane has asked for one."""
         self._handoff.wait()
         if self._pending_info is not None:
             self._weights.add(DIFFERENCE, self._pending_info.buffers.__getitem__)
@@ -281,7 +282,7 @@ class BackgroundRounds:
                 self.num_rounds += 1
                 if ends:
                     return outcome
-                self._hand_over()
+                self._publish_differences()
         finally:
             with self._changed:
                 self._phase = "over"
@@ -289,27 +290,30 @@ class BackgroundRounds:
 
     def _await_snapshot(self) -> None:
         with self._changed:
-            # 1. The interval, unless this rank stops.
+            # 1. Wait for the interval, unless this rank stops.
             self._phase = "pause"
             self._wait(self._interval_s, lambda: self._vote.stops)
             self._handoff.record()
-            # 2. A snapshot, or word that this rank stops. One that trains answers within a step; one that has not by
-            # then evaluates, say, and its last snapshot is sent again.
+            # 2. Wait for a snapshot, or until this rank stops. A training rank answers within a step. If it does not
+            # answer by then, for example because it evaluates, its last snapshot is sent again.
             self._phase = "asked"
             self._changed.notify_all()
-            patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._longest_patience_s)
+            patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._max_patience_s)
             self._wait(patience_s, lambda: self._phase == "ready" or self._vote.stops)
-            # 3. One that stops must answer, and does at once: its last snapshot are its last weights.
-            self._wait(self._longest_patience_s, lambda: self._phase == "ready" or not self._vote.stops)
+            # 3. A rank that stops must answer, and does so at once: its last snapshot is its last weights.
+            self._wait(self._max_patience_s, lambda: self._phase == "ready" or not self._vote.stops)
             self._phase = "averaging"
             self._handoff.wait()
             if self._snapshot_info.num_rounds < self.num_rounds:
-                self._carry_snapshot(DIFFERENCE)
+                self._advance_snapshot(DIFFERENCE)
 
     def _agree(self) -> Outcome:
         with self._changed:
-            # A rank has stopped when it has given its last snapshot; it leaves at once.
-            gives_up = self._apart_since_s is not None and self._clock.now() - self._apart_since_s > self._timeout_s
+            # A vote to stop counts from the rank's last snapshot on; a vote to leave counts at once.
+            gives_up = (
+                self._loads_differ_since_s is not None
+                and self._clock.now() - self._loads_differ_since_s > self._timeout_s
+            )
             vote = replace(
                 self._snapshot_info.vote,
                 leaves=self._vote.leaves,
@@ -317,15 +321,15 @@ class BackgroundRounds:
                 gives_up=gives_up,
             )
         outcome = count_votes(self._group.world, vote, self._layout_watch, f"averaging round {self.num_rounds}")
-        self._last_to_stop = outcome.running_rank
+        self._running_rank = outcome.running_rank
         if outcome.num_loads is not None:
-            self._apart_since_s = None
-        elif self._apart_since_s is None:
-            self._apart_since_s = self._clock.now()
+            self._loads_differ_since_s = None
+        elif self._loads_differ_since_s is None:
+            self._loads_differ_since_s = self._clock.now()
         return outcome
 
     def _compare_loads(self, num_loads: int) -> frozenset[str]:
-        """Return the weights that were loaded so far, if this is the first round after so many loads; else none.
+        """Return the names of the weights loaded so far if the number of loads has changed, else an empty set.
 
         Raises:
             CommunicationError: ranks have loaded different values.
@@ -338,10 +342,10 @@ class BackgroundRounds:
         require_same_loads(self._group.world, self._compared, f"averaging round {self.num_rounds}")
         return loaded
 
-    def _hand_over(self) -> None:
-        """Leave to the training thread what the flat tensors hold, mean minus snapshot."""
+    def _publish_differences(self) -> None:
+        """Pass the flat tensors, which contain mean minus snapshot, to the training thread."""
         buffers = {bucket: bucket.snapshot.clone() for bucket in self._buckets if bucket.are_buffers}
-        # So that a training thread that takes them does not wait for the network.
+        # So that the training thread does not wait for the network when it applies the differences.
         self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._changed:
             self._handoff.wait()
@@ -351,20 +355,20 @@ class BackgroundRounds:
                 for bucket in self._buckets:
                     bucket.difference, bucket.flat = bucket.flat, bucket.difference
                 self._pending_info = PendingInfo(self._snapshot_info.step, buffers)
-            else:  # the training thread has not come since the last round
+            else:  # the training thread has not applied the differences of the previous round
                 for bucket in self._buckets:
                     bucket.difference.add_(bucket.flat)
-                self._carry_snapshot(FLAT)
+                self._advance_snapshot(FLAT)
             self._handoff.record()
 
-    def _carry_snapshot(self, last_difference: FlatOf) -> None:
-        """Bring a snapshot that may be sent again up to this round, as the weights will be when they are given it."""
+    def _advance_snapshot(self, last_difference: FlatOf) -> None:
+        """Add the last differences to the snapshot, which may be sent again, as the weights will add them too."""
         for bucket in self._buckets:
             bucket.snapshot.add_(last_difference(bucket))
         self._snapshot_info = replace(self._snapshot_info, num_rounds=self.num_rounds)
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
-        """Wait for this, or until the rank leaves."""
+        """Wait until `is_done()`, until the rank leaves, or at most `timeout_s`."""
         deadline_s = self._clock.now() + timeout_s
-        while not (is_done() or self._vote.leaves) and (left_s := deadline_s - self._clock.now()) > 0:
-            self._clock.wait(self._changed, left_s)
+        while not (is_done() or self._vote.leaves) and (remaining_s := deadline_s - self._clock.now()) > 0:
+            self._clock.wait(self._changed, remaining_s)

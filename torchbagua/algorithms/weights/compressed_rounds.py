@@ -1,4 +1,4 @@
-"""Rounds of asynchronous averaging that send how weights differ from the last mean, compressed."""
+"""Rounds of asynchronous averaging that send compressed differences between the weights and the last mean."""
 
 from collections.abc import Container
 
@@ -11,20 +11,20 @@ from torchbagua.runtime.weight_bucket import WeightBucket
 
 
 class CompressedDifferences:
-    """Averages the snapshots of one bucket by their differences from a mean c, which all ranks hold bit-equal.
+    """Averages the snapshots of one bucket by their differences from a mean c, bitwise equal on all ranks.
 
     From the snapshots s_i, with a two-phase mean of the codec Q and a residual E of its second phase:
 
     1. d_i = s_i - c;
-    2. D = Q(mean_j Q(d_j) + E), and E is what Q leaves out of that;
-    3. c += D; what rank i takes for the mean is c + (d_i - Q(d_i)).
+    2. D = Q(mean_j Q(d_j) + E), and E becomes the residual of this encoding;
+    3. c += D; rank i estimates the mean as c + (d_i - Q(d_i)).
 
-    So what Q leaves out of d_i stays in the weights of rank i, and is in its next difference: weights are their own
-    residual (as in Qsparse-local-SGD, Basu et al., arXiv 1906.02367, whose memory is beside them).
+    The residual of d_i thus stays in the weights of rank i and is part of its next difference: the weights are their
+    own residual. (Compare Qsparse-local-SGD, Basu et al., arXiv 1906.02367, which stores a separate memory.)
 
     Args:
-        bucket: the bucket, whose snapshots are of a dtype that the codec encodes.
-        compressor: Q.
+        bucket: the bucket, whose snapshots have a dtype that the codec encodes.
+        compressor: the codec Q.
     """
 
     def __init__(self, bucket: WeightBucket, compressor: Compressor) -> None:
@@ -38,40 +38,40 @@ class CompressedDifferences:
         self._mean = torch.zeros_like(self._differences.flat)
 
     def begin(self) -> None:
-        """Take what is in the flat tensor, a mean in full precision, for c."""
+        """Set c to the flat tensor, a mean in full precision."""
         self._mean.copy_(self._bucket.flat)
 
     def forget(self, names: Container[str]) -> None:
-        """Start without E of these weights, if they are loaded and lack nothing of it. Not beside `average`."""
+        """Reset E of these weights, which were loaded and need no correction. Do not call it during `average`."""
         self._residuals.clear(self._bucket.slices_of(names))
 
     def average(self) -> None:
         """Write this rank's estimate of the mean snapshot to the flat tensor."""
         torch.sub(self._bucket.snapshot, self._mean, out=self._differences.flat)
         self._mean.add_(self._differences.run())
-        self._residuals.mean.commit()  # that of the first phase is not: it stays in the weights
+        self._residuals.mean.commit()  # the first phase's residual is not committed: it stays in the weights
         torch.add(self._mean, self._residuals.sent.staged(slice(None)), out=self._bucket.flat)
 
 
 class SnapshotMeans:
     """Writes the means of buckets' snapshots, in full precision or by compressed differences.
 
-    Nothing leads from it to the module.
+    It does not reference the module, even indirectly.
     """
 
     def __init__(self) -> None:
         self._differences: dict[WeightBucket, CompressedDifferences] = {}
 
     def compress(self, bucket: WeightBucket, compressor: Compressor) -> None:
-        """Send a bucket by its differences from now on."""
+        """From now on, send the compressed differences of this bucket."""
         self._differences[bucket] = CompressedDifferences(bucket, compressor)
 
     def clear(self) -> None:
-        """Forget all buckets, which are made again."""
+        """Forget all buckets, before they are rebuilt."""
         self._differences.clear()
 
     def forget(self) -> None:
-        """Start without residuals of what was sent."""
+        """Reset the residuals of all buckets."""
         for bucket, differences in self._differences.items():
             differences.forget([tensor.name for tensor in bucket.tensors])
 
@@ -80,7 +80,7 @@ class SnapshotMeans:
 
         Args:
             bucket: the bucket.
-            is_exact: whether it must be the mean, the same on all ranks.
+            is_exact: whether the result must be the mean, identical on all ranks.
             loaded: names of weights that were loaded since the last mean.
         """
         differences = self._differences.get(bucket)

@@ -1,4 +1,4 @@
-"""DiLoCo: every rank takes many steps of its own, and then an outer optimizer steps by what all have come to."""
+"""DiLoCo: each rank takes many local steps, and then an outer optimizer steps on the mean progress of all ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchbagua._description import describe
+from torchbagua._stable_repr import stable_repr
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
@@ -32,47 +32,49 @@ from torchbagua.runtime.weight_bucket import WeightBucket
 
 @dataclass(frozen=True, repr=False)
 class DiLoCoAlgorithm(ModelAveragingAlgorithm):
-    """Every rank takes steps of its own; every `inner_steps` an outer optimizer steps by the mean of their progress.
+    """Each rank takes local steps. Every `inner_steps` steps, an outer optimizer steps on the mean of their progress.
 
-    All ranks hold the same shadow weights theta, in float32. In a round each rank sends its outer gradient, D = theta -
-    w for its weights w, and receives the mean. The outer optimizer steps theta by that: by default SGD with Nesterov
-    momentum, m = mu m + D; theta -= lr (D + mu m). The weights become theta (DiLoCo, Douillard et al., arXiv
-    2311.08105, algorithm 1). The optimizer that you attach with is the inner one, and its state is never averaged.
+    All ranks store identical shadow weights theta, in float32. In a round, each rank sends its outer gradient, D =
+    theta - w for its weights w, and receives the mean. The outer optimizer steps theta on this mean: by default, SGD
+    with Nesterov momentum, m = mu m + D; theta -= lr (D + mu m). Then the weights are set to theta (DiLoCo, Douillard
+    et al., arXiv 2311.08105, algorithm 1). The optimizer that you attach with is the inner optimizer. Its state is
+    never averaged.
 
-    With a `delay`, training goes on while a round is under way. So many steps later the change of theta is added to the
-    weights, so that steps taken meanwhile are kept. With several `fragments`, each goes in a round of its own, in turn
-    (Streaming DiLoCo, Douillard et al., arXiv 2501.18512; there the two are mixed, here the difference is added).
+    With a `delay`, training continues while a round is in flight. After `delay` steps, the change of theta is added to
+    the weights, which preserves the steps taken meanwhile. With several `fragments`, each fragment has its own rounds,
+    and the fragments take turns (Streaming DiLoCo, Douillard et al., arXiv 2501.18512, which mixes the two weights,
+    whereas this algorithm adds the difference).
 
-    In each round a rank sends 2 (n-1)/n times the encoded parameters. With 4 bits every 30 steps that is 1/226 of what
-    DDP sends in float32. What is NaN or Inf on one rank is in the mean of all: such a round is dropped on all ranks, as
-    if it had not been, and a RuntimeWarning says so once.
+    In each round, a rank sends 2 (n-1)/n times the encoded parameters. With 4 bits every 30 steps, that is 1/226 of
+    what DDP sends in float32. NaN or Inf on any rank makes the mean NaN or Inf on all ranks. All ranks drop such a
+    round without effect, and a RuntimeWarning reports the first dropped round.
 
-    A state can be loaded under another `inner_steps`, `compression`, `delay`, `hierarchical`, `final_average` and
-    `bucket_cap_mb`. With another number of ranks, or other nodes, residuals are dropped, with a RuntimeWarning: that
-    costs what compression left out of one round.
+    A state can be loaded with another `inner_steps`, `compression`, `delay`, `hierarchical`, `final_average` and
+    `bucket_cap_mb`. With another number of ranks, or other nodes, residuals are dropped with a RuntimeWarning: the
+    residual of one round is lost.
 
     Args:
-        inner_steps: steps between two rounds of a fragment, H. Fragment p of F communicates after step (p + 1) H // F,
-            and then every H steps; buffers go with the last.
-        outer_lr: learning rate of the outer SGD.
-        outer_momentum: momentum of the outer SGD. 0.6 for tens of rounds, up to 0.9 for many hundreds.
-        nesterov: whether it is Nesterov's.
-        outer_optimizer: takes the place of these three: a function of the list of shadow weights, a float32 tensor for
-            each parameter, that returns a torch.optim.Optimizer of them. Ranks compare it by its qualified name, so it
-            must have one: no lambda.
-        compression: the codec that sends outer gradients: its name, see `torchbagua.codecs`; a Compressor; or None for
-            full precision.
-        error_feedback: add what compression leaves out to what is sent in the next round.
-        fragments: so many parts of the parameters, of about as many bytes.
-        delay: steps from the end of a fragment's inner steps until its round is applied, less than `inner_steps` /
-            `fragments`. With 0, training waits.
-        hierarchical: with several nodes of several ranks: gradients are averaged within a node in every step, and only
-            nodes take part in rounds, to which each rank sends its shard.
+        inner_steps: the number of steps between two rounds of a fragment, H. Fragment p of F communicates after step
+            (p + 1) H // F, and then every H steps. Buffers are sent with the last fragment.
+        outer_lr: the learning rate of the outer SGD.
+        outer_momentum: the momentum of the outer SGD: 0.6 for tens of rounds, up to 0.9 for many hundreds.
+        nesterov: whether the outer SGD uses Nesterov momentum.
+        outer_optimizer: replaces the three previous arguments. A function that gets the list of shadow weights, a
+            float32 tensor for each parameter, and returns a torch.optim.Optimizer of them. Ranks compare it by its
+            qualified name, so a lambda is refused.
+        compression: the codec for outer gradients: its name (see `torchbagua.codecs`), a Compressor, or None for full
+            precision.
+        error_feedback: add the residual to the outer gradient of the next round.
+        fragments: the number of parts of the parameters, of about equal size in bytes.
+        delay: the number of steps from the end of a fragment's inner steps until its round is applied, less than
+            `inner_steps` / `fragments`. With 0, training waits for the round.
+        hierarchical: with multi-node groups that have several ranks per node, gradients are averaged within a node at
+            every step. Rounds run only between nodes, and each rank sends its shard.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`. Buffers are sent in full
             precision.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     inner_steps: int = 30
@@ -97,22 +99,22 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         if self.outer_optimizer is not None:
             if not callable(self.outer_optimizer):
                 raise TypeError(f"{name}: outer_optimizer must be a function or None, got {self.outer_optimizer!r}")
-            describe(self.outer_optimizer, f"{name}: outer_optimizer")
+            stable_repr(self.outer_optimizer, f"{name}: outer_optimizer")
         check_codecs(self, "compression")
         if not self.error_feedback and needs_feedback(self.compression):
             raise ValueError(
-                f"{name}: compression {self.compression!r} needs error_feedback=True: it leaves so much out that "
-                "training fails where that is lost"
+                f"{name}: compression {self.compression!r} needs error_feedback=True, because training fails if its "
+                "large residuals are lost"
             )
         if self.delay and self.delay * self.fragments >= self.inner_steps:
             raise ValueError(
                 f"{name}: delay must be less than inner_steps / fragments, {self.inner_steps} / {self.fragments}, so "
-                f"that a round is applied before the next, got {self.delay}"
+                f"that a round is applied before the next round starts, got {self.delay}"
             )
 
     def __repr__(self) -> str:
-        """Return its arguments, a function by its qualified name."""
-        return f"{type(self).__qualname__}({', '.join(f'{name}={one}' for name, one in self.arguments().items())})"
+        """Return the arguments as text, with functions by their qualified names."""
+        return f"{type(self).__qualname__}({', '.join(f'{name}={text}' for name, text in self.arguments().items())})"
 
     @property
     def averages_gradients_within_nodes(self) -> bool:
@@ -120,13 +122,13 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         return self.hierarchical
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return those that say which tensors there are, and by which outer optimizer they came about."""
+        """Return the arguments that determine the tensors in the state and the outer optimizer that computed them."""
         names = ("outer_lr", "outer_momentum", "nesterov", "outer_optimizer", "error_feedback", "fragments")
-        every = Algorithm.state_arguments(self, process_group)
-        return super().state_arguments(process_group) | {name: every[name] for name in names}
+        arguments = Algorithm.state_arguments(self, process_group)
+        return super().state_arguments(process_group) | {name: arguments[name] for name in names}
 
     def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
-        """Raise ValueError for other arguments, or where residuals are those of another rank."""
+        """Raise ValueError if arguments differ, or if the residuals are those of another rank."""
         super().check_state(saved, state, process_group)
         owner = type(self).__name__
         check_keys(owner, state, _KEYS)
@@ -141,10 +143,10 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
 
 @dataclass(frozen=True, repr=False)
 class LocalSGDAlgorithm(DiLoCoAlgorithm):
-    """Every rank takes steps of its own, and every `inner_steps` the weights become the mean of all ranks' weights.
+    """Each rank takes local steps. Every `inner_steps` steps, the weights are set to the mean of all ranks' weights.
 
-    That is `DiLoCoAlgorithm` with an outer learning rate of 1 and no momentum (Stich, arXiv 1805.09767). All its other
-    arguments are those, and mean the same.
+    This is `DiLoCoAlgorithm` with an outer learning rate of 1 and no momentum (Stich, arXiv 1805.09767). All other
+    arguments are the same.
     """
 
     outer_lr: float = 1.0
@@ -153,7 +155,7 @@ class LocalSGDAlgorithm(DiLoCoAlgorithm):
 
 
 class DiLoCoAlgorithmImpl(AlgorithmImpl):
-    """What `Attachment.impl` is while `DiLoCoAlgorithm` is attached.
+    """The `Attachment.impl` while `DiLoCoAlgorithm` is attached.
 
     Attributes:
         rounds: counts steps and rounds.
@@ -163,7 +165,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        runner.load_effect = "they become the shadow weights, and their outer momentum and residuals start anew"
+        runner.load_effect = "they become the shadow weights, and their outer momentum and residuals are reset"
         algorithm, group = self.algorithm, runner.process_group
         self._is_of_nodes = algorithm.hierarchical and group.intra_node is not None
         if self._is_of_nodes:
@@ -185,23 +187,23 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     @property
     def shadow(self) -> ShadowWeights:
-        """The shadow weights; `shadow.optimizer` is the outer optimizer."""
+        """The shadow weights. `shadow.optimizer` is the outer optimizer."""
         return self._round.shadow
 
     @property
     def num_dropped(self) -> int:
-        """How many rounds were dropped, of all rounds."""
+        """The number of dropped rounds."""
         return self._round.num_dropped
 
     def _new_shadow(self) -> ShadowWeights:
         return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
 
     def _open_node_gradients(self) -> Runner:
-        """Return a runner that averages gradients within nodes. Its own lane keeps it from queueing behind a round."""
+        """Return a runner that averages gradients within nodes. It has a separate lane, to not queue behind a round."""
         group = self.runner.process_group.open_gradient_group()
         node_gradients = GradientAllReduceAlgorithm(in_rank_order=True).reify(group)
-        group.close()  # that runner has groups of its own
-        self.runner.on_close(node_gradients.close, first=True)  # its group is one of this runner's
+        group.close()  # `node_gradients` has opened its own private groups
+        self.runner.on_close(node_gradients.close, first=True)  # close it before the groups of this runner
         return node_gradients
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
@@ -235,7 +237,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         gradient.append_python_op(average_over_nodes)
 
     def reset(self) -> None:
-        """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
+        """Rebuild buckets after the round in flight has been applied, and make theta equal on all ranks."""
         self._round.drop(self.runner.loading)
         self._round.apply()
         self._residuals.forget_buckets()
@@ -246,7 +248,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
         def share() -> None:
             purpose = "the shadow weights"
-            # They seldom differ: where weights were changed on a rank before attach, or set free and stepped since.
+            # They differ only if weights were changed on a rank before attach, or were unfrozen and have stepped since.
             if sum(all_reduce_max(world, [digest, -digest], purpose)):
                 broadcast_tensors(world, shadow, purpose)
 
@@ -259,14 +261,14 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         return self._after_step
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the round that was in flight when it is time, and start that of the fragment that is due."""
+        """Apply the round in flight if its delay is over, and start the round of the fragment that is due."""
         self.rounds.step += 1
         if self.rounds.is_single_rank:
             return
         step, delay = self.rounds.step, self.algorithm.delay
         due = [bucket for bucket in self._weights if self._fragments.is_due(bucket, step)]
         is_time = step >= self._round.snapshot_step + delay
-        # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
+        # A failure raises at once. A loaded round may follow another schedule and be in flight when the next is due.
         if self._round.is_in_flight and (is_time or due or self.runner.lane.has_failed):
             self._round.apply()
         if due:
@@ -278,9 +280,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     @torch.no_grad()
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Make what was loaded the shadow weights; their outer momentum and residuals start anew.
+        """Set the shadow weights to the loaded weights, and reset their outer momentum and residuals.
 
-        Waits for the round in flight, which goes on for the other weights.
+        Waits for the round in flight, which remains valid for the other weights.
         """
         self._round.drop(values)
         self.shadow.restart(values)
@@ -288,7 +290,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         super().weights_loaded(values)
 
     def finish_round(self) -> None:
-        """Wait for the round in flight, bring it into the weights, and have observers notified of it."""
+        """Wait for the round in flight, apply it to the weights, and notify observers of it."""
         self._round.apply()
         self.runner.tracer.deliver()
 
@@ -297,7 +299,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         return super().finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks share, and of this rank the residuals and what is still to be added to its weights."""
+        """Return the state that all ranks share, and this rank's residuals and differences that are not yet applied."""
         return {
             **self._round.state_dict(),
             "step": self.rounds.step,
@@ -307,10 +309,11 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; the round in flight is dropped. Collective.
+        """Load the state that `state_dict` returned, and drop the round in flight. Collective.
 
-        Of another number of ranks, of other nodes, or where attached is full precision, residuals are dropped, with a
-        RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
+        Residuals are dropped with a RuntimeWarning if the number of ranks or the nodes differ, or if the attached
+        algorithm uses full precision. The state of a single rank contains no shadow weights, which then start as the
+        module's current weights.
         """
         check_keys(self.runner.name, state, _KEYS)
         self._round.abandon()
@@ -320,9 +323,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             return
         self._residuals.load_state_dict(state["residuals"])
         if state["theta"]:
-            self.reset()  # buckets ask for their residuals
+            self.reset()  # new buckets request the loaded residuals
             self.shadow.load_state_dict(state)
-        else:  # a single rank has trained alone, and its weights are where all start from
+        else:  # a single rank has saved the state, and all ranks start from its weights
             self._round.shadow = self._new_shadow()
             self.reset()
         self._round.load_state_dict(state)
@@ -339,17 +342,17 @@ def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) ->
         return algorithm.outer_optimizer(shadows)
     mu = algorithm.outer_momentum
     optimizer = torch.optim.SGD(shadows, algorithm.outer_lr, mu, nesterov=algorithm.nesterov and mu > 0)
-    if mu > 0:  # from the start, since torch.distributed.checkpoint loads into the tensors that there are
+    if mu > 0:  # create momentum now, because torch.distributed.checkpoint loads only into existing tensors
         for shadow in shadows:
             optimizer.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
     return optimizer
 
 
 def streaming_diloco(fragments: int = 4, delay: int = 5, **arguments: Any) -> DiLoCoAlgorithm:
-    """Return a `DiLoCoAlgorithm` whose parameters go in several fragments, while training goes on."""
+    """Return a `DiLoCoAlgorithm` that sends the parameters in several fragments while training continues."""
     return DiLoCoAlgorithm(fragments=fragments, delay=delay, **arguments)
 
 
-register("diloco", DiLoCoAlgorithm, "many steps of each rank's own, then one by an outer optimizer, in 4 bits")
-register("local_sgd", LocalSGDAlgorithm, "many steps of each rank's own, then the mean of weights, in 4 bits")
-register("streaming_diloco", streaming_diloco, "DiLoCo in fragments, each sent while training goes on")
+register("diloco", DiLoCoAlgorithm, "many local steps, then a step of an outer optimizer, in 4 bits")
+register("local_sgd", LocalSGDAlgorithm, "many local steps, then the mean of weights, in 4 bits")
+register("streaming_diloco", streaming_diloco, "DiLoCo in fragments, each sent while training continues")

@@ -1,4 +1,4 @@
-"""Fragments of the parameters, each with rounds of its own."""
+"""Fragments of the parameters, each of which has separate rounds."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from torchbagua.runtime.weight_bucket import WeightBucket
 
 
 class Fragments:
-    """Which fragment each parameter is in, and when its rounds are due.
+    """Assigns each parameter to a fragment, and determines when the rounds of a fragment are due.
 
     Args:
-        num_fragments: F.
-        interval: steps between two rounds of a fragment, H. Fragment p communicates after step (p + 1) H // F, and then
-            every H steps; buffers go with the last.
+        num_fragments: the number of fragments, F.
+        interval: the number of steps between two rounds of a fragment, H. Fragment p communicates after step
+            (p + 1) H // F, and then every H steps. Buffers are sent with the last fragment.
 
     Attributes:
         by_name: the fragment of each parameter.
@@ -24,9 +24,9 @@ class Fragments:
         self.by_name: dict[str, int] = {}
 
     def assign(self, tensors: Sequence[BaguaTensor]) -> None:
-        """Assign each parameter: the largest first, each to the currently smallest fragment.
+        """Assign the parameters, largest first, each to the currently smallest fragment.
 
-        So fragments differ in bytes by no more than the largest parameter has.
+        The fragments' sizes then differ by at most the size of the largest parameter.
         """
         fragment_bytes = [0] * self._num_fragments
         self.by_name = {}
@@ -39,10 +39,10 @@ class Fragments:
         return self.by_name.get(tensor.name, self._num_fragments - 1)
 
     def of_bucket(self, bucket: WeightBucket) -> int:
-        """Return the fragment of a bucket, all of whose tensors are in the same."""
+        """Return the fragment of a bucket. All tensors of a bucket are in the same fragment."""
         return self.of_tensor(bucket.tensors[0])
 
     def is_due(self, bucket: WeightBucket, step: int) -> bool:
-        """Return whether a bucket communicates after so many steps."""
+        """Return whether a bucket communicates after `step` steps."""
         offset = (self.of_bucket(bucket) + 1) * self._interval // self._num_fragments
         return (step - offset) % self._interval == 0

@@ -1,4 +1,4 @@
-"""Averaged gradients for the asynchronous algorithm's first steps, with DDP silent or without DDP."""
+"""Gradient averaging for the asynchronous algorithm's warm-up, with a DDP that sends nothing or without DDP."""
 
 import torch
 
@@ -9,13 +9,13 @@ from torchbagua.runtime.weight_buckets import WeightBuckets
 
 
 class GradientWarmUp:
-    """Averages the gradients of weights, by the operations and the flat tensors of their buckets.
+    """Averages the gradients of weights with the operations and the tensors of the weights' buckets.
 
-    These make of the snapshot the flat tensor, its mean. Here the snapshot holds gradients and the flat tensor their
-    means; no round has begun that would need them otherwise.
+    The operations write the mean of the snapshots to the flat tensor. During the warm-up, the snapshot contains
+    gradients and the flat tensor contains their means. No round has begun, so the tensors are not in use.
 
     Args:
-        weights: whose gradients.
+        weights: the weights to average gradients of.
         group: the ranks.
     """
 
@@ -25,10 +25,10 @@ class GradientWarmUp:
         self._has_averaged = False  # since the last step
 
     def average_gradients(self) -> None:
-        """Replace the gradients of parameters by their means, after a backward.
+        """Replace the gradients of parameters with their means, after a backward.
 
-        A parameter without gradient counts as one whose gradient is zero, unless it has none on any rank: then it stays
-        so, as under DDP. Called again after another backward, it averages what has been added since.
+        A missing gradient counts as zero. If a parameter has no gradient on any rank, its gradient stays None, as with
+        DDP. When called again after another backward, this averages the gradients accumulated since.
         """
         buckets, world = [bucket for bucket in self._weights if not bucket.are_buffers], self._world
         has_gradient = []
@@ -54,15 +54,15 @@ class GradientWarmUp:
         self._has_averaged = True
 
     def after_step(self) -> None:
-        """Take note of a step of the warm-up.
+        """Record a step of the warm-up.
 
         Raises:
-            RuntimeError: no gradients were averaged since the last one.
+            RuntimeError: no gradients were averaged since the last step.
         """
         if not self._has_averaged:
             raise RuntimeError(
-                "torchbagua: a step of the warm-up without averaged gradients: no backward pass came from what the "
-                "attached module returned; set warmup_steps=0 where backward runs within that module's forward, as "
-                "with Lightning's manual optimization"
+                "torchbagua: a warm-up step without averaged gradients: no backward pass started from an output of the "
+                "attached module; set warmup_steps=0 if backward runs within that module's forward, as with "
+                "Lightning's manual optimization"
             )
         self._has_averaged = False

@@ -1,4 +1,4 @@
-"""Decentralized training on a ring: two neighbours are sent how the weights have changed, compressed."""
+"""Decentralized training on a ring: each rank sends compressed changes of its weights to two neighbors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -25,30 +25,32 @@ from torchbagua.runtime.weight_bucket import FlatOf, WeightBucket
 
 @dataclass(frozen=True)
 class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
-    """Every rank takes its own steps, and tells two neighbours on a ring how its weights have changed, in 8 bits.
+    """Each rank takes its own steps and sends the changes of its weights to two neighbors on a ring, in 8 bits.
 
-    A rank holds bit-equal replicas of weights: w of its own, L and R of its two neighbours'. After a step that
-    communicates, it quantises d = x + L/3 + R/3 - (5/3) w to Q(d); then w += Q(d) and x = w. The neighbours' Q(d)
-    travel while the next gradient is computed, and are added to L and R (difference compression: Tang et al., arXiv
-    1803.06443, DCD-PSGD; Bagua, arXiv 2107.01499).
+    A rank stores bitwise equal replicas of weights: w of its own weights, L and R of its two neighbors' weights. After
+    a step that communicates, it quantizes d = x + L/3 + R/3 - (5/3) w to Q(d). Then w += Q(d) and x = w. The neighbors'
+    Q(d) are sent during the computation of the next gradient, and are added to L and R (difference compression: Tang et
+    al., arXiv 1803.06443, DCD-PSGD; Bagua, arXiv 2107.01499).
 
-    In each round a rank sends about 2 bytes a parameter. Buffers, and what is float64 or complex128, travel in full
-    precision. Replicas take 12 bytes a parameter, and 8 in a ring of two.
+    In each round, a rank sends about 2 bytes per parameter. Buffers and float64 and complex128 parameters are sent in
+    full precision. Replicas take 12 bytes per parameter, or 8 bytes in a ring of two.
 
-    A state, which is the replicas, can be loaded under another `communication_interval`, `compression`,
-    `final_average` or `bucket_cap_mb`. On a ring of nodes a rank holds its own shard of the replicas, so nodes and
+    A state consists of the replicas and can be loaded with another `communication_interval`, `compression`,
+    `final_average` or `bucket_cap_mb`. On a ring of nodes, each rank stores a shard of the replicas, so the nodes and
     `bucket_cap_mb` must be the same.
 
     Args:
-        hierarchical: with several nodes of several ranks: the mean of a node travels on a ring of nodes.
-        communication_interval: communicate every so many steps: with k, after steps 1, k + 1, 2k + 1 and so on.
-        compression: the codec that sends changes: its name, see `torchbagua.codecs`; a Compressor, which may be one of
-            yours; or None for full precision. One that needs error feedback is refused: weights become what neighbours
-            were sent, so what is left out of a change is lost.
+        hierarchical: with multi-node groups that have several ranks per node, send the means of nodes on a ring of
+            nodes.
+        communication_interval: the number k of steps between rounds. Ranks communicate after steps 1, k + 1, 2k + 1 and
+            so on.
+        compression: the codec for the changes: its name (see `torchbagua.codecs`), a Compressor, which may be your own,
+            or None for full precision. A codec that needs error feedback is refused: the weights are set to the values
+            sent to neighbors, so the residual of a change is lost.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     hierarchical: bool = True
@@ -70,7 +72,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         return LowPrecisionDecentralizedAlgorithmImpl(runner)
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return `average_buffers`, and whose neighbours replicas are of: of nodes, with what decides on shards."""
+        """Return `average_buffers`, and what determines the replicas: the ring of ranks or of nodes, and its shards."""
         arguments = super().state_arguments(process_group)
         if process_group.intra_node is None:
             return arguments | {"nodes": None}
@@ -84,7 +86,7 @@ _REPLICAS: dict[str, FlatOf] = {name: attrgetter(f"replicas.{name}") for name in
 
 
 class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
-    """See `LowPrecisionDecentralizedAlgorithm`. Where nodes form the ring, a rank uses its own shard of replicas.
+    """See `LowPrecisionDecentralizedAlgorithm`. On a ring of nodes, each rank uses its own shard of the replicas.
 
     Attributes:
         rounds: counts steps and rounds.
@@ -100,7 +102,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self._exchange: Job[None] | None = None
 
     def reset(self) -> None:
-        """Make buckets again, and give replicas, which are zeros, the weights by a first round in full precision."""
+        """Rebuild buckets, and initialize the replicas, which are zeros, by a first round in full precision."""
         self._receive()
         super().reset()
         if self.rounds.is_single_rank:
@@ -110,7 +112,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         def first_round() -> None:
             for bucket in self._weights:
                 bucket.run()
-                if not bucket.are_buffers:  # the ring in full precision has done its work
+                if not bucket.are_buffers:  # replace the full-precision ring, which only the first round needs
                     bucket.clear_ops()
                     self._append_ring(bucket, self.runner.codec_for(bucket))
 
@@ -121,9 +123,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         group = self.runner.process_group
         is_of_nodes = self.algorithm.hierarchical and group.intra_node is not None
         bucket.is_in_ring_of_two = (len(group.node_ranks) if is_of_nodes else group.size) == 2
-        # For the first round, which turns replicas of zeros into the ranks' own weights, to the bit only in full
-        # precision; then that of parameters is replaced. Buffers keep it: a small variance beside a large one would not
-        # survive eight bits.
+        # Full precision for the first round, which must make the zero replicas bitwise equal to the ranks' weights. For
+        # parameters, this operation is replaced afterwards. Buffers keep it: a small variance next to a large one would
+        # be lost in 8 bits.
         self._append_ring(bucket, Identity())
 
     def _append_ring(self, bucket: BaguaBucket, compression: Compressor) -> None:
@@ -144,41 +146,41 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         return self._after_step
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """If a round is due, replace the weights by their quantised update, and have the lane send it to neighbours."""
+        """If a round is due, apply the quantized update to the weights, and submit its exchange to the lane."""
         rounds = self.rounds
         is_due = rounds.is_due(self.algorithm.communication_interval)
         rounds.step += 1
-        # Between steps that are due, so that an exchange that has failed is heard of at the next step.
+        # Also between due steps, so that a failed exchange raises at the next step.
         if is_due or (self._exchange is not None and self._exchange.is_done()):
             self._receive()
         if is_due:
             self._weights.read()
-            # Nodes form their means first, so ranks compare their progress. In a ring of ranks the update sends nothing
-            # yet: to compare would be to wait for the others, and the exchange does it.
+            # Nodes compute their means first, so ranks compare their progress. In a ring of ranks, the update does not
+            # send yet: a comparison would wait for the other ranks, and the exchange compares anyway.
             is_of_nodes = self.algorithm.hierarchical and self.runner.process_group.intra_node is not None
             submit = rounds.submit if is_of_nodes else self.runner.lane.submit
             submit(self._update).result()
             self._weights.write()
             rounds.overlap_next_step()
-            self._exchange = rounds.start(self._tell_neighbours)
+            self._exchange = rounds.start(self._send_to_neighbours)
 
     def _update(self) -> None:
         for bucket in self.runner.buckets:
             bucket.start()
 
-    def _tell_neighbours(self) -> None:
+    def _send_to_neighbours(self) -> None:
         for bucket in self.runner.buckets:
             bucket.finish()
 
     def _receive(self) -> None:
-        """Wait until the neighbours' replicas are up to date."""
+        """Wait until the replicas of the neighbors are up to date."""
         if self._exchange is not None:
             self._exchange.result()
             self._exchange = None
 
     @torch.no_grad()
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Make the replicas what was loaded: all ranks have loaded the same, so nothing need be sent."""
+        """Set the replicas to the loaded weights. All ranks have loaded the same weights, so none are sent."""
         self.finish_round()
         for bucket in self._weights:
             for replica in _REPLICAS.values():
@@ -188,7 +190,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         super().weights_loaded(values)
 
     def finish_round(self) -> None:
-        """Wait until the neighbours' replicas are up to date, and have observers notified of it."""
+        """Wait until the replicas of the neighbors are up to date, and notify observers of the round."""
         self._receive()
         self.runner.tracer.deliver()
 
@@ -203,7 +205,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         return {**owner_of(self.runner.process_group), "step": self.rounds.step, **replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Collective."""
+        """Load the state that `state_dict` returned. Collective."""
         check_rank_state(self.runner.name, state, ("step", *_REPLICAS), self.runner.process_group)
         self._receive()
         for name, replica in _REPLICAS.items():
@@ -213,5 +215,5 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
 
 
 register(
-    "low_precision_decentralized", LowPrecisionDecentralizedAlgorithm, "changes of weights to two peers, in 8 bits"
+    "low_precision_decentralized", LowPrecisionDecentralizedAlgorithm, "weight changes sent to two neighbors, in 8 bits"
 )

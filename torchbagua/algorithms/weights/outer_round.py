@@ -1,4 +1,4 @@
-"""The round of DiLoCo that is under way: from snapshots to the step of the outer optimizer, and to the weights."""
+"""A round of DiLoCo in flight: from the snapshots to the outer optimizer's step and the update of the weights."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -20,23 +20,23 @@ IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buf
 
 
 class OuterRound:
-    """Has the lane average outer gradients, the outer optimizer step by the means, and the weights follow.
+    """Averages outer gradients on the lane, steps the outer optimizer on the means, and updates the weights.
 
-    Without overlap the weights become the shadow weights as soon as these have been stepped. With overlap the change
-    since the snapshot is added to the weights, later.
+    Without overlap, the weights are set to the shadow weights as soon as the outer optimizer has stepped. With overlap,
+    the difference between the new shadow weights and the snapshot is added to the weights later.
 
     Args:
-        rounds: counts steps and rounds, and has the weights.
+        rounds: counts steps and rounds, and owns the weights.
         shadow: the shadow weights.
-        residuals: of what is sent.
-        fragments: says which buckets go together.
+        residuals: the residuals of the outer gradients.
+        fragments: determines which buckets belong to the same fragment.
         tracer: is notified of each applied round.
-        overlaps: whether training goes on while a round is under way.
+        overlaps: whether training continues while a round is in flight.
 
     Attributes:
         shadow: the shadow weights.
-        num_dropped: rounds that were dropped, of all rounds.
-        snapshot_step: after how many steps the last snapshot was taken.
+        num_dropped: the number of dropped rounds.
+        snapshot_step: the number of steps before the last snapshot.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class OuterRound:
         self._tracer = tracer
         self._overlaps = overlaps
         self._job: Job[None] | None = None
-        # Of the round that is under way, or received and still to be added.
+        # The buckets of the round that is in flight, or received but not yet applied.
         self._buckets: Sequence[WeightBucket] = []
         self._has_differences = False
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a round is under way, or received and still to be added to the weights."""
+        """Whether a round is in flight, or received but not yet applied to the weights."""
         return self._job is not None or self._has_differences
 
     def start(self, due: Sequence[WeightBucket]) -> None:
-        """Have the lane form the means of outer gradients, and of buffers."""
+        """Start the averaging of outer gradients and of buffers on the lane."""
         snapshot = SNAPSHOT if self._overlaps else FLAT
-        for bucket in due:  # one by one, while each is in the caches
+        for bucket in due:  # bucket by bucket, while each is in the caches
             self._weights.read(snapshot, [bucket])
             if not bucket.are_buffers:
                 shadow = self.shadow[bucket]
@@ -88,35 +88,35 @@ class OuterRound:
         self._buckets, self.snapshot_step = due, self._rounds.step
 
     def receive(self) -> None:
-        """Wait for the means and have the outer optimizer step by them; then write the weights, or what to add."""
+        """Wait for the means, step the outer optimizer on them, and write the weights or the pending differences."""
         if self._job is None:
             return
         self._job.result()
         self._job = None
-        # The same on all ranks, since the means are.
-        if not all(map(self._is_sound, self._buckets)):
+        # The result is the same on all ranks, because the means are.
+        if not all(map(self._is_valid, self._buckets)):
             self._drop_round()
             return
         self._residuals.commit(self._buckets)
         self.shadow.step([bucket for bucket in self._buckets if not bucket.are_buffers])
         if not self._overlaps:
             self._weights.write(self._new_values, self._buckets)
-            self._tell_applied()
+            self._report_applied()
             return
         for bucket in self._buckets:
             bucket.subtract(self._new_values(bucket), bucket.snapshot, out=self._difference(bucket))
         self._has_differences = True
 
     def apply(self) -> None:
-        """Wait for the round in flight, and add what it changes to the weights."""
+        """Wait for the round in flight, and apply it to the weights."""
         self.receive()
         if self._has_differences:
             self._weights.add(self._difference, SNAPSHOT, self._buckets)
             self._has_differences = False
-            self._tell_applied()
+            self._report_applied()
 
     def drop(self, names: Collection[str]) -> None:
-        """Receive the round in flight, if any of these weights has been loaded, and change none of them by it."""
+        """If any weights were loaded, receive the round in flight and drop its differences for these weights."""
         if names:
             self.receive()
         if self._has_differences:
@@ -124,12 +124,12 @@ class OuterRound:
                 bucket.clear(self._difference(bucket), names)
 
     def abandon(self) -> None:
-        """Wait for the round in flight, and add nothing of it to the weights."""
+        """Wait for the round in flight, but do not apply it to the weights."""
         self.receive()
         self._has_differences = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is still to be added to the weights, and when and of which fragment it was."""
+        """Return the differences that are not yet applied, and their step and fragment."""
         self.receive()
         return {
             "snapshot_step": self.snapshot_step,
@@ -140,13 +140,13 @@ class OuterRound:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. A single rank has saved no tensors."""
+        """Load the state that `state_dict` returned. The state of a single rank contains no tensors."""
         if state["differences"]:
             self._weights.load_by_name(self._difference, state["differences"])
             self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
         self.snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
-        every = [bucket for bucket in self._weights if self._fragments.of_bucket(bucket) == state["fragment"]]
-        self._buckets = every if self._has_differences else []
+        members = [bucket for bucket in self._weights if self._fragments.of_bucket(bucket) == state["fragment"]]
+        self._buckets = members if self._has_differences else []
 
     def _new_values(self, bucket: WeightBucket) -> torch.Tensor:
         return bucket.flat if bucket.are_buffers else self.shadow[bucket].theta
@@ -154,23 +154,23 @@ class OuterRound:
     def _difference(self, bucket: WeightBucket) -> torch.Tensor:
         return bucket.difference if bucket.are_buffers else self.shadow[bucket].gradient.flat
 
-    def _is_sound(self, bucket: WeightBucket) -> bool:
+    def _is_valid(self, bucket: WeightBucket) -> bool:
         flat = bucket.flat if bucket.are_buffers else self.shadow[bucket].gradient.flat
         if not len(flat):
             return True
-        low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); NaN is both
-        # A buffer may well hold -inf, a mask of attention say.
+        low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); both are NaN if an element is NaN
+        # A buffer may legitimately contain -inf, such as an attention mask.
         return not bool(low.isnan()) if bucket.are_buffers else bool(low.isfinite() & high.isfinite())
 
     def _drop_round(self) -> None:
         self.num_dropped += 1
         if self.num_dropped == 1:
             warn_user(
-                f"torchbagua: the round after {self.snapshot_step} steps is dropped on all ranks, since a rank's "
-                "weights hold NaN or Inf; if that happens again, nobody will say so"
+                f"torchbagua: the round after {self.snapshot_step} steps is dropped on all ranks, because a rank's "
+                "weights contain NaN or Inf; further dropped rounds are not reported"
             )
 
-    def _tell_applied(self) -> None:
+    def _report_applied(self) -> None:
         tracer = self._tracer
         values = {
             "rounds": self._rounds.num_rounds,

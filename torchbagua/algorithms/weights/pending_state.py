@@ -18,14 +18,14 @@ def pending_state(
     differences: Mapping[str, torch.Tensor],
     snapshots: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Return the owner, the step, and the averaged differences that are not yet applied, by names.
+    """Return the owner, the step, and the averaged differences that are not yet applied, by weight name.
 
     Args:
-        runner: that of the impl.
+        runner: the impl's runner.
         step: training steps so far.
-        has_differences: whether there is something to be added; else the tensors hold anything.
-        differences: of all weights, mean minus snapshot.
-        snapshots: of buffers, which decay, see `WeightBuckets.add`.
+        has_differences: whether differences are pending. If False, the tensors contain arbitrary values.
+        differences: mean minus snapshot of all weights.
+        snapshots: the snapshots of buffers, which decay, see `WeightBuckets.add`.
     """
     return {
         **owner_of(runner.process_group),
@@ -44,10 +44,11 @@ def load_pending_state(
     snapshot: FlatOf,
     *other_keys: str,
 ) -> None:
-    """Copy what `pending_state` has saved of the tensors into these flat ones.
+    """Copy the tensors that `pending_state` has saved into these flat tensors.
 
     Raises:
-        ValueError: `state` lacks a key, its own or one of the others, or is another rank's or module's.
+        ValueError: `state` lacks a key that `pending_state` writes or that `other_keys` lists, or was saved by another
+            rank or for another module.
     """
     keys = ("step", "has_differences", "differences", "buffer_snapshots", *other_keys)
     check_rank_state(runner.name, state, keys, runner.process_group)

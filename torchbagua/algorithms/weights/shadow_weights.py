@@ -1,4 +1,4 @@
-"""The shadow weights of DiLoCo: what all ranks share, in float32, and the outer optimizer that steps them."""
+"""The shadow weights of DiLoCo, identical on all ranks and in float32, and the outer optimizer that steps them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class ShadowBucket:
     """The shadow weights of one bucket of parameters.
 
     Attributes:
-        theta: the shadow weights, float32, or float64 of float64 weights.
-        gradient: a bucket of that dtype, the weights' own where that is theirs. Its flat tensor is the outer gradient,
-            then the mean of these, and then what is to be added to the weights.
+        theta: the shadow weights, in float32, or in float64 for float64 weights.
+        gradient: a bucket with theta's dtype: the weights' own bucket if the weights have this dtype. Its flat tensor
+            contains the outer gradient, then the mean outer gradient, and then the difference to add to the weights.
     """
 
     theta: torch.Tensor
@@ -31,11 +31,11 @@ class ShadowBucket:
 
 
 class ShadowWeights:
-    """The shadow weights of all parameters. They change by what all ranks have received, so they are bit-equal.
+    """The shadow weights of all parameters. All ranks apply the same received means, so they are bitwise equal.
 
     Args:
         owner: the name of the algorithm, for errors.
-        make_optimizer: makes the outer optimizer of the shadow weights, a view for each parameter.
+        make_optimizer: creates the outer optimizer of the shadow weights, given a view for each parameter.
 
     Attributes:
         optimizer: the outer optimizer; None without parameters.
@@ -50,27 +50,27 @@ class ShadowWeights:
         self._views: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, bucket: WeightBucket) -> ShadowBucket:
-        """Return what belongs to a bucket of parameters."""
+        """Return the shadow weights of a bucket of parameters."""
         return self._shadows[bucket]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The shadow weights, flat."""
+        """The shadow weights, as flat tensors."""
         return [shadow.theta for shadow in self._shadows.values()]
 
     def rebuild(self, weights: WeightBuckets) -> None:
-        """Make them anew for other buckets. Of parameters that are new they are this rank's weights.
+        """Rebuild the shadow weights for new buckets. Those of new parameters start as this rank's weights.
 
         Raises:
-            TypeError, ValueError: what `make_optimizer` returns is no optimizer of what it was given.
+            TypeError, ValueError: `make_optimizer` did not return an optimizer of the given tensors.
         """
-        kept = None if self.optimizer is None else self.state_dict()
+        previous = None if self.optimizer is None else self.state_dict()
         self._shadows = {}
         for bucket in weights:
             if not bucket.are_buffers:
                 flat, dtype = bucket.flat, sum_dtype(bucket.flat.dtype)
-                alike = flat.dtype == dtype
-                gradient = bucket if alike else sub_bucket_of(bucket, bucket.tensors, dtype)
+                has_same_dtype = flat.dtype == dtype
+                gradient = bucket if has_same_dtype else sub_bucket_of(bucket, bucket.tensors, dtype)
                 self._shadows[bucket] = ShadowBucket(torch.empty_like(flat, dtype=dtype), gradient)
         weights.read(lambda bucket: self[bucket].theta, self._shadows)
         self._views = {
@@ -78,17 +78,17 @@ class ShadowWeights:
         }
         self._names = {id(view): name for name, view in self._views.items()}
         if self._views:
-            self.optimizer = self._checked(self._make_optimizer(list(self._views.values())))
-        if kept is not None:
-            self._load(kept["theta"], kept["outer"])
+            self.optimizer = self._check_optimizer(self._make_optimizer(list(self._views.values())))
+        if previous is not None:
+            self._load(previous["theta"], previous["outer"])
 
     @torch.no_grad()
     def restart(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace the shadow weights of some parameters, and have the outer optimizer keep nothing of them so far."""
+        """Replace the shadow weights of the given parameters, and reset their outer optimizer state."""
         loaded = {name: value for name, value in values.items() if name in self._views}
         if self.optimizer is None or not loaded:
             return
-        new = self._make_optimizer(list(self._views.values())).state  # some have a state before the first step
+        new = self._make_optimizer(list(self._views.values())).state  # some optimizers have state before the first step
         for name, value in loaded.items():
             view = self._views[name]
             view.copy_(value)
@@ -98,9 +98,10 @@ class ShadowWeights:
 
     @torch.no_grad()
     def step(self, buckets: Iterable[WeightBucket]) -> None:
-        """Have the outer optimizer step the shadow weights of some buckets by the means in their gradient buckets.
+        """Step the outer optimizer on the means in the gradient buckets, for the shadow weights of the given buckets.
 
-        A parameter whose mean is all zeros has no gradient in that step, as one that is frozen: its momentum waits.
+        A parameter with an all-zero mean gets no gradient in that step, like a frozen parameter: its momentum does not
+        change.
         """
         parts = [(self._views[tensor.name], part) for bucket in buckets for tensor, part in self._mean_parts(bucket)]
         stepped = [(view, part) for view, part in parts if _is_nonzero(part)]
@@ -116,13 +117,13 @@ class ShadowWeights:
         return gradient.views(gradient.flat)
 
     def digest(self) -> int:
-        """Return a number below 2^40 that tells shadow weights from others."""
+        """Return a number below 2^40 that distinguishes different shadow weights."""
         return fingerprint_of_values(self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the shadow weights, and of the outer optimizer's state, by the names of parameters.
+        """Return copies of the shadow weights and of the outer optimizer's state, by parameter name.
 
-        "outer" has the state under "state", and the hyperparameters of each group under "param_groups".
+        "outer" contains the state under "state" and the hyperparameters of each group under "param_groups".
         """
         if self.optimizer is None:
             return {"theta": {}, "outer": {"state": {}, "param_groups": []}}
@@ -130,26 +131,26 @@ class ShadowWeights:
         names = self._optimizer_names(self.optimizer)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         by_name = {names[index]: dict(values) for index, values in state["state"].items()}
-        outer: dict[str, Any] = _copied({"state": by_name, "param_groups": groups})
+        outer: dict[str, Any] = _copy({"state": by_name, "param_groups": groups})
         return {"theta": {name: view.clone() for name, view in self._views.items()}, "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Load the state that `state_dict` returned.
 
         Raises:
-            ValueError: names or shapes are not those of these parameters.
+            ValueError: names or shapes do not match these parameters.
         """
         shapes = {name: view.shape for name, view in self._views.items()}
         if {name: theta.shape for name, theta in state["theta"].items()} != shapes:
             raise ValueError(
-                f"{self._owner}.load_state_dict: the state must hold the shadow weights of this module, {len(shapes)} "
+                f"{self._owner}.load_state_dict: the state must contain this module's shadow weights, {len(shapes)} "
                 f"tensors, got {len(state['theta'])}; they differ in "
                 f"{sorted(shapes.keys() ^ state['theta'].keys())[:5] or 'shapes'}"
             )
         self._load(state["theta"], state["outer"])
 
     def _load(self, theta: Mapping[str, torch.Tensor], outer: Mapping[str, Any]) -> None:
-        """Take over what there is of these parameters."""
+        """Load the part of the state that belongs to these parameters."""
         known = [name for name, view in self._views.items() if name in theta and theta[name].shape == view.shape]
         for name in known:
             self._views[name].copy_(theta[name])
@@ -158,7 +159,7 @@ class ShadowWeights:
         groups = self.optimizer.state_dict()["param_groups"]
         if len(groups) != len(outer["param_groups"]):
             raise ValueError(
-                f"{self._owner}: the outer optimizer must have as many groups of parameters as before, "
+                f"{self._owner}: the outer optimizer must have the same number of parameter groups as before, "
                 f"{len(outer['param_groups'])}, got {len(groups)}"
             )
         numbers = {name: number for number, name in enumerate(self._optimizer_names(self.optimizer))}
@@ -170,30 +171,30 @@ class ShadowWeights:
         )
 
     def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """The names of its parameters, in the order in which its state numbers them."""
+        """Return the parameter names of `optimizer`, in the order of the indices in its state."""
         return [self._names[id(view)] for group in optimizer.param_groups for view in group["params"]]
 
-    def _checked(self, optimizer: object) -> torch.optim.Optimizer:
+    def _check_optimizer(self, optimizer: object) -> torch.optim.Optimizer:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{self._owner}: outer_optimizer must return a torch.optim.Optimizer, got {optimizer!r}")
         given = [id(view) for group in optimizer.param_groups for view in group["params"]]
         if sorted(given) != sorted(self._names):
             raise ValueError(
-                f"{self._owner}: outer_optimizer must return an optimizer of the {len(self._names)} tensors that it is "
-                f"given, got one of {len(given)}, {len(self._names.keys() & set(given))} of them among these"
+                f"{self._owner}: outer_optimizer must return an optimizer of the {len(self._names)} given tensors, got "
+                f"an optimizer of {len(given)} tensors, including {len(self._names.keys() & set(given))} of these"
             )
         return optimizer
 
 
 def _is_nonzero(tensor: torch.Tensor) -> bool:
-    """Return whether an element is not zero; most often the first one tells."""
+    """Return whether any element is nonzero. Checks the first element first, which usually decides."""
     return bool(tensor.numel()) and (bool(tensor[(0,) * tensor.dim()]) or bool(tensor.any()))
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Return nested dicts and lists with copies of their tensors."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Rounds of weights that all ranks make at the same step."""
+"""Rounds of weight algorithms that all ranks run at the same step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 class SynchronousRounds:
-    """Counts the steps and rounds of a weight algorithm, which are the same on all ranks; every round compares them.
+    """Counts the steps and rounds of a weight algorithm, which must be equal on all ranks. Each round compares them.
 
     Args:
-        runner: that of the impl.
-        algorithm: whose options say which weights are averaged.
+        runner: the impl's runner.
+        algorithm: the algorithm, whose options determine which weights are averaged.
 
     Attributes:
         weights: the weights that are averaged.
         step: training steps so far.
         num_rounds: rounds so far.
-        num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
-            makes its next step after one more of them. So they are compared, unless attach was given the scaler.
+        num_backwards: backward passes so far. They reveal a step that a GradScaler skips on a single rank, which then
+            takes its next step one backward pass later. So ranks compare them, unless attach was given the scaler.
     """
 
     def __init__(self, runner: Runner, algorithm: ModelAveragingAlgorithm) -> None:
@@ -37,11 +37,11 @@ class SynchronousRounds:
 
     @property
     def is_single_rank(self) -> bool:
-        """Whether this is a group of one, which communicates nothing and changes nothing."""
+        """Whether the group has a single rank, which communicates nothing and changes nothing."""
         return self._runner.process_group.size == 1
 
     def is_due(self, interval: int) -> bool:
-        """Return whether the step after `step` steps communicates, if one in `interval` does."""
+        """Return whether the step after `step` steps communicates, given a round every `interval` steps."""
         return not self.is_single_rank and self.step % interval == 0
 
     def count_backward(self) -> None:
@@ -49,22 +49,23 @@ class SynchronousRounds:
         self.num_backwards += 1
 
     def start(self, run: Callable[[], T]) -> Job[T]:
-        """Have the lane run a round when all ranks have come here, and count it."""
+        """Submit a round to the lane, which runs it when all ranks have submitted it, and count the round."""
         job = self.submit(run)
         self.num_rounds += 1
         return job
 
     def submit(self, run: Callable[[], T], purpose: str | None = None) -> Job[T]:
-        """Have the lane run `run` when all ranks have come here; where their progress differs, all ranks raise.
+        """Submit `run` to the lane, which runs it when all ranks have submitted it.
 
-        `purpose` is what for, in errors: by default the round after so many steps.
+        If the ranks' progress differs, all ranks raise. `purpose` names the job in errors. By default, it is "the round
+        after `step` steps".
         """
         return self.weights.lockstep.submit(run, purpose or f"the round after {self.step} steps")
 
     def overlap_next_step(self) -> None:
-        """Have observers notified of submissions to the lane from now on as part of the next step.
+        """Report later submissions to the lane to observers as part of the next step.
 
-        For a round that runs beside that step. The lane may be at it before this step's hook returns.
+        For a round that runs concurrently with that step. The lane may start it before this step's hook returns.
         """
         tracer = self._runner.tracer
         if tracer.is_on:

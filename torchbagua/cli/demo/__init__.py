@@ -1,4 +1,4 @@
-"""`torchbagua demo`: trains a small GPT over several processes, plain DDP and then ByteGrad, and compares them."""
+"""`torchbagua demo`: train a small GPT on several processes with plain DDP, then with ByteGrad, and compare both."""
 
 import argparse
 import importlib.util
@@ -16,13 +16,13 @@ _EXTRA = ("matplotlib", "tensorboard", "tqdm")  # of pyproject.toml
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Trains, prints the table, and writes `results.json`, `loss.png` and traces of ByteGrad's run.
+    """Trains, prints the table, and writes `results.json`, `loss.png` and traces of the ByteGrad run.
 
     Returns:
-        0 where the losses agree, 1 where they do not or a rank failed, 128 + the signal where one ended it.
+        0 if the losses agree, 1 if they do not or a rank failed, 128 + the signal if a signal ended the demo.
 
     Raises:
-        SystemExit: an option does not fit, or a package of `torchbagua[demo]` is missing; the message says which.
+        SystemExit: an option is invalid, or a package of `torchbagua[demo]` is missing; the message names it.
     """
     parser = argparse.ArgumentParser(prog="torchbagua demo", description=__doc__)
     parser.add_argument("--nproc", type=_integer(2, 64), default=2, metavar="N", help="processes (default: 2)")
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] = ()) -> int:
         "--steps", type=_integer(1, 10**6), default=500, metavar="N", help="steps of each run (default: 500)"
     )
     parser.add_argument(
-        "--seed", type=_integer(0, 2**32), default=0, metavar="N", help="of the weights and batches (default: 0)"
+        "--seed", type=_integer(0, 2**32), default=0, metavar="N", help="seed of the weights and batches (default: 0)"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="where to write (default: runs/demo)"
+        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder (default: runs/demo)"
     )
     options = parser.parse_args(arguments)
     for name in _EXTRA:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    # Not at the top: these modules need the extra, and `--help` does not need them.
+    # Not at the top: these modules need the extra, but `--help` does not.
     from torchbagua.cli.demo.launch import launch
     from torchbagua.cli.demo.report import Comparison, describe, write
     from torchbagua.cli.demo.text import read_standard_library
@@ -70,7 +70,7 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         text_mb = len(read_standard_library()) / 1e6
     except FileNotFoundError as error:
         parser.error(str(error))
-    # A folder for each run: TensorBoard shows them side by side.
+    # One folder per run, so that TensorBoard shows the runs side by side.
     traces = options.output / "traces" / time.strftime("%Y%m%d-%H%M%S")
     settings = Settings(nproc=options.nproc, steps=options.steps, seed=options.seed, traces=str(traces))
     print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources", flush=True)
@@ -81,19 +81,19 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     try:
         merged = merge(find_files(traces).files, traces / "merged.json.gz").path
     except (ValueError, OSError) as error:
-        print(f"torchbagua demo: there is no whole trace: {error}", file=sys.stderr)
+        print(f"torchbagua demo: the trace is incomplete: {error}", file=sys.stderr)
         return 1
     print(
-        "\nTo see what ByteGrad's communication cost, and when:"
+        "\nTo see the cost of ByteGrad's communication over time:"
         f"\n  torchbagua trace show {shlex.quote(str(traces))}"
         f"\n  tensorboard --logdir {shlex.quote(str(traces.parent))}"
-        f"\n  {merged}, opened in https://ui.perfetto.dev"
+        f"\n  open {merged} in https://ui.perfetto.dev"
     )
     return 0 if comparison.losses_agree else 1
 
 
 def _integer(lowest: int, highest: int) -> Callable[[str], int]:
-    """A type for argparse, which puts the option's name before the message."""
+    """Returns a type for argparse, which puts the option's name before the message."""
 
     def parse(value: str) -> int:
         if not value.isascii() or not value.isdigit() or not lowest <= int(value) <= highest:

@@ -1,4 +1,4 @@
-"""Starts the ranks of the demo through torchrun's own launcher."""
+"""Starts the ranks of the demo with torchrun's launcher."""
 
 import json
 import logging
@@ -19,18 +19,18 @@ def launch(settings: train.Settings) -> list[train.Run]:
     """Runs `python -m torchbagua.cli.demo.train` in `settings.nproc` processes, as `torchrun --standalone` would.
 
     Returns:
-        what `train_rank` returned.
+        the result of `train_rank`.
 
     Raises:
-        ChildFailedError: a rank raised or died; has its traceback. The other ranks have ended.
-        KeyboardInterrupt, SignalException: this process was told to end. All ranks have ended.
+        ChildFailedError: a rank raised or died; the error contains its traceback. The other ranks have exited.
+        KeyboardInterrupt, SignalException: this process received a signal. All ranks have exited.
     """
-    logging.disable(logging.WARNING)  # Ctrl-C would have the launcher report each process that it ends
-    # But for what this process was started to ignore, as nohup has it ignore SIGHUP. Not SIGINT: the launcher would
-    # hand it on to the ranks, which would each print where it met them. Left to Python, it ends the launcher, which
-    # ends the ranks by SIGTERM.
+    logging.disable(logging.WARNING)  # after Ctrl-C, the launcher would report each process that it ends
+    # Except signals that this process ignores from the start, such as SIGHUP after nohup. SIGINT is not listed: the
+    # launcher would forward it to the ranks, and each would print a traceback. Python's default handler ends the
+    # launcher, which then ends the ranks with SIGTERM.
     handled = [
-        one for one in ("SIGTERM", "SIGHUP", "SIGQUIT") if signal.getsignal(signal.Signals[one]) != signal.SIG_IGN
+        name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     ]
     with tempfile.TemporaryDirectory(prefix="torchbagua-demo-") as folder:
         config = LaunchConfig(
@@ -40,7 +40,7 @@ def launch(settings: train.Settings) -> list[train.Run]:
             run_id=str(uuid.uuid4()),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # the ranks would meet at this machine's host name, which need not resolve
+            local_addr="localhost",  # by default ranks rendezvous at this machine's host name, which may not resolve
             max_restarts=0,
             signals_to_handle=",".join(handled),
             logs_specs=DefaultLogsSpecs(log_dir=folder),

@@ -1,6 +1,6 @@
-"""A small GPT over bytes: the model that the demo trains.
+"""A byte-level GPT: the model that the demo trains.
 
-Shapes: B sequences, H heads, T positions, D width, K width of a head.
+Shapes: B sequences, H heads, T positions, D model width, K head width.
 """
 
 import torch
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCABULARY = 256
-"""Every byte is a token, so there is no tokeniser."""
+"""Every byte is a token, so no tokenizer is needed."""
 
 
 class GPT(nn.Module):
-    """Predicts the next byte from those before it.
+    """Predicts the next byte from the bytes before it.
 
     Reads tokens [B, T] (int64), returns logits [B, T, vocabulary]. The output layer shares the embedding's weights.
-    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, with rotary positions,
-    with which so short a training learns far more than with learned ones.
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, with rotary positions.
+    In so short a training they learn far more than learned position embeddings.
     """
 
     def __init__(self, *, width: int, num_layers: int, num_heads: int, vocabulary: int = VOCABULARY) -> None:
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 def rotate_by_position(x_bhtk: Tensor) -> Tensor:
-    """Turns pairs of elements by angles that grow with the position, so that attention sees distances.
+    """Rotates pairs of elements by angles proportional to the position, so that attention sees relative distances.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 34.
     """

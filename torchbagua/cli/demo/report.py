@@ -1,4 +1,4 @@
-"""What the demo found: the comparison of two runs, as a table, as JSON and as a picture."""
+"""The results of the demo: a comparison of two runs as a table, as JSON and as a picture."""
 
 import json
 import statistics
@@ -13,19 +13,19 @@ from torchbagua._text_table import table
 from torchbagua.cli.demo.train import Run, Settings, num_final_steps
 
 LOSS_TOLERANCE = 0.01
-"""How far ByteGrad's loss may lie from plain DDP's; what the project promises."""
+"""The largest relative difference between ByteGrad's and plain DDP's loss that the project promises."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs."""
+    """The two runs of the demo."""
 
     plain: Run
     bytegrad: Run
 
     @property
     def loss_difference(self) -> float:
-        """How far ByteGrad's final loss lies from plain DDP's, as a fraction of it."""
+        """The relative difference of ByteGrad's final loss from plain DDP's."""
         return abs(self.bytegrad.final_loss / self.plain.final_loss - 1)
 
     @property
@@ -34,10 +34,10 @@ class Comparison:
 
 
 def describe(comparison: Comparison) -> str:
-    """The comparison as text: a table, one row a run, and what the columns mean."""
+    """Returns the comparison as text: a table with one row per run, and the meaning of the columns."""
     head = [
         ["", "final loss", "MB sent", "ratio", "ms", "bits per"],
-        ["", "nats/byte", "a step", "", "a step", "element"],
+        ["", "nats/byte", "per step", "", "per step", "element"],
     ]
     rows = [
         [
@@ -58,10 +58,10 @@ def describe(comparison: Comparison) -> str:
 
 The losses differ by {comparison.loss_difference:.2%}, {verdict} {LOSS_TOLERANCE:.0%}.
 
-Loss: mean of the last {num_final} steps and of all ranks. ms: median, on one machine without a network.
-MB: sent by each rank for {plain.num_elements:,} gradient elements. ByteGrad's are measured by
-torchbagua.observe.Recorder. Plain DDP's are the volume of the ring all-reduce that gloo runs,
-2 (n-1)/n x 4 bytes x elements for n ranks; `make bench-network` checks it at the network interface."""
+Loss: mean over the last {num_final} steps and over all ranks. ms: median, on one machine without a network.
+MB: sent by each rank for {plain.num_elements:,} gradient elements. torchbagua.observe.Recorder measures
+ByteGrad's bytes. Plain DDP's bytes are the volume of gloo's ring all-reduce, 2 (n-1)/n x 4 bytes x elements
+for n ranks; `make bench-network` verifies this volume at the network interface."""
 
 
 def write(comparison: Comparison, settings: Settings, folder: Path) -> list[Path]:
@@ -80,7 +80,7 @@ def write(comparison: Comparison, settings: Settings, folder: Path) -> list[Path
 
 
 def _draw(comparison: Comparison, settings: Settings) -> Figure:
-    """Both loss curves against the bytes that each rank has sent."""
+    """Draws both loss curves over the bytes that each rank has sent."""
     plain, bytegrad = comparison.plain, comparison.bytegrad
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -118,5 +118,5 @@ def _draw(comparison: Comparison, settings: Settings) -> Figure:
 
 
 def _smooth(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and up to `reach` neighbours on either side."""
+    """Returns the mean of each value and up to `reach` adjacent values on either side."""
     return [statistics.fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]

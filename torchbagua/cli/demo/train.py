@@ -1,4 +1,4 @@
-"""What one rank of the demo does: train the same model with plain DDP and with ByteGrad."""
+"""One rank of the demo: trains the same model with plain DDP and with ByteGrad."""
 
 import json
 import math
@@ -35,36 +35,36 @@ TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the command line decides."""
+    """The settings from the command line."""
 
     nproc: int
     steps: int
     seed: int
-    traces: str  # the folder that ByteGrad's run is traced to
+    traces: str  # the folder for traces of the ByteGrad run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run of all ranks; lists have one entry a step."""
+    """One training run of all ranks; lists have one entry per step."""
 
     name: str
     num_elements: int  # gradient elements
-    losses: list[float]  # nats per byte, before the step, mean of the ranks
-    sent_bytes: list[int]  # per rank since the start, mean of the ranks
-    sent_bytes_measured: bool  # else they are the volume of a float32 ring
-    final_loss: float  # mean of the last tenth of the steps
-    step_sent_bytes: float  # per rank, mean of the steps
+    losses: list[float]  # nats per byte, before the step, mean over the ranks
+    sent_bytes: list[int]  # per rank since the start, mean over the ranks
+    sent_bytes_measured: bool  # if False, they are the volume of a float32 ring
+    final_loss: float  # mean over the last tenth of the steps
+    step_sent_bytes: float  # per rank, mean over the steps
     step_ms: float  # median of the steps of one rank
-    bits_per_element: float  # 32 for what a float32 ring sends
-    ratio: float  # of a float32 ring's bytes to these
+    bits_per_element: float  # 32 for a float32 ring
+    ratio: float  # bytes of a float32 ring / bytes of this run
 
 
 def summarise(
     name: str, losses: list[float], sent_bytes: list[float] | None, step_ms: float, *, num_elements: int, nproc: int
 ) -> Run:
-    """The run of which this was seen, see `Run`. `sent_bytes` is None where nothing measures them."""
+    """Returns the `Run` with these observations. `sent_bytes` is None if nothing measured them."""
     num_steps = len(losses)
-    # What each rank sends in a ring all-reduce of float32: 2 (n-1)/n of the tensor.
+    # Bytes that each rank sends in a float32 ring all-reduce: 2 (n-1)/n of the tensor.
     ring_bytes = 2 * (nproc - 1) / nproc * 4 * num_elements
     by_step = [ring_bytes * step for step in range(1, num_steps + 1)] if sent_bytes is None else sent_bytes
     step_sent_bytes = by_step[-1] / num_steps
@@ -83,14 +83,14 @@ def summarise(
 
 
 def num_final_steps(num_steps: int) -> int:
-    """Of how many steps the final loss is the mean: a tenth."""
+    """Returns the number of steps that the final loss is averaged over: a tenth."""
     return max(1, num_steps // 10)
 
 
 def train_rank(settings: Settings) -> list[Run]:
-    """Trains with plain DDP, then with ByteGrad, from the same weights on the same batches.
+    """Trains with plain DDP, then with ByteGrad, from the same weights on the same batches; returns both runs.
 
-    Needs the environment of torchrun. Returns both runs.
+    Needs the environment variables of torchrun.
     """
     torch.set_num_threads(max(1, usable_cores() // settings.nproc))
     text = read_standard_library()
@@ -147,7 +147,7 @@ def _train(
 
 
 def mean_over_ranks(values: Sequence[float]) -> list[float]:
-    """The mean of each value. Collective, over the default group."""
+    """Returns the mean of each value over the ranks. Collective, over the default group."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     means: list[float] = (total / dist.get_world_size()).tolist()
@@ -155,20 +155,20 @@ def mean_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 def next_batch(text: Tensor, batches: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Cuts random windows: inputs and targets, each [SEQUENCES_PER_RANK, CONTEXT] int64, targets one byte later."""
+    """Returns random windows: inputs and targets, each [SEQUENCES_PER_RANK, CONTEXT] int64, targets one byte later."""
     starts = torch.randint(len(text) - CONTEXT, (SEQUENCES_PER_RANK, 1), generator=batches)
     windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to 2 %."""
+    """Returns the factor of a linear warm-up, followed by a cosine decay to 2 %."""
     return min((step + 1) / WARMUP_STEPS, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
 @record
 def _main(settings: str, output: str) -> None:
-    """Trains as the rank that the environment names; rank 0 writes the runs to `output`."""
+    """Trains as the rank given by the environment; rank 0 writes the runs to `output`."""
     runs = train_rank(Settings(**json.loads(settings)))
     if os.environ["RANK"] == "0":
         Path(output).write_text(json.dumps([asdict(run) for run in runs]), encoding="utf-8")

@@ -1,13 +1,13 @@
-"""Bagua's API under its own names: `import torchbagua.compat.bagua as bagua` in a script that was written for Bagua.
+"""Bagua's API under Bagua's names: `import torchbagua.compat.bagua as bagua` in a script written for Bagua.
 
-May import whatever users may.
+May import only the public API.
 Begin with data_parallel/bagua_distributed.py, then own_algorithm.py.
 
-Importing it gives torch.nn.Module and torch.Tensor the methods that Bagua gives them, `with_bagua` among them. `import
-torchbagua` alone does not.
+As in Bagua, the import adds methods to torch.nn.Module and torch.Tensor, such as `with_bagua`. `import torchbagua`
+alone does not.
 
-Four of Bagua's names are names of this package's classes too. Here they stand for BucketFacade, ProcessGroupFacade,
-TensorFacade and ImplFacade: `bucket.BaguaBucket` is a BucketFacade, for instance, and `torchbagua.BaguaBucket` is not.
+Four of Bagua's names are also names of classes in this package. Here they refer to BucketFacade, ProcessGroupFacade,
+TensorFacade and ImplFacade: for instance, `bucket.BaguaBucket` is BucketFacade, but `torchbagua.BaguaBucket` is not.
 """
 
 from torchbagua.compat.bagua import algorithms, communication, data_parallel, distributed, env, tensor

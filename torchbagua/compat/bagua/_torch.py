@@ -1,6 +1,6 @@
-"""Private names of torch that Bagua's API cannot do without: why, and in which versions of torch they were seen.
+"""Private names of torch that Bagua's API needs: why, and the versions of torch in which they were checked.
 
-tests/test_torch_private.py has a canary for each.
+tests/test_torch_private.py has a canary for each name.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-# torch.distributed. Bagua's communicators are among some ranks of any group, and torch's own new_group wants the whole
-# world to take part. Seen in 2.11 to 2.13.
+# torch.distributed. Bagua's communicators span a subset of the ranks of any group, but torch's new_group requires the
+# whole world to take part. Checked in 2.11 to 2.13.
 
 _GPU = torch.device("cuda")
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:
-    """Return whether NCCL moves tensors of GPUs in this group, also within TORCH_DISTRIBUTED_DEBUG=DETAIL's wrapper."""
+    """Return whether this group uses NCCL for GPU tensors, also in the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     if not dist.is_nccl_available() or _GPU.type not in [device.type for device in group._device_types]:
         return False
     backend: Any = group._get_backend(_GPU)
@@ -26,7 +26,7 @@ def has_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return an NCCL group, which connects when it is first used."""
+    """Return an NCCL group, which connects at its first use."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = dist.ProcessGroup(store, rank, size)
@@ -36,13 +36,13 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     return group
 
 
-# DistributedDataParallel. Seen in 2.11 to 2.13.
+# DistributedDataParallel. Checked in 2.11 to 2.13.
 
 
 def ignore_names(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
-    """Have every DDP of `module` that is made from now on, and `attach`, ignore these too; return all that they ignore.
+    """Have `attach`, and every DDP of `module` created later, ignore these names too; return all ignored names.
 
-    DDP has no argument for it.
+    DDP has no argument for this.
     """
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     every = sorted({*known, *names})
@@ -52,12 +52,12 @@ def ignore_names(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
 
 
 class DDPOfFunction(DistributedDataParallel):
-    """A DDP that calls a function where torch's calls its module, whose hooks are then not called.
+    """A DDP that calls a function instead of its module, so the module's hooks do not run.
 
     Args:
-        module: whose parameters it trains.
-        function: called in place of the module.
-        arguments: of DistributedDataParallel.
+        module: the module with the parameters to train.
+        function: the function to call instead of the module.
+        arguments: arguments of DistributedDataParallel.
     """
 
     def __init__(self, module: torch.nn.Module, function: Callable[..., Any], **arguments: Any) -> None:

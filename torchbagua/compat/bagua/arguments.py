@@ -1,4 +1,4 @@
-"""What the primitives are given: communicators and tensors, checked."""
+"""Checks of the arguments of the primitives: communicators and tensors."""
 
 import torch
 import torch.distributed as dist
@@ -7,15 +7,15 @@ from torchbagua.compat.bagua.process_groups import BaguaCommunicator, CommMember
 
 
 def group_of(comm: object) -> dist.ProcessGroup | None:
-    """Return torch's group of a communicator, by default the world's; None where this rank is no member."""
+    """Return torch's group of a communicator, by default the world's; None if this rank is not a member."""
     if comm is CommMember.NON_COMM_MEMBER:
         return None
     if comm is None or comm is CommMember.WORLD:
         comm = _get_default_group().get_global_communicator()
     if not isinstance(comm, BaguaCommunicator):
         raise TypeError(
-            "torchbagua.compat.bagua: comm must be what a process group's get_global_communicator returned, or None, "
-            f"got {comm!r}"
+            "torchbagua.compat.bagua: comm must be a communicator or None, got "
+            f"{comm!r}; call the process group's get_global_communicator()"
         )
     return comm.group
 
@@ -29,9 +29,9 @@ def bare(
     multiple_of: int = 1,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `tensor`, of the dtype of `like`, as one dimension outside of autograd."""
+    """Return `tensor` as one dimension, detached from autograd; check it, and its dtype against `like`."""
     if like is not None and tensor.dtype != like.dtype:
-        raise TypeError(f"{where}: {name} must be of {like.dtype}, as the other tensor is, got {tensor.dtype}")
+        raise TypeError(f"{where}: {name} must be of {like.dtype}, like the other tensor, got {tensor.dtype}")
     if not tensor.is_contiguous():
         raise ValueError(f"{where}: {name} must be contiguous, got strides {tensor.stride()} of {list(tensor.shape)}")
     if num_elements is not None and tensor.numel() != num_elements:
@@ -50,6 +50,6 @@ def bytes_of(
     multiple_of: int = 1,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the bytes of `tensor`: what only moves may be of any dtype."""
+    """Return the bytes of `tensor`: primitives that only send tensors allow any dtype."""
     num_elements = None if num_bytes is None else num_bytes // tensor.element_size()
     return bare(where, name, tensor, num_elements, multiple_of=multiple_of, like=like).view(torch.uint8)

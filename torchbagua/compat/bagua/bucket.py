@@ -1,4 +1,4 @@
-"""Bagua's buckets: Bagua tensors that are communicated together, and the operations that do it."""
+"""Bagua's buckets: Bagua tensors that are communicated together, with their operations."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,51 +16,53 @@ if TYPE_CHECKING:
 
 
 class DecentralizedOp:
-    """What `BaguaBucket.append_decentralized_synchronous_op` returns."""
+    """The operation that `BaguaBucket.append_decentralized_synchronous_op` returns."""
 
     def __init__(self, peer_weight: torch.Tensor) -> None:
         self._peer_weight = peer_weight
 
     def copy_back_peer_weight(self, bucket: "BucketFacade") -> None:
-        """Replace what the tensors of the bucket stand for by the mean with the peers, once it is there."""
+        """Replace the effective tensors of the bucket with the mean with the peers, after it was computed."""
         bucket.write(self._peer_weight)
 
 
 class BucketFacade:
-    """Bagua's BaguaBucket: Bagua tensors that are communicated together. `AlgorithmImpl.tensors_to_buckets` makes them.
+    """Bagua's BaguaBucket: Bagua tensors that are communicated together. `AlgorithmImpl.tensors_to_buckets`
+    creates them.
 
-    A `torchbagua.BaguaBucket` runs its operations.
+    Each wraps a `torchbagua.BaguaBucket`, which runs the operations.
 
     Args:
         tensors: Bagua tensors of one dtype, on one device.
-        name: a name that no other bucket of the module has.
-        flatten: have what they stand for lie one after the other in memory. Else it is copied each time.
-        alignment: zeros are added until the number of elements is a multiple of this.
+        name: a name that is unique among the buckets of the module.
+        flatten: place the effective tensors one after the other in memory; if False, they are copied in each run.
+        alignment: zeros pad the bucket to a multiple of this number of elements.
 
     Attributes:
         tensors: the tensors.
         name: the name.
-        flatten: whether they were flattened.
+        flatten: whether the bucket is flattened.
         padding_tensor: the zeros, or None.
 
     Raises:
-        ValueError: there are no tensors, or they are of several modules, dtypes or devices.
-        AttributeError: one is no Bagua tensor.
+        ValueError: there are no tensors, or their modules, dtypes or devices differ.
+        AttributeError: a tensor is not a Bagua tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
-        kinds = {(proxy_of(one).module_name, effective(one).dtype, effective(one).device) for one in tensors}
+        kinds = {(proxy_of(t).module_name, effective(t).dtype, effective(t).device) for t in tensors}
         if len(kinds) != 1:
             raise ValueError(
-                f"BaguaBucket: tensors must be some, of one module, dtype and device, got {sorted(map(str, kinds))}"
+                "BaguaBucket: tensors must be at least one, all of one module, dtype and device, got "
+                f"{sorted(map(str, kinds))}"
             )
         ((self.bagua_module_name, dtype, device),) = kinds
         self.tensors = list(tensors)
         self.name = name
         self.flatten = flatten
         self.padding_tensor: torch.Tensor | None = None
-        # As they are laid out, without their values.
-        likes = [tb.BaguaTensor(proxy_of(one).name, effective(one).detach().to("meta")) for one in self.tensors]
+        # The memory layout of the tensors, without their values.
+        likes = [tb.BaguaTensor(proxy_of(t).name, effective(t).detach().to("meta")) for t in self.tensors]
         num_elements = sum(_num_reals(like.parameter) for like in likes)
         if padding := -num_elements % alignment:
             likes.append(tb.BaguaTensor(f"bagua_padding_tensor_bucket_{name}", torch.empty(padding, device="meta")))
@@ -78,14 +80,14 @@ class BucketFacade:
         self.read()
 
     def bind(self, runner: "OwnImpl", group: tb.BaguaProcessGroup) -> tb.BaguaBucket:
-        """Have `runner` run the bucket over `group`; return the core's bucket, which has the operations."""
+        """Have `runner` run the bucket over `group`; return the core's bucket, which contains the operations."""
         self._runner = runner
         self._core = tb.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)
         return self._core
 
     @property
     def core(self) -> tb.BaguaBucket:
-        """The core's bucket. Raises RuntimeError before there is one."""
+        """The core's bucket. Raises RuntimeError before `bind`."""
         if self._core is None:
             raise RuntimeError(
                 f"torchbagua.compat.bagua: bucket {self.name} has no algorithm yet: append operations in "
@@ -95,7 +97,7 @@ class BucketFacade:
 
     @property
     def backend_bucket(self) -> "BucketFacade":
-        """The bucket itself: Bagua's backend has buckets of its own, and this package has not."""
+        """The bucket itself: Bagua's backend has separate buckets, but this package does not."""
         return self
 
     @property
@@ -104,18 +106,18 @@ class BucketFacade:
         return self._flat if self.flatten else None
 
     def bytes(self) -> int:
-        """Return the bytes of what the tensors stand for."""
+        """Return the size of the effective tensors in bytes."""
         return sum(effective(tensor).nbytes for tensor in self.tensors)
 
     def flattened_tensor(self) -> torch.Tensor:
-        """Return what the tensors stand for, and the padding, in a new flat tensor."""
+        """Return a new flat tensor with the effective tensors and the padding."""
         flat = torch.zeros_like(self._flat)
         for tensor, part in self._views(flat):
             part.copy_(effective(tensor).detach())
         return flat
 
     def check_flatten(self) -> bool:
-        """Return whether what the tensors stand for lies one after the other in memory."""
+        """Return whether the effective tensors are contiguous in memory, one after the other."""
         return all(effective(tensor).data_ptr() == part.data_ptr() for tensor, part in self._views(self._flat))
 
     def clear_ops(self) -> "BucketFacade":
@@ -127,9 +129,9 @@ class BucketFacade:
     def append_python_op(
         self, python_function: Callable[[str], None], group: ProcessGroupFacade | None = None
     ) -> "BucketFacade":
-        """Append a function of the name of the bucket. It changes what the tensors stand for, in place.
+        """Append a function of the bucket's name. It changes the effective tensors in place.
 
-        It runs beside training, on a thread that runs all operations in their order.
+        It runs concurrently with training, on a thread that runs all operations in order.
         """
 
         @wraps(python_function)
@@ -150,7 +152,7 @@ class BucketFacade:
         compression: str | None = None,
         group: ProcessGroupFacade | None = None,
     ) -> "BucketFacade":
-        """Append the mean, or sum, over all ranks; see `torchbagua.BaguaBucket`."""
+        """Append the mean or sum over all ranks; see `torchbagua.BaguaBucket`."""
         method = "append_centralized_synchronous_op"
         return self._append(method, hierarchical, average, scattergather, compression, group=group)
 
@@ -164,17 +166,17 @@ class BucketFacade:
         """Append the mean with this rank's peers, in `peer_weight`; see `torchbagua.BaguaBucket`.
 
         Args:
-            peer_weight: as `flattened_tensor` returns it.
-            hierarchical: with several nodes of several ranks: within the node first.
+            peer_weight: a tensor from `flattened_tensor`.
+            hierarchical: in multi-node training, average within each node first.
             peer_selection_mode: "all" or "shift_one".
-            group: the group; by default that of the algorithm.
+            group: the group; by default the group of the algorithm.
 
         Returns:
-            an object whose `copy_back_peer_weight(bucket)` writes the mean into the tensors.
+            an object with a method `copy_back_peer_weight(bucket)`, which writes the mean into the effective tensors.
         """
         writes_back, mean = self._writes_back, effective(peer_weight)
         self._append("append_decentralized_synchronous_op", mean, hierarchical, peer_selection_mode, group=group)
-        self._writes_back = writes_back  # the tensors stay as they are
+        self._writes_back = writes_back  # the operation does not change the tensors
         return DecentralizedOp(mean)
 
     def append_low_precision_decentralized_synchronous_op(
@@ -188,8 +190,8 @@ class BucketFacade:
     ) -> "BucketFacade":
         """Append one round of the ring of compressed differences; see `torchbagua.BaguaBucket`.
 
-        The three replicas are as `flattened_tensor` returns it. As in Bagua, on a single node, if `hierarchical`, it is
-        the mean in full precision, and the replicas stay as they are.
+        The three replicas are tensors from `flattened_tensor`. As in Bagua, with `hierarchical` on a single node, the
+        operation is the mean in full precision, and does not change the replicas.
         """
         if hierarchical and is_single_node(self._core_group(group)):
             return self._append("append_centralized_synchronous_op", group=group)
@@ -200,10 +202,10 @@ class BucketFacade:
     def append_asynchronous_model_average_op(
         self, peer_selection_mode: str, group: ProcessGroupFacade | None = None
     ) -> "BucketFacade":
-        """Append the mean over all ranks, for a round that runs beside training; see `torchbagua.BaguaBucket`.
+        """Append the mean over all ranks, for a round concurrent with training; see `torchbagua.BaguaBucket`.
 
-        What Bagua's method returns can lock weights. This package's asynchronous averaging needs no lock, see
-        `torchbagua.AsyncModelAverageAlgorithm`, and there is none here.
+        In Bagua, the returned operation can lock weights. This package's asynchronous averaging needs no lock, so this
+        method returns none; see `torchbagua.AsyncModelAverageAlgorithm`.
         """
         return self._append("append_asynchronous_model_average_op", peer_selection_mode, group=group)
 
@@ -214,50 +216,50 @@ class BucketFacade:
         return self
 
     def _core_group(self, group: ProcessGroupFacade | None) -> tb.BaguaProcessGroup:
-        """Return the private groups for `group`, by default those of the algorithm."""
+        """Return the private groups for `group`, by default the private groups of the algorithm."""
         assert self._runner is not None
         return self._runner.open_group(group, self.core.flat.device) or self.core.group
 
     def mark_ready(self, tensor: torch.Tensor) -> None:
-        """Take note that what a tensor of the bucket stands for is final."""
+        """Record that the effective tensor of a tensor of the bucket is final."""
         if self._runner is None:
-            raise RuntimeError(f"torchbagua.compat.bagua: bucket {self.name} has no algorithm yet, which could run it")
+            raise RuntimeError(f"torchbagua.compat.bagua: no algorithm runs bucket {self.name} yet")
         if id(tensor) in self._ready:
             raise RuntimeError(
-                f"torchbagua.compat.bagua: {proxy_of(tensor).name} was marked ready twice, and bucket {self.name} has "
+                f"torchbagua.compat.bagua: {proxy_of(tensor).name} was marked ready twice, but bucket {self.name} has "
                 f"not run in between: {self.missing()}"
             )
         self._ready.add(id(tensor))
         self._runner.run_ready()
 
     def missing(self) -> str:
-        """Say which tensors are not ready."""
+        """Return text that names the tensors that are not ready."""
         names = [proxy_of(tensor).name for tensor in self.tensors if id(tensor) not in self._ready]
         return f"{', '.join(names) or 'none'} of its tensors {'is' if len(names) < 2 else 'are'} not ready"
 
     @property
     def is_ready(self) -> bool:
-        """Whether all tensors are final."""
+        """Whether all effective tensors are final."""
         return len(self._ready) == len(self.tensors)
 
     @property
-    def is_begun(self) -> bool:
-        """Whether some tensor is."""
+    def has_ready_tensor(self) -> bool:
+        """Whether any tensor is final."""
         return bool(self._ready)
 
     def begin(self) -> None:
-        """Prepare for a run: no tensor is ready any more, and the flat tensor has their values."""
+        """Prepare for a run: mark all tensors as not ready, and copy their values into the flat tensor."""
         self._ready.clear()
         self.read()
 
     def end(self) -> None:
-        """Have the tensors stand for what the run has made of the flat tensor."""
+        """Copy the results of the run from the flat tensor into the effective tensors."""
         if self._writes_back and not self.flatten:
             self.write(self._flat)
 
     @torch.no_grad()
     def read(self) -> None:
-        """Copy what the tensors stand for into the flat tensor, and have it lie there if the bucket is flattened."""
+        """Copy the effective tensors into the flat tensor; if the bucket is flattened, make them views of it."""
         for tensor, part in self._views(self._flat):
             found = effective(tensor)
             if found.data_ptr() != part.data_ptr() or found.stride() != part.stride():
@@ -267,7 +269,7 @@ class BucketFacade:
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
-        """Copy a tensor like the flat one into what the tensors stand for."""
+        """Copy a tensor with the layout of the flat tensor into the effective tensors."""
         for tensor, part in self._views(flat):
             effective(tensor).copy_(part)
 
@@ -283,5 +285,5 @@ BaguaBucket = BucketFacade
 
 
 def _num_reals(tensor: torch.Tensor) -> int:
-    """Return how many elements of a flat tensor it takes: a complex number is two."""
+    """Return the number of elements that `tensor` takes in a flat tensor: a complex number takes two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)

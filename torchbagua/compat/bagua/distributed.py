@@ -1,4 +1,4 @@
-"""Bagua's `distributed`: what importing `torchbagua.compat.bagua` gives to every torch.nn.Module."""
+"""Bagua's `distributed`: the methods that importing `torchbagua.compat.bagua` adds to torch.nn.Module."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from torchbagua.compat.bagua.process_groups import ProcessGroupFacade, to_bagua_
 
 
 class BaguaModule:
-    """The methods that importing `torchbagua.compat.bagua` gives to torch.nn.Module.
+    """The methods that importing `torchbagua.compat.bagua` adds to torch.nn.Module.
 
-    Without `with_bagua`, attributes are None and raise nothing: torch.compile reads every attribute of its modules.
+    Before `with_bagua`, attributes are None instead of raising: torch.compile reads every attribute of its modules.
     """
 
     def with_bagua(
@@ -25,28 +25,27 @@ class BaguaModule:
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> torch.nn.Module:
-        """Put an algorithm to work on the module, and return the module. Collective.
+        """Attach an algorithm to the module, and return the module. Collective.
 
-        All ranks get rank 0's weights and the state of its optimizers; learning rates stay each rank's own. Called
-        again, it ends the algorithm that is at work, and begins another one. `module.bagua_ddp.attachment.detach()`
-        ends it for good.
+        All ranks get rank 0's weights and the state of its optimizers; each rank keeps its learning rates. A second
+        call replaces the current algorithm. `module.bagua_ddp.attachment.detach()` ends the algorithm.
 
         Args:
-            optimizers: of the module's parameters.
-            algorithm: one of `torchbagua.compat.bagua.algorithms`, its registered name, or your own.
-            process_group: the ranks that train together; by default all.
-            do_flatten: have gradients lie in the buckets that are sent, and not be copied there.
-            grad_scaler: the GradScaler of your loop, which Bagua's method does not take; see `torchbagua.attach`.
+            optimizers: the optimizers of the module's parameters.
+            algorithm: an algorithm of `torchbagua.compat.bagua.algorithms`, its registered name, or your own algorithm.
+            process_group: the ranks that train together; by default all ranks.
+            do_flatten: make gradients views of the buckets, instead of copying them into the buckets.
+            grad_scaler: the GradScaler of your loop, see `torchbagua.attach`. Bagua's method lacks this argument.
 
         Raises:
             TypeError, ValueError, TimeoutError, CommunicationError: see `torchbagua.attach`.
-            RuntimeError: there is no default process group.
+            RuntimeError: the default process group does not exist.
         """
         group = to_bagua_process_group(process_group)
         before: BaguaDistributedDataParallel | None = vars(self).pop("bagua_ddp", None)
         if before is not None:
             before.attachment.detach()
-            del before  # and the DDP that it has made
+            del before  # and its DDP
         self.bagua_ddp = BaguaDistributedDataParallel(
             self,
             optimizers,
@@ -61,7 +60,7 @@ class BaguaModule:
 
     @property
     def bagua_module_name(self: Any) -> str:
-        """A name of the module."""
+        """The name of the module."""
         return str(vars(self).get("_bagua_module_name", f"{type(self).__name__}_{id(self)}"))
 
     @bagua_module_name.setter
@@ -70,17 +69,17 @@ class BaguaModule:
 
     @property
     def bagua_algorithm(self: Any) -> Any:
-        """What runs the algorithm; of AsyncModelAverage it has `abort(module)` and `resume(module)`."""
+        """The running part of the algorithm; with AsyncModelAverage it has `abort(module)` and `resume(module)`."""
         return _of_ddp(self, "bagua_algorithm")
 
     @property
     def bagua_optimizers(self: Any) -> Any:
-        """The optimizers that `with_bagua` was given."""
+        """The optimizers passed to `with_bagua`."""
         return _of_ddp(self, "bagua_optimizers")
 
     @property
     def bagua_buckets(self: Any) -> Any:
-        """The buckets. Those of gradients are there after the first backward."""
+        """The buckets. Gradient buckets exist after the first backward."""
         return _of_ddp(self, "bagua_buckets")
 
 
@@ -90,9 +89,9 @@ def _of_ddp(module: torch.nn.Module, name: str) -> Any:
 
 
 def install() -> None:
-    """Give torch.nn.Module the methods."""
+    """Add the methods to torch.nn.Module."""
     for name, member in vars(BaguaModule).items():
         if "bagua" in name:
-            if isinstance(member, property):  # which TorchScript would compile, of every module
+            if isinstance(member, property):  # else TorchScript would compile it for every module
                 member = torch.jit.unused(member)  # type: ignore[arg-type]
             setattr(torch.nn.Module, name, member)

@@ -11,14 +11,14 @@ from torchbagua import algorithms
 
 
 def is_single_node(group: tb.BaguaProcessGroup) -> bool:
-    """Return whether all ranks of the group, of which there are several, are on one node."""
+    """Return whether the group has several ranks, all on one node."""
     return group.size > 1 and len(group.node_ranks) == 1
 
 
 def with_node_mean(algorithm: tb.Algorithm) -> tb.Algorithm:
-    """Return `algorithm`, but Bagua's form of the hierarchical low-precision ring if it is this package's.
+    """Return `algorithm`; replace this package's hierarchical low-precision ring with Bagua's variant.
 
-    Bagua averages the weights of a node in full precision, and uses the codec between nodes only. This package's
+    Bagua averages weights within a node in full precision, and uses the codec only between nodes. This package's ring
     compresses on a single node too.
     """
     if type(algorithm) is not tb.LowPrecisionDecentralizedAlgorithm or not algorithm.hierarchical:
@@ -31,8 +31,8 @@ def with_node_mean(algorithm: tb.Algorithm) -> tb.Algorithm:
 class LowPrecisionDecentralizedAlgorithm(tb.LowPrecisionDecentralizedAlgorithm):
     """`torchbagua.LowPrecisionDecentralizedAlgorithm`, except on a single node.
 
-    There the weights become the mean of all ranks, in full precision, after each step that communicates. It has the
-    name of that class, which is in states and errors.
+    On a single node, each step that communicates replaces the weights with the mean of all ranks in full precision. The
+    class has the same name, because states and errors contain the name.
     """
 
     def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
@@ -40,7 +40,7 @@ class LowPrecisionDecentralizedAlgorithm(tb.LowPrecisionDecentralizedAlgorithm):
 
 
 class NodeMeanImpl(tb.AlgorithmImpl):
-    """Replaces the weights by their mean after each step that is due. Nothing is in flight between two steps."""
+    """Replaces the weights with their mean after each due step. Nothing is in flight between two steps."""
 
     algorithm: LowPrecisionDecentralizedAlgorithm
 
@@ -58,7 +58,7 @@ class NodeMeanImpl(tb.AlgorithmImpl):
         return self._after_step
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Form the mean, after steps 1, k + 1, 2k + 1 and so on, as the ring does."""
+        """Compute the mean after steps 1, k + 1, 2k + 1 and so on, as the ring does."""
         is_due = self._rounds.is_due(self.algorithm.communication_interval)
         self._rounds.step += 1
         if is_due:
@@ -67,11 +67,11 @@ class NodeMeanImpl(tb.AlgorithmImpl):
             self._rounds.weights.write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps so far."""
+        """Return the number of steps so far."""
         return {**self._owner, "step": self._rounds.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. The replicas in a state of the ring are not needed."""
+        """Load a state from `state_dict`. The replicas in a state of the ring are ignored."""
         keys = [*self._owner, "step"]
         if not isinstance(state, Mapping) or not state.keys() >= set(keys):
             got = sorted(state) if isinstance(state, Mapping) else repr(state)
@@ -79,9 +79,9 @@ class NodeMeanImpl(tb.AlgorithmImpl):
         given = {name: state[name] for name in self._owner}
         if given != self._owner:
             raise ValueError(
-                f"{type(self).__name__}.load_state_dict: state must be of {self._owner}, got one of {given}; every "
-                "rank saves and loads its own. Where the number of ranks has changed, load the weights before "
-                "with_bagua, and no state"
+                f"{type(self).__name__}.load_state_dict: state must be of {self._owner}, got {given}; every rank saves "
+                "and loads its own state. If the number of ranks has changed, load the weights before with_bagua, "
+                "and load no state"
             )
         self._rounds.step = state["step"]
 

@@ -1,7 +1,7 @@
-"""How an algorithm that is written against Bagua's documentation runs under `attach`.
+"""Runs an algorithm that is written for Bagua's API with `attach`.
 
-Such an algorithm has buckets of its own, whatever its tensors stand for. So for `attach` it is of the kind that
-averages weights: DDP sends nothing, and what the buckets send runs on a lane.
+Such a custom algorithm has its own buckets, with any effective tensors. So `attach` treats it as a weight algorithm:
+DDP sends nothing, and the lane runs the buckets.
 """
 
 from collections import deque
@@ -28,13 +28,13 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def is_own(algorithm: object) -> bool:
-    """Return whether an algorithm is written against Bagua's documentation: it says itself what `reify` returns."""
+    """Return whether an algorithm is written for Bagua's API: it overrides `reify`."""
     return isinstance(algorithm, tb.Algorithm) and type(algorithm).reify is not tb.Algorithm.reify
 
 
 @dataclass(frozen=True)
 class OwnAlgorithm(tb.Algorithm):
-    """An algorithm of the user's, and the module that it is for."""
+    """A user's algorithm, and the module that it is attached to."""
 
     averages_weights: ClassVar[bool] = True
 
@@ -42,25 +42,26 @@ class OwnAlgorithm(tb.Algorithm):
     bagua_ddp: "BaguaDistributedDataParallel" = field(repr=False)
 
     def arguments(self) -> dict[str, str]:
-        """Return the name of the class, and those of its attributes that are plain."""
+        """Return the name of the class, and its attributes of plain types."""
         own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
         return {"algorithm": type(self.algorithm).__qualname__, **own}
 
     def make_impl(self, runner: tb.Runner) -> "OwnImpl":
-        """Return what runs what the user's `reify` returns."""
+        """Return the impl that runs the result of the user's `reify`."""
         impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
         if not isinstance(impl, ImplFacade):
             raise TypeError(
                 f"{type(self.algorithm).__name__}.reify must return an AlgorithmImpl of torchbagua.compat.bagua, got "
-                f"{impl!r}; an algorithm with an impl of torchbagua's own overrides make_impl"
+                f"{impl!r}; an algorithm with one of torchbagua's impls overrides make_impl instead"
             )
         return OwnImpl(runner, impl)
 
 
 class OwnImpl(tb.AlgorithmImpl):
-    """Runs an AlgorithmImpl of the user's.
+    """Runs a user's AlgorithmImpl.
 
-    Buckets run in their order, on all ranks the same, each when its tensors are ready and those before it have begun.
+    Buckets run in the same order on all ranks. A bucket starts when its tensors are ready, and all buckets before it
+    have started.
     """
 
     algorithm: OwnAlgorithm
@@ -78,11 +79,11 @@ class OwnImpl(tb.AlgorithmImpl):
         runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
         runner.needs_grad_scaler, runner.agree_on_overflow = False, self._agree_on_overflow
         runner.on_close(self._forget_tensors)
-        self._of_core: dict[tb.BaguaBucket, BucketFacade] = {}
+        self._facades: dict[tb.BaguaBucket, BucketFacade] = {}
         self._order: deque[BucketFacade] = deque()
         self._running: list[tuple[BucketFacade, Any]] = []
         self._groups: list[tuple[ProcessGroupFacade, tb.BaguaProcessGroup]] = []
-        self._reached: set[str] = set()  # in this backward, the parameters whose gradients are there
+        self._reached: set[str] = set()  # the parameters with a gradient computed in this backward
         self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
     def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
@@ -93,14 +94,14 @@ class OwnImpl(tb.AlgorithmImpl):
         return [tb.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
 
     def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
-        suggested = _suggested([tensor.parameter for tensor in tensors])
+        suggested = _suggest_buckets([tensor.parameter for tensor in tensors])
         self.own_buckets = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
-        self._of_core = {one.bind(self, self.runner.process_group): one for one in self.own_buckets}
+        self._facades = {facade.bind(self, self.runner.process_group): facade for facade in self.own_buckets}
         self._order = deque(self.own_buckets)
-        return list(self._of_core)
+        return list(self._facades)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
-        self.own.init_operations(self.ddp, self._of_core[bucket])
+        self.own.init_operations(self.ddp, self._facades[bucket])
 
     def reset(self) -> None:
         self.wait_pending()
@@ -108,11 +109,11 @@ class OwnImpl(tb.AlgorithmImpl):
         self._on_step = self.own.init_post_optimizer_step_hook(self.ddp)
 
     def need_reset(self) -> bool:
-        """False: before each forward the user's `need_reset` is asked."""
+        """Return False: the user's `need_reset` is called before each forward instead."""
         return False
 
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Nothing: the user's algorithm knows of no loads."""
+        """Do nothing: Bagua's API has no notification of loaded weights."""
 
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None]:
         return self._before_forward
@@ -124,7 +125,7 @@ class OwnImpl(tb.AlgorithmImpl):
         return self._after_backward
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> None:
-        """Nothing at the end of a training step; the user's hook is called after each step of each optimizer."""
+        """Return None, no hook after a training step: the user's hook is called after each step of each optimizer."""
         for watch in self.runner.step_watches:
             watch.add(self._after_step)
             self.runner.on_close(partial(watch.remove, self._after_step))
@@ -145,7 +146,7 @@ class OwnImpl(tb.AlgorithmImpl):
             yield
 
     def run_ready(self) -> None:
-        """Run the buckets whose turn it is."""
+        """Run the ready buckets at the front of the order."""
         while self._order[0].is_ready:
             first = self._order[0]
             self._order.rotate(-1)
@@ -153,14 +154,14 @@ class OwnImpl(tb.AlgorithmImpl):
             self._running.append((first, self.runner.lane.submit(first.core.run)))
 
     def wait_pending(self) -> None:
-        """Wait for the buckets that run, and have their tensors stand for the results."""
+        """Wait for the running buckets, and write the results into their effective tensors."""
         while self._running:
-            one, job = self._running.pop(0)
+            bucket, job = self._running.pop(0)
             job.result()
-            one.end()
+            bucket.end()
 
     def open_group(self, group: ProcessGroupFacade | None, device: torch.device) -> tb.BaguaProcessGroup | None:
-        """Return the private groups for another group than that of the algorithm. Collective."""
+        """Return the private groups for a group, or None for the group of the algorithm. Collective."""
         if group is None or group.torch_group is self.runner.process_group.process_group:
             return None
         for known, opened in self._groups:
@@ -169,12 +170,12 @@ class OwnImpl(tb.AlgorithmImpl):
         opened = group.open()
         self._groups.append((group, opened))
         opened.open()
-        opened.move_beside_training()
+        opened.move_to_lane()
         opened.use_device(device)
         return opened
 
     def finish(self) -> bool:
-        """Take the last mean where weights were communicated."""
+        """Apply the last mean if weights were communicated."""
         self.wait_pending()
         if self.runner.replicas_diverge():
             self._select_weights()
@@ -184,8 +185,8 @@ class OwnImpl(tb.AlgorithmImpl):
     def _forget_tensors(self) -> None:
         for _, opened in self._groups:
             opened.close()
-        for one in self.own_buckets:
-            for tensor in one.tensors:
+        for bucket in self.own_buckets:
+            for tensor in bucket.tensors:
                 tensor._bagua_proxy = None  # type: ignore[attr-defined]
 
     def _select_weights(self) -> None:
@@ -196,7 +197,7 @@ class OwnImpl(tb.AlgorithmImpl):
         self.ddp.bagua_train_step_counter += 1
         if self.own.need_reset():
             self.wait_pending()
-            self.ddp.broadcast_from_first_rank()  # what comes may rely on equal weights, and so far they may differ
+            self.ddp.broadcast_from_first_rank()  # the algorithm may now rely on equal weights
             self.reset()
         self.own.init_forward_pre_hook(self.ddp)(inputs)
 
@@ -214,11 +215,11 @@ class OwnImpl(tb.AlgorithmImpl):
                     self.own.init_backward_hook(self.ddp)(name, TensorFacade.bagua_ensure_grad(parameter))
         self._reached.clear()
         self.own.init_post_backward_hook(self.ddp)()
-        waiting = [one for one in self._order if one.is_begun]
+        waiting = [bucket for bucket in self._order if bucket.has_ready_tensor]
         if waiting and not self._are_weights:
             raise RuntimeError(
-                f"torchbagua.compat.bagua: backward has ended, and bucket {self._order[0].name} has not run: "
-                f"{self._order[0].missing()}. If they are not used in every backward, put their names into the "
+                f"torchbagua.compat.bagua: backward has ended, but bucket {self._order[0].name} has not run: "
+                f"{self._order[0].missing()}. If some backward passes do not use them, add their names to the "
                 "module's _bagua_params_and_buffers_to_ignore, or use DistributedDataParallel with "
                 "find_unused_parameters=True"
             )
@@ -229,16 +230,16 @@ class OwnImpl(tb.AlgorithmImpl):
             self._on_step(optimizer)
 
 
-def _suggested(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return tensors in lists of one dtype, and of at most `env.get_default_bucket_size`, or one tensor."""
+def _suggest_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return lists of one dtype, with at most `env.get_default_bucket_size` bytes or a single larger tensor."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(effective(tensor).dtype, []).append(tensor)
-    return [part for alike in kinds.values() for part in _parted(alike, env.get_default_bucket_size())]
+    return [part for kind in kinds.values() for part in _split_by_bytes(kind, env.get_default_bucket_size())]
 
 
-def _parted(tensors: list[torch.Tensor], cap_bytes: int) -> list[list[torch.Tensor]]:
-    """Cut a list into parts of at most `cap_bytes`, or of one tensor."""
+def _split_by_bytes(tensors: list[torch.Tensor], cap_bytes: int) -> list[list[torch.Tensor]]:
+    """Split a list into parts of at most `cap_bytes`, or of a single larger tensor."""
     parts: list[list[torch.Tensor]] = []
     num_bytes = cap_bytes
     for tensor in tensors:

@@ -1,7 +1,7 @@
-"""Bagua's primitives that move tensors, over a torch process group: gloo on CPUs, NCCL on GPUs.
+"""Bagua's primitives that send tensors over a torch process group: gloo on CPUs, NCCL on GPUs.
 
-Tensors are contiguous, on one device, and of the same dtype on all ranks. Ranks are numbered as in the communicator. A
-rank that is no member of the communicator does nothing.
+Tensors must be contiguous, on one device, and of the same dtype on all ranks. Ranks are numbered as in the
+communicator. A rank that is not a member of the communicator does nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,32 +14,32 @@ from torchbagua.compat.bagua.arguments import bare, bytes_of, group_of
 
 
 def send(tensor: torch.Tensor, dst: int, comm: object = None) -> None:
-    """Send `tensor` to rank `dst`, which calls `recv`; returns when it is sent."""
+    """Send `tensor` to rank `dst`, which calls `recv`; return when the tensor is sent."""
     if (group := group_of(comm)) is not None:
         dist.send(bytes_of("send", "tensor", tensor), group=group, group_dst=dst)
 
 
 def recv(tensor: torch.Tensor, src: int, comm: object = None) -> None:
-    """Receive what rank `src` sends, in `tensor`."""
+    """Receive the tensor that rank `src` sends into `tensor`."""
     if (group := group_of(comm)) is not None:
-        # Not torch.distributed.recv, which takes no group that was made by hand (torch 2.13).
+        # torch.distributed.recv does not accept a directly constructed group (torch 2.13).
         group.recv([bytes_of("recv", "tensor", tensor)], src, 0).wait()
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: object = None) -> None:
-    """Replace `tensor` by that of rank `src`."""
+    """Replace `tensor` with the tensor of rank `src`."""
     if (group := group_of(comm)) is not None:
         dist.broadcast(bytes_of("broadcast", "tensor", tensor), group=group, group_src=src)
 
 
 def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int = 0, comm: object = None) -> None:
-    """Replace each tensor by that of rank `src`."""
+    """Replace each tensor with the tensor of rank `src`."""
     for tensor in tensors:
         broadcast(tensor, src, comm)
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: object = None) -> Any:
-    """Return what rank `src` has given as `obj`, pickled on the way: call it between ranks that you trust only."""
+    """Return `obj` of rank `src`. Objects are pickled, so call it only between ranks that you trust."""
     objects = [obj]
     if (group := group_of(comm)) is not None:
         dist.broadcast_object_list(objects, group=group, group_src=src)
@@ -47,7 +47,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: object = None) -> Any:
 
 
 def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object = None) -> None:
-    """Receive the `send_tensor` of all ranks in `recv_tensor`, one after the other."""
+    """Receive the `send_tensor` of all ranks into `recv_tensor`, one after the other."""
     if (group := group_of(comm)) is not None:
         own = bytes_of("allgather", "send_tensor", send_tensor)
         num_bytes = own.numel() * group.size()
@@ -56,7 +56,7 @@ def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: object = None) -> None:
-    """Do what `allgather` does, in place: part r of `tensor`, of as many as there are ranks, is that of rank r."""
+    """Run `allgather` in place: `tensor` has one part per rank, and part r belongs to rank r."""
     if (group := group_of(comm)) is not None:
         values = bytes_of("allgather_inplace", "tensor", tensor, multiple_of=group.size())
         parts = list(values.tensor_split(group.size()))
@@ -64,7 +64,7 @@ def allgather_inplace(tensor: torch.Tensor, comm: object = None) -> None:
 
 
 def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: object = None) -> None:
-    """Receive the `send_tensor` of all ranks in the `recv_tensor` of rank `dst`, one after the other."""
+    """Receive the `send_tensor` of all ranks into the `recv_tensor` of rank `dst`, one after the other."""
     if (group := group_of(comm)) is None:
         return
     own, parts = bytes_of("gather", "send_tensor", send_tensor), None
@@ -75,11 +75,11 @@ def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm:
 
 
 def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object = None) -> None:
-    """Do what `gather` does, in place.
+    """Run `gather` in place.
 
     Args:
-        tensor: `count` elements; on rank `dst` as many times that as there are ranks, its own being part `dst`.
-        count: the elements of each rank.
+        tensor: `count` elements; on rank `dst`, `count` elements per rank, with its local values in part `dst`.
+        count: the number of elements of each rank.
         dst: the rank that receives.
         comm: the communicator.
     """
@@ -90,7 +90,7 @@ def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object = No
 
 
 def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: object = None) -> None:
-    """Receive this rank's part of the `send_tensor` of rank `src` in `recv_tensor`."""
+    """Receive this rank's part of the `send_tensor` of rank `src` into `recv_tensor`."""
     if (group := group_of(comm)) is None:
         return
     result, parts = bytes_of("scatter", "recv_tensor", recv_tensor), None
@@ -101,11 +101,11 @@ def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm
 
 
 def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object = None) -> None:
-    """Do what `scatter` does, in place.
+    """Run `scatter` in place.
 
     Args:
-        tensor: receives `count` elements; on rank `src` as many times that as there are ranks, and stays as it is.
-        count: the elements of each rank.
+        tensor: receives `count` elements; on rank `src`, `count` elements per rank, which do not change.
+        count: the number of elements of each rank.
         src: the rank that sends.
         comm: the communicator.
     """
@@ -116,7 +116,7 @@ def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object = N
 
 
 def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object = None) -> None:
-    """Send part r of `send_tensor` to each rank r, and receive theirs in `recv_tensor`, one after the other."""
+    """Send part r of `send_tensor` to each rank r, and receive their parts into `recv_tensor`, one after the other."""
     if (group := group_of(comm)) is not None:
         values = bytes_of("alltoall", "send_tensor", send_tensor, multiple_of=group.size())
         result = bytes_of("alltoall", "recv_tensor", recv_tensor, values.numel(), like=send_tensor)
@@ -124,7 +124,7 @@ def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object 
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: object = None) -> None:
-    """Do what `alltoall` does, in place."""
+    """Run `alltoall` in place."""
     alltoall(tensor.clone(), tensor, comm)
 
 
@@ -137,15 +137,15 @@ def alltoall_v(
     recv_displs: Sequence[int],
     comm: object = None,
 ) -> None:
-    """Send a part of `send_tensor` to each rank, and receive one of each in `recv_tensor`; parts differ in length.
+    """Send a part of `send_tensor` to each rank, and receive a part from each into `recv_tensor`; lengths may differ.
 
     Args:
-        send_tensor: what is sent.
-        send_counts: how many elements go to each rank.
-        send_displs: where in `send_tensor` they begin.
-        recv_tensor: what is received; elsewhere it stays as it is.
-        recv_counts: how many elements come from each rank.
-        recv_displs: where in `recv_tensor` they begin.
+        send_tensor: the tensor to send.
+        send_counts: the number of elements to send to each rank.
+        send_displs: their offsets in `send_tensor`.
+        recv_tensor: the tensor to receive into; its other elements do not change.
+        recv_counts: the number of elements to receive from each rank.
+        recv_displs: their offsets in `recv_tensor`.
         comm: the communicator.
     """
     if (group := group_of(comm)) is None:
@@ -164,7 +164,7 @@ def alltoall_v(
 
 
 def alltoall_v_inplace(tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: object = None) -> None:
-    """Do what `alltoall_v` does, in place: what comes from a rank takes the place of what goes to it."""
+    """Run `alltoall_v` in place: the elements received from a rank replace the elements sent to it."""
     alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs, comm)
 
 

@@ -1,4 +1,4 @@
-"""Bagua's process groups and communicators: names for torch's groups, which communicate."""
+"""Bagua's process groups and communicators: wrappers of torch's groups, which communicate."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torchbagua.compat.bagua._torch import nccl_group
 
 
 class BaguaCommunicator:
-    """The ranks that a primitive of `torchbagua.compat.bagua` communicates between.
+    """The ranks that take part in a primitive of `torchbagua.compat.bagua`.
 
     Attributes:
         group: torch's group of these ranks.
@@ -23,7 +23,7 @@ class BaguaCommunicator:
         self.group = group
 
     def rank(self) -> int:
-        """Return the number of this rank in the communicator."""
+        """Return this rank's number in the communicator."""
         return self.group.rank()
 
     def nranks(self) -> int:
@@ -32,21 +32,21 @@ class BaguaCommunicator:
 
 
 class CommMember:
-    """What may stand for a communicator: the world, and one that this rank is no member of."""
+    """Placeholders for a communicator: the world, and a communicator that does not include this rank."""
 
     WORLD = object()
     NON_COMM_MEMBER = object()
 
 
 class ProcessGroupFacade:
-    """Bagua's BaguaProcessGroup: the ranks that train together. `new_group` and `from_torch_group` make one.
+    """Bagua's BaguaProcessGroup: the ranks that train together. `new_group` and `from_torch_group` create it.
 
-    It stands for a torch group; `open` returns the `torchbagua.BaguaProcessGroup` of these ranks.
+    It wraps a torch group; `open` returns the `torchbagua.BaguaProcessGroup` of these ranks.
 
     Attributes:
-        torch_group: torch's group of these ranks; None on a rank that is no member.
-        ranks: their numbers in the world, in ascending order.
-        stream: what was given as `stream`; without effect.
+        torch_group: torch's group of these ranks; None on a rank that is not a member.
+        ranks: their ranks in the world, in ascending order.
+        stream: the `stream` argument; no effect.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class ProcessGroupFacade:
         self.torch_group = torch_group
         self.ranks = list(ranks)
         self.stream = stream
-        self._of_nodes: dict[str, object] = {}
+        self._by_scope: dict[str, object] = {}
 
     def __repr__(self) -> str:
-        """Return its ranks."""
+        """Return the name of Bagua's class, with the ranks."""
         return f"BaguaProcessGroup(ranks={self.ranks})"
 
     def get_global_communicator(self) -> object:
-        """Return the `BaguaCommunicator` of all ranks; `CommMember.NON_COMM_MEMBER` where this rank is no member."""
+        """Return the `BaguaCommunicator` of all ranks; `CommMember.NON_COMM_MEMBER` if this rank is not a member."""
         return CommMember.NON_COMM_MEMBER if self.torch_group is None else BaguaCommunicator(self.torch_group)
 
     def get_intra_node_communicator(self) -> object:
@@ -70,33 +70,33 @@ class ProcessGroupFacade:
         return self._communicator_of_nodes("intra")
 
     def get_inter_node_communicator(self) -> object:
-        """Return that of the first ranks of all nodes; `CommMember.NON_COMM_MEMBER` where this rank is no such one.
+        """Return the communicator of the first ranks of all nodes; `CommMember.NON_COMM_MEMBER` on other ranks.
 
         The first call is collective; keep the group.
         """
         return self._communicator_of_nodes("inter")
 
     def open(self) -> tb.BaguaProcessGroup:
-        """Return torchbagua's group, which knows the nodes. Collective; close it."""
+        """Return torchbagua's group, which knows the nodes. Collective; the caller must close it."""
         return tb.BaguaProcessGroup(self.require_torch_group())
 
     def require_torch_group(self) -> dist.ProcessGroup:
-        """Return `torch_group`. Raises ValueError if this rank is no member."""
+        """Return `torch_group`. Raises ValueError if this rank is not a member."""
         if self.torch_group is None:
-            raise ValueError(f"torchbagua.compat.bagua: this rank must be in the process group, which has {self.ranks}")
+            raise ValueError(f"torchbagua.compat.bagua: this rank must be in the process group, got ranks {self.ranks}")
         return self.torch_group
 
     def _communicator_of_nodes(self, scope: str) -> object:
         if self.torch_group is None:
             return CommMember.NON_COMM_MEMBER
-        if not self._of_nodes:
+        if not self._by_scope:
             opened = self.open()
             opened.close()
             own = opened.node_ranks[opened.nodes[opened.rank]]
             leaders = [ranks[0] for ranks in opened.node_ranks]
-            self._of_nodes["intra"] = self._sub_group(f"{opened.id}/node{opened.nodes[opened.rank]}", own, opened)
-            self._of_nodes["inter"] = self._sub_group(f"{opened.id}/leaders", leaders, opened)
-        return self._of_nodes[scope]
+            self._by_scope["intra"] = self._sub_group(f"{opened.id}/node{opened.nodes[opened.rank]}", own, opened)
+            self._by_scope["inter"] = self._sub_group(f"{opened.id}/leaders", leaders, opened)
+        return self._by_scope[scope]
 
     def _sub_group(self, key: str, ranks: list[int], opened: tb.BaguaProcessGroup) -> object:
         assert self.torch_group is not None
@@ -126,21 +126,21 @@ def init_process_group(
     *,
     backend: str | None = None,
 ) -> None:
-    """Make torch's default process group, if there is none yet. Collective.
+    """Create torch's default process group, if it does not exist yet. Collective.
 
-    Call it before anything else of `torchbagua.compat.bagua` but `get_rank` and its like. With GPUs, call
-    `torch.cuda.set_device(get_local_rank())` first.
+    Call it before everything else in `torchbagua.compat.bagua`, except `get_rank` and the other functions of `env`.
+    With GPUs, call `torch.cuda.set_device(get_local_rank())` first.
 
     Args:
-        store: where the ranks meet. By default the one that the environment names, as torchrun sets it.
-        rank: the number of this rank; with `store` only.
-        world_size: the number of ranks; with `store` only.
-        local_world_size: the number of ranks on each node; with `store` only. RANK, WORLD_SIZE, LOCAL_RANK and
-            LOCAL_WORLD_SIZE are set in the environment by it, as Bagua does.
-        backend: torch's name of what communicates. By default gloo, and NCCL for tensors of GPUs where there are some.
+        store: the store for the rendezvous. By default the store that the environment names, as torchrun sets it.
+        rank: this rank; only with `store`.
+        world_size: the number of ranks; only with `store`.
+        local_world_size: the number of ranks on each node; only with `store`. As in Bagua, RANK, WORLD_SIZE, LOCAL_RANK
+            and LOCAL_WORLD_SIZE are then set in the environment.
+        backend: the name of a torch backend. By default gloo, and NCCL for GPU tensors if there are GPUs.
 
     Raises:
-        ValueError: `store` is given, and one of the numbers is not.
+        ValueError: `store` is given, but one of the numbers is missing or invalid.
     """
     if store is not None:
         if not 0 <= rank < world_size or local_world_size < 1:
@@ -163,15 +163,15 @@ def init_process_group(
 
 
 def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> ProcessGroupFacade:
-    """Return a process group. Collective: every rank of the world calls it, also one that is no member.
+    """Return a process group. Collective: every rank of the world must call it, also ranks that are not members.
 
     Args:
-        ranks: the members; by default all.
-        stream: without effect, since torch's NCCL has streams of its own; it is there because Bagua's function has it.
+        ranks: the members; by default all ranks.
+        stream: no effect, since torch's NCCL has private streams; accepted because Bagua's function has it.
 
     Raises:
-        RuntimeError: there is no default process group.
-        ValueError: there is no such rank.
+        RuntimeError: the default process group does not exist.
+        ValueError: a rank does not exist.
     """
     world = _get_default_group()
     members = sorted(world.ranks if ranks is None else ranks)
@@ -182,10 +182,10 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: torch.cuda.Stream | None = None) -> ProcessGroupFacade:
-    """Return Bagua's process group of the ranks of a torch group."""
+    """Return Bagua's process group with the ranks of a torch group."""
     try:
         ranks = dist.get_process_group_ranks(group)
-    except KeyError:  # a group made by hand does not know its global ranks
+    except KeyError:  # a directly constructed group does not know its global ranks
         ranks = list(range(group.size()))
     return ProcessGroupFacade(group, ranks, stream)
 
@@ -193,7 +193,7 @@ def from_torch_group(group: dist.ProcessGroup, stream: torch.cuda.Stream | None 
 def to_bagua_process_group(
     process_group: dist.ProcessGroup | ProcessGroupFacade | None = None,
 ) -> ProcessGroupFacade:
-    """Return Bagua's process group for that, for a torch group, or for the world (None)."""
+    """Return Bagua's process group for a process group of Bagua or torch, or for the world (None)."""
     if process_group is None:
         return _get_default_group()
     if isinstance(process_group, ProcessGroupFacade):
@@ -201,25 +201,25 @@ def to_bagua_process_group(
     if isinstance(process_group, dist.ProcessGroup):
         return from_torch_group(process_group)
     raise TypeError(
-        "torchbagua.compat.bagua: process_group must be what new_group returned, a torch.distributed.ProcessGroup or "
+        "torchbagua.compat.bagua: process_group must be a group from new_group, a torch.distributed.ProcessGroup or "
         f"None, got {process_group!r}"
     )
 
 
 def _get_default_group() -> ProcessGroupFacade:
-    """Return the world. Bagua's name, which its examples call."""
+    """Return the world. Bagua's examples call this name."""
     if not dist.is_initialized():
-        raise RuntimeError("torchbagua.compat.bagua: there is no default process group: call init_process_group first")
+        raise RuntimeError("torchbagua.compat.bagua: no default process group exists; call init_process_group first")
     assert dist.group.WORLD is not None
     return from_torch_group(dist.group.WORLD)
 
 
 class BaguaBackend:
-    """What `get_backend` returns, which Bagua's example of its primitives takes the communicator from.
+    """The object that `get_backend` returns; Bagua's example of its primitives reads its communicator.
 
     Attributes:
-        model_name: the name that was given.
-        global_communicator: that of all ranks.
+        model_name: the argument of `get_backend`.
+        global_communicator: the communicator of all ranks.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -228,5 +228,5 @@ class BaguaBackend:
 
 
 def get_backend(model_name: str) -> BaguaBackend:
-    """Return the communicator of all ranks, in an object that has a name."""
+    """Return an object with the name, and the communicator of all ranks."""
     return BaguaBackend(model_name)

@@ -1,4 +1,4 @@
-"""Bagua's primitives that put the values of all ranks together; see primitives.py."""
+"""Bagua's primitives that reduce the values of all ranks; see primitives.py."""
 
 from collections.abc import Iterable
 from enum import IntEnum
@@ -12,7 +12,7 @@ from torchbagua.compat.bagua.arguments import bare, group_of
 
 
 class ReduceOp(IntEnum):
-    """How values are put together. NCCL knows no BOR, BAND and BXOR."""
+    """The reduction operation. NCCL does not support BOR, BAND and BXOR."""
 
     SUM = 0
     PRODUCT = 1
@@ -27,7 +27,7 @@ class ReduceOp(IntEnum):
 def reduce(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: object = None
 ) -> None:
-    """Put the `send_tensor` of all ranks together in the `recv_tensor` of rank `dst`; the others' stays as it is."""
+    """Reduce the `send_tensor` of all ranks into the `recv_tensor` of rank `dst`; on other ranks it does not change."""
     if (group := group_of(comm)) is None:
         return
     total = bare("reduce", "send_tensor", send_tensor).clone()
@@ -38,7 +38,7 @@ def reduce(
 
 
 def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: object = None) -> None:
-    """Do what `reduce` does, in place. On other ranks than `dst`, gloo leaves part of a result in `tensor`."""
+    """Run `reduce` in place. On ranks other than `dst`, gloo leaves a partial result in `tensor`."""
     if (group := group_of(comm)) is None:
         return
     values = bare("reduce", "tensor", tensor)
@@ -50,7 +50,7 @@ def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, 
 def allreduce(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object = None
 ) -> None:
-    """Put the `send_tensor` of all ranks together in `recv_tensor`; all ranks get the same bits."""
+    """Reduce the `send_tensor` of all ranks into `recv_tensor`; results are bitwise equal on all ranks."""
     if group_of(comm) is None:
         return
     values = bare("allreduce", "send_tensor", send_tensor)
@@ -59,7 +59,7 @@ def allreduce(
 
 
 def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object = None) -> None:
-    """Do what `allreduce` does, in place."""
+    """Run `allreduce` in place."""
     if (group := group_of(comm)) is None:
         return
     values = bare("allreduce", "tensor", tensor)
@@ -70,7 +70,7 @@ def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: o
 def allreduce_coalesced_inplace(
     tensors: Iterable[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: object = None
 ) -> None:
-    """Do what `allreduce_inplace` does with each tensor."""
+    """Call `allreduce_inplace` on each tensor."""
     for tensor in tensors:
         allreduce_inplace(tensor, op, comm)
 
@@ -78,7 +78,7 @@ def allreduce_coalesced_inplace(
 def reduce_scatter(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object = None
 ) -> None:
-    """Put the `send_tensor` of all ranks together, and receive this rank's part in `recv_tensor`."""
+    """Reduce the `send_tensor` of all ranks, and receive this rank's part into `recv_tensor`."""
     if (group := group_of(comm)) is None:
         return
     result = bare("reduce_scatter", "recv_tensor", recv_tensor)
@@ -89,22 +89,22 @@ def reduce_scatter(
 
 
 def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object = None) -> None:
-    """Do what `reduce_scatter` does, in place: the result is the first part of `tensor`; the rest stays."""
+    """Run `reduce_scatter` in place: the result is the first part of `tensor`; the other parts do not change."""
     if (group := group_of(comm)) is not None:
         values = bare("reduce_scatter_inplace", "tensor", tensor, multiple_of=group.size())
         reduce_scatter(values.clone(), values.chunk(group.size())[0], op, comm)
 
 
 def barrier(comm: object = None) -> None:
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have called this function."""
     if (group := group_of(comm)) is not None:
-        one = torch.ones(1, device="cuda" if has_nccl(group) else "cpu")
-        allreduce_inplace(one, ReduceOp.SUM, comm)
-        one.item()  # the host waits for a GPU
+        token = torch.ones(1, device="cuda" if has_nccl(group) else "cpu")
+        allreduce_inplace(token, ReduceOp.SUM, comm)
+        token.item()  # the host waits for the GPU
 
 
 def _real(where: str, values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Return what torch's backends can add up: of complex numbers their parts."""
+    """Return values that torch's backends can reduce: complex numbers as real and imaginary parts."""
     if not values.is_complex():
         return values
     if op not in (ReduceOp.SUM, ReduceOp.AVG):

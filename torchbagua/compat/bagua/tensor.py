@@ -1,6 +1,7 @@
-"""Bagua tensors: torch tensors that stand for what is communicated, itself or its gradient, say.
+"""Bagua tensors: torch tensors that stand for the tensor to communicate: themselves, or their gradient, for example.
 
-Importing `torchbagua.compat.bagua` gives every torch.Tensor the methods of `BaguaTensor`.
+The tensor to communicate is called the effective tensor. Importing `torchbagua.compat.bagua` adds the methods of
+`BaguaTensor` to torch.Tensor.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,14 @@ Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass
 class Proxy:
-    """What a Bagua tensor knows beside its values. A copy or a file of the tensor does not keep it.
+    """The data of a Bagua tensor besides its values. Copies and files of the tensor do not contain it.
 
     Attributes:
-        name: of the tensor.
-        module_name: of the module that it belongs to.
-        getter: returns what is communicated, the effective tensor.
-        setter: puts another tensor in its place.
-        bucket: that the tensor is in.
+        name: the name of the tensor.
+        module_name: the name of the module that it belongs to.
+        getter: returns the effective tensor.
+        setter: replaces the effective tensor with another tensor.
+        bucket: the bucket that contains the tensor.
     """
 
     name: str
@@ -42,11 +43,11 @@ class Proxy:
 
 
 def proxy_of(tensor: torch.Tensor) -> Proxy:
-    """Return what a Bagua tensor knows. Raises AttributeError for one that is none."""
+    """Return the proxy of a Bagua tensor. Raises AttributeError for any other tensor."""
     proxy = getattr(tensor, "_bagua_proxy", None)
     if proxy is None:
         raise AttributeError(
-            f"torchbagua.compat.bagua: a tensor of shape {list(tensor.shape)} is no Bagua tensor: call "
+            f"torchbagua.compat.bagua: a tensor of shape {list(tensor.shape)} is not a Bagua tensor; call "
             "ensure_bagua_tensor first"
         )
     assert isinstance(proxy, Proxy)
@@ -54,10 +55,10 @@ def proxy_of(tensor: torch.Tensor) -> Proxy:
 
 
 def effective(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor stands for; one that is no Bagua tensor stands for itself.
+    """Return the effective tensor; a tensor that is not a Bagua tensor is its own effective tensor.
 
     Raises:
-        RuntimeError: there is nothing that it stands for, no gradient, say.
+        RuntimeError: the effective tensor does not exist, because there is no gradient, for example.
     """
     proxy: Proxy | None = getattr(tensor, "_bagua_proxy", None)
     if proxy is None or proxy.getter is None:
@@ -65,14 +66,14 @@ def effective(tensor: torch.Tensor) -> torch.Tensor:
     found = proxy.getter(tensor)
     if not isinstance(found, torch.Tensor):
         raise RuntimeError(
-            f"torchbagua.compat.bagua: the getter_closure of {proxy.name} must return a tensor, got {found!r}; has it "
-            "a gradient?"
+            f"torchbagua.compat.bagua: the getter_closure of {proxy.name} must return a tensor, got {found!r}; does "
+            "it have a gradient?"
         )
     return found
 
 
 def replace_effective(tensor: torch.Tensor, view: torch.Tensor) -> None:
-    """Have what a Bagua tensor stands for lie in the memory of `view`, which is of its shape."""
+    """Make the effective tensor of a Bagua tensor use the memory of `view`, a tensor of the same shape."""
     proxy = proxy_of(tensor)
     with torch.no_grad():
         if proxy.setter is not None:
@@ -82,20 +83,20 @@ def replace_effective(tensor: torch.Tensor, view: torch.Tensor) -> None:
 
 
 class TensorFacade:
-    """Bagua's BaguaTensor: the methods that importing `torchbagua.compat.bagua` gives to torch.Tensor."""
+    """Bagua's BaguaTensor: the methods that importing `torchbagua.compat.bagua` adds to torch.Tensor."""
 
     @property
     def bagua_tensor_name(self: Any) -> str:
-        """The name that `ensure_bagua_tensor` was given."""
+        """The name passed to `ensure_bagua_tensor`."""
         return proxy_of(self).name
 
     @property
     def bagua_module_name(self: Any) -> str | None:
-        """The name of the module that `ensure_bagua_tensor` was given."""
+        """The name of the module passed to `ensure_bagua_tensor`."""
         return proxy_of(self).module_name
 
     def is_bagua_tensor(self: Any) -> bool:
-        """Return whether it is a Bagua tensor."""
+        """Return whether this is a Bagua tensor."""
         return getattr(self, "_bagua_proxy", None) is not None
 
     def ensure_bagua_tensor(
@@ -105,16 +106,16 @@ class TensorFacade:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> torch.Tensor:
-        """Make the tensor a Bagua tensor, and return it. A second call replaces what the first has said.
+        """Make the tensor a Bagua tensor, and return it. A second call replaces the arguments of the first.
 
         Args:
-            name: a name that no other tensor of the module has.
+            name: a name that is unique among the tensors of the module.
             module_name: the name of the module, `bagua_ddp.bagua_module_name`.
-            getter_closure: returns what the tensor stands for, given the tensor; by default itself.
-            setter_closure: puts another tensor, its second argument, in the place of that.
+            getter_closure: a function of the tensor that returns the effective tensor; by default the tensor itself.
+            setter_closure: a function of the tensor and of another tensor that replaces the effective tensor with it.
 
         Raises:
-            ValueError: there is a setter and no getter.
+            ValueError: there is a setter, but no getter.
         """
         if setter_closure is not None and getter_closure is None:
             raise ValueError("ensure_bagua_tensor: setter_closure needs a getter_closure")
@@ -129,19 +130,19 @@ class TensorFacade:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> torch.Tensor:
-        """Return a Bagua tensor in the same memory; this one stays as it is. See `ensure_bagua_tensor`."""
+        """Return a Bagua tensor in the same memory; this tensor does not change. See `ensure_bagua_tensor`."""
         view = self.view(self.dtype)
         return TensorFacade.ensure_bagua_tensor(view, name, module_name, getter_closure, setter_closure)
 
     def bagua_getter_closure(self: Any) -> torch.Tensor:
-        """Return what the tensor stands for."""
+        """Return the effective tensor."""
         return effective(self)
 
     def bagua_setter_closure(self: Any, tensor: torch.Tensor) -> None:
-        """Put `tensor` in the place of what the tensor stands for.
+        """Replace the effective tensor with `tensor`.
 
         Raises:
-            TypeError: it has no setter.
+            TypeError: the tensor has no setter.
         """
         setter = proxy_of(self).setter
         if setter is None:
@@ -149,7 +150,7 @@ class TensorFacade:
         setter(self, tensor)
 
     def bagua_backend_tensor(self: Any) -> torch.Tensor:
-        """Return what the tensor stands for: Bagua's backend has tensors of its own, and this package has not."""
+        """Return the effective tensor: Bagua's backend has separate tensors, but this package does not."""
         return effective(self)
 
     def bagua_ensure_grad(self: Any) -> torch.Tensor:
@@ -160,23 +161,26 @@ class TensorFacade:
         return own
 
     def bagua_mark_communication_ready(self: Any) -> None:
-        """Say that what the tensor stands for is final. A bucket runs when all of its tensors, and all buckets before
-        it, are ready.
+        """Mark the effective tensor as final. A bucket runs when all of its tensors, and all buckets before it, are
+        ready.
 
         Raises:
-            RuntimeError: the tensor is in no bucket, or was marked before, and its bucket has not run since.
+            RuntimeError: the tensor is in no bucket, or was already marked, and its bucket has not run since.
         """
         bucket = proxy_of(self).bucket
         if bucket is None:
-            raise RuntimeError(f"torchbagua.compat.bagua: {proxy_of(self).name} is in no bucket, which could run")
+            raise RuntimeError(
+                f"torchbagua.compat.bagua: {proxy_of(self).name} is in no bucket; return it in a bucket from "
+                "tensors_to_buckets"
+            )
         bucket.mark_ready(self)
 
     def bagua_mark_communication_ready_without_synchronization(self: Any) -> None:
-        """Do what `bagua_mark_communication_ready` does."""
+        """Call `bagua_mark_communication_ready`."""
         TensorFacade.bagua_mark_communication_ready(self)
 
     def bagua_set_storage(self: Any, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
-        """Have what the tensor stands for lie in `storage`, from that element on."""
+        """Move the effective tensor into `storage`, starting at element `storage_offset`, without copying values."""
         found = effective(self)
         view = torch.empty(0, dtype=found.dtype, device=found.device)
         view.set_(storage, storage_offset, found.shape)  # type: ignore[call-overload]
@@ -187,7 +191,7 @@ BaguaTensor = TensorFacade
 
 
 def install() -> None:
-    """Give torch.Tensor the methods."""
+    """Add the methods to torch.Tensor."""
     for name, member in vars(TensorFacade).items():
         if "bagua" in name:
             setattr(torch.Tensor, name, member)

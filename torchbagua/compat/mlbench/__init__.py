@@ -1,6 +1,6 @@
-"""mlbench's API: a model's gradients or weights are aggregated over the ranks when you call it, without DDP.
+"""mlbench's API: explicit calls aggregate a model's gradients or weights over the ranks, without DDP.
 
-May import whatever users may.
+May import only the public API.
 Begin with base.py, then centralized.py.
 """
 

@@ -1,10 +1,10 @@
-"""The check of the values that aggregations are given."""
+"""The check of the values passed to aggregations."""
 
 import torch
 
 
 def check_values(subject: str, values: torch.Tensor) -> None:
-    """Raise ValueError, which begins with `subject`, unless `values` can be aggregated."""
+    """Raise ValueError, with a message that begins with `subject`, unless `values` can be aggregated."""
     if values.layout is not torch.strided:
         raise ValueError(f"{subject} must be dense, got a {values.layout} tensor")
     if not values.is_complex() and values.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

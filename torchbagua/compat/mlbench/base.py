@@ -1,4 +1,4 @@
-"""mlbench's Aggregation: a model's gradients or weights put together over the ranks, when you call it."""
+"""mlbench's Aggregation: explicit calls aggregate a model's gradients or weights over the ranks."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torchbagua.observe import Details, Run, Tracer, check_observers
 
 Denominator = float | torch.Tensor | None
 AggregationFunction = Callable[..., None]
-"""Of (model, op, denom=None): what `Aggregation.agg_grad` and `Aggregation.agg_model` return."""
+"""A function of (model, op, denom=None), as `Aggregation.agg_grad` and `Aggregation.agg_model` return."""
 
 
 A = TypeVar("A", bound="Aggregation")
@@ -25,7 +25,7 @@ _TIMEOUT_ALONE = timedelta(minutes=1)
 
 
 class Member(NamedTuple):
-    """A parameter, and those of its values that are aggregated: its gradient or its weights, real, outside autograd."""
+    """A parameter and the values to aggregate: its gradient or its weights, as real numbers, detached from autograd."""
 
     name: str
     parameter: torch.Tensor
@@ -33,27 +33,30 @@ class Member(NamedTuple):
 
 
 class Aggregation:
-    """Puts a model's gradients or weights together over the ranks. A subclass implements `_agg`.
+    """Aggregates a model's gradients or weights over the ranks. A subclass implements `_agg`.
 
     `agg_grad` and `agg_model` return a function of (model, op, denom=None), which works in place: gradients and weights
-    stay the tensors that they are. All ranks call it, in the same order, with models of the same parameters. They
-    compare that in one small exchange, and raise an error if it is not so. In a group of one rank nothing is sent.
+    stay the same tensors. All ranks must call it in the same order, with models of the same parameters. One small
+    exchange verifies this, and all ranks raise an error if calls differ. In a group of one rank nothing is sent.
 
-    - A parameter without a gradient on any rank is left out. Where another rank has one, it counts as zeros, and
-      becomes a gradient.
-    - Parameters of one dtype and device go together. Tied weights go once. Complex values go as pairs of real ones.
-    - `model` may be of any layout of memory, but not sparse, and its parameters must be floating-point or complex.
+    - A parameter that has no gradient on any rank is left out. If only some ranks have a gradient, the other ranks
+      contribute zeros, and get a gradient.
+    - Parameters of one dtype and device are sent together. Tied weights are sent once. Complex values are sent as pairs
+      of real values.
+    - The tensors of `model` may have any memory layout, but must not be sparse. Parameters must be floating-point or
+      complex.
 
-    Private connections are opened at the first call, and closed by `close`, or by leaving a `with` block.
+    The first call opens private connections. `close`, or the end of a `with` block, closes them.
 
     Args:
-        use_cuda: without effect, since values stay on their device; it is there because mlbench's class has it.
-        process_group: the ranks: a torch ProcessGroup, or a BaguaProcessGroup to say which rank is on which node. By
+        use_cuda: no effect, since values stay on their device; accepted because mlbench's class has it.
+        process_group: the ranks: a torch ProcessGroup, or a BaguaProcessGroup to specify the node of each rank. By
             default the world; without torch.distributed, this rank alone.
-        observers: are told of every phase of communication. A step is from the end of one call to that of the next.
+        observers: are notified of every phase of communication. A step lasts from the end of one call to the end of
+            the next call.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -75,15 +78,15 @@ class Aggregation:
         self._observers = tuple(observers)
         self._group: BaguaProcessGroup | None = None
         self._num_calls = 0
-        self._name = ""  # of what is being aggregated, in events and errors
+        self._name = ""  # of the values being aggregated, in events and errors
 
     @property
     def group(self) -> BaguaProcessGroup:
-        """The group that a `_agg` of yours may send over. The first use opens it, which is collective.
+        """The group that your `_agg` may communicate over. The first use opens it, which is collective.
 
         Raises:
-            TypeError, ValueError: ranks disagree in the arguments, or these do not fit the group.
-            TimeoutError: a rank did not come in time.
+            TypeError, ValueError: ranks disagree on the arguments, or the arguments do not match the group.
+            TimeoutError: timed out while waiting for a rank.
             CommunicationError: the connections could not be opened.
         """
         if self._group is None:
@@ -91,11 +94,11 @@ class Aggregation:
         return self._group
 
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
-        """Return the function that aggregates gradients: all at once, or those of one parameter after the other."""
+        """Return the function that aggregates gradients: all at once, or one parameter after the other."""
         return self._agg_gradients_by_layer if by_layer else self._agg_gradients_by_model
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
-        """Return the function that aggregates weights: all at once, or those of one parameter after the other."""
+        """Return the function that aggregates weights: all at once, or one parameter after the other."""
         return self._agg_weights_by_layer if by_layer else self._agg_weights_by_model
 
     def close(self) -> None:
@@ -116,12 +119,12 @@ class Aggregation:
         self.close()
 
     def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
-        """Return `data`, contiguous, put together over the ranks: in place, or another tensor of its size.
+        """Aggregate `data`, a contiguous tensor, over the ranks; return it, or another tensor of its size.
 
         Args:
-            data: by layer, the values of a parameter in their shape; else those of several, in one dimension.
-            op: what the caller asks for.
-            denom: what the caller gives with it.
+            data: by layer, the values of one parameter in their shape; else the values of several, in one dimension.
+            op: the op passed by the caller.
+            denom: the denominator passed by the caller.
         """
         raise NotImplementedError(f"{self._owner} must override Aggregation._agg")
 
@@ -138,17 +141,17 @@ class Aggregation:
         self._aggregate("weights", model, op, denom, by_layer=True)
 
     def _check_op(self, op: str) -> None:
-        """Raise what all ranks raise alike, before anything is sent. By default any op is taken."""
+        """Raise the error for an unknown op, on all ranks, before anything is sent. By default any op is allowed."""
 
     def _check_denominator(self, op: str, denom: Denominator) -> None:
-        """Raise ValueError if this rank's denominator does not fit; all ranks are then told."""
+        """Raise ValueError if this rank's denominator is invalid; all ranks are then notified."""
 
     def _arguments(self) -> dict[str, Any]:
-        """Return those arguments that must be the same on all ranks."""
+        """Return the arguments that must be the same on all ranks."""
         return {}
 
     def _check_group(self, group: BaguaProcessGroup) -> None:
-        """Raise ValueError, on all ranks, if the arguments do not fit the group. Collective."""
+        """Raise ValueError, on all ranks, if the arguments do not match the group. Collective."""
 
     def _open(self) -> BaguaProcessGroup:
         own = {"the aggregation": self._owner}
@@ -160,7 +163,7 @@ class Aggregation:
             opening = partial(BaguaProcessGroup, given)
         else:  # this rank alone
             opening = partial(BaguaProcessGroup, dist.ProcessGroup(dist.HashStore(), 0, 1), timeout=_TIMEOUT_ALONE)
-        group = opening(observers=self._observers, must_agree=own)
+        group = opening(observers=self._observers, rank_invariants=own)
         try:
             group.open()
             self._check_group(group)
@@ -190,7 +193,7 @@ class Aggregation:
         return self.group.tracer
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of every number over the ranks."""
+        """Return the maximum of each number over the ranks."""
         return all_reduce_max(self.group.world, numbers, self._owner)
 
     def _use_device(self, device: torch.device) -> None:
@@ -199,31 +202,33 @@ class Aggregation:
             self.group.use_device(device)
 
     @torch.no_grad()
-    def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
+    def _aggregate(self, kind: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"{self._owner}: model must be a torch.nn.Module, got {model!r}")
         self._check_op(op)
-        of_gradients = what == "gradients"
+        of_gradients = kind == "gradients"
         named = {
-            name: one
-            for name, one in model.named_parameters()
-            if not of_gradients or one.requires_grad or one.grad is not None
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not of_gradients or parameter.requires_grad or parameter.grad is not None
         }
-        for name, one in named.items():
-            values = one.grad if of_gradients and one.grad is not None else one
-            check_values(f"{self._owner}: {what} of {name}", values)
+        for name, parameter in named.items():
+            values = parameter.grad if of_gradients and parameter.grad is not None else parameter
+            check_values(f"{self._owner}: {kind} of {name}", values)
         with self._tracer.span("wait"):
-            is_there = [not of_gradients or one.grad is not None for one in named.values()]
-            call = f"{what}, by_layer={by_layer}, op={op!r}"
+            is_there = [not of_gradients or parameter.grad is not None for parameter in named.values()]
+            call = f"{kind}, by_layer={by_layer}, op={op!r}"
             is_there = self._agree(call, named, is_there, partial(self._check_denominator, op, denom))
-            members = [_member(*one, of_gradients) for one, there in zip(named.items(), is_there, strict=True) if there]
+            members = [
+                _member(*item, of_gradients) for item, there in zip(named.items(), is_there, strict=True) if there
+            ]
             try:
                 for index, pack in enumerate(_packs(members, by_layer=by_layer)):
                     self._use_device(pack[0].values.device)
-                    self._name = pack[0].name if by_layer else what
+                    self._name = pack[0].name if by_layer else kind
                     self._aggregate_pack(index, pack, op, denom, by_layer=by_layer)
             except BaseException:
-                self.close()  # which tells the other ranks
+                self.close()  # notifies the other ranks
                 raise
         self._tracer.end_step()
 
@@ -234,7 +239,7 @@ class Aggregation:
         is_there: Sequence[bool],
         check_denominator: Callable[[], None],
     ) -> list[bool]:
-        """Return which values are there on any rank; raise on all ranks if they do not all do the same."""
+        """Return, for each parameter, whether any rank has values; raise on all ranks if their calls differ."""
         problem: ValueError | None = None
         try:
             check_denominator()
@@ -245,7 +250,7 @@ class Aggregation:
             if problem is not None:
                 raise problem
             return list(is_there)
-        layout = [(name, tuple(one.shape), str(one.dtype), one.device.type) for name, one in named.items()]
+        layout = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type) for name, tensor in named.items()]
         digest = _fingerprint((self._num_calls, call, layout))
         largest = self._largest([digest, -digest, 0 if problem is None else rank + 1, not all(is_there)])
         self._num_calls += 1
@@ -254,41 +259,41 @@ class Aggregation:
         if largest[0] != -largest[1]:
             raise CommunicationError(
                 f"{self._owner}: ranks are out of step: rank {rank} aggregates {call}, of {len(named)} parameters, in "
-                f"its call {self._num_calls}, and another rank something else; all ranks must make the same calls, in "
-                "the same order, with models of the same parameters"
+                f"its call {self._num_calls}, but the call of another rank differs; all ranks must make the same "
+                "calls, in the same order, with models of the same parameters"
             )
         if largest[2]:
             raise ValueError(
-                f"{self._owner}: denom must be one number other than zero, and is not on rank {largest[2] - 1}"
+                f"{self._owner}: denom must be one number other than zero, but it is not on rank {largest[2] - 1}"
             )
-        return [bool(one) for one in self._largest(is_there)] if largest[3] else list(is_there)
+        return [bool(there) for there in self._largest(is_there)] if largest[3] else list(is_there)
 
     def _aggregate_pack(
         self, index: int, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool
     ) -> None:
-        """Aggregate the values of parameters that go together; `index` counts these packs in a call."""
-        values = [one.values for one in members]
-        data = values[0].contiguous() if by_layer else torch.cat([one.reshape(-1) for one in values])
+        """Aggregate the values of parameters that are sent together; `index` counts these packs in a call."""
+        values = [member.values for member in members]
+        data = values[0].contiguous() if by_layer else torch.cat([tensor.reshape(-1) for tensor in values])
         details = Details(bucket=self._name, num_elements=data.numel(), raw_bytes=data.nbytes)
         with self._tracer.span("bucket", details):
             result = self._agg(data, op, denom)
         if not isinstance(result, torch.Tensor) or result.numel() != data.numel():
             raise TypeError(
-                f"{self._owner}._agg must return a tensor of {data.numel()} elements, as it was given, got "
+                f"{self._owner}._agg must return a tensor of {data.numel()} elements, like its argument, got "
                 f"{list(result.shape) if isinstance(result, torch.Tensor) else result!r}"
             )
-        parts = result.reshape(-1).split([one.numel() for one in values])
-        for one, part in zip(values, parts, strict=True):
-            one.copy_(part.view(one.shape))
+        parts = result.reshape(-1).split([tensor.numel() for tensor in values])
+        for tensor, part in zip(values, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _fingerprint(value: object) -> int:
-    """Return a number that tells `value`, by its repr, from others."""
+    """Return a hash of the repr of `value`."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")
 
 
 def _member(name: str, parameter: torch.Tensor, of_gradients: bool) -> Member:
-    if of_gradients:  # autograd may have put off a complex one's conjugation
+    if of_gradients:  # autograd may have deferred the conjugation of a complex gradient
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.resolve_conj()
     values = parameter.grad if of_gradients else parameter
     assert values is not None
@@ -297,10 +302,10 @@ def _member(name: str, parameter: torch.Tensor, of_gradients: bool) -> Member:
 
 
 def _packs(members: Sequence[Member], *, by_layer: bool) -> list[list[Member]]:
-    """Return those that go together: of one dtype, on one device."""
+    """Return packs of members to send together: of one dtype, on one device."""
     if by_layer:
-        return [[one] for one in members]
-    alike: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
-    for one in members:
-        alike.setdefault((one.values.dtype, one.values.device), []).append(one)
-    return list(alike.values())
+        return [[member] for member in members]
+    packs: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+    for member in members:
+        packs.setdefault((member.values.dtype, member.values.device), []).append(member)
+    return list(packs.values())

@@ -26,22 +26,22 @@ class AllReduceAggregation(Aggregation):
     """The sum over all ranks, divided by their number or by a denominator. In full precision.
 
     The op "avg_world" divides by `world_size`, and "avg_custom" (or "custom_avg") by `denom`: one number, or a tensor
-    with one element, other than zero. Reduce it over the ranks yourself, as in mlbench; each
-    rank divides by its own. With the same denominator all ranks get the same bits.
+    with one element, other than zero. As in mlbench, reduce it over the ranks yourself: each rank divides by its own
+    denominator. With the same denominator on all ranks, the results are bitwise equal.
 
-    Sums are formed in rank order, in float32, or in float64 for float64 values. Between GPUs they are NCCL's.
+    Values are summed in rank order, in float32, or in float64 for float64 values. Between GPUs, NCCL sums them.
 
     Args:
         world_size: the number of ranks.
-        divide_before: divide each rank's values, and then add them up, so that sums in float16 do not overflow.
-        use_cuda: without effect, see `Aggregation`.
+        divide_before: divide each rank's values before the sum, so that float16 sums do not overflow.
+        use_cuda: no effect, see `Aggregation`.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: at the first call, on all ranks: `world_size` is not that of the group. At each call, on all ranks:
-            a rank's `denom` is missing, zero or of several elements.
-        NotImplementedError: at each call, before anything is sent: there is no such op.
+        ValueError: at the first call, on all ranks: `world_size` is not the size of the group. At each call, on all
+            ranks: a rank's `denom` is missing, zero or has several elements.
+        NotImplementedError: at each call, before anything is sent: the op does not exist.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AllReduceAggregation(Aggregation):
         return data
 
     def _reduce(self, data: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-        """Return the sum over the ranks, or the mean; it may be formed in place."""
+        """Return the sum or the mean over the ranks; it may be computed in place."""
         return self.group.all_reduce(data, average=average, hierarchical=False, name=self._name)
 
     def _check_op(self, op: str) -> None:
@@ -90,35 +90,35 @@ class AllReduceAggregation(Aggregation):
 
 
 def divide(data: torch.Tensor, divisor: float) -> None:
-    """Divide in place, in the dtype of sums."""
-    # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
+    """Divide in place, in the dtype that sums of `data` have."""
+    # Divide by a tensor on the device: on CUDA, division by a Python number multiplies by its reciprocal.
     by = torch.full((1,) * data.dim(), divisor, dtype=sum_dtype(data.dtype), device=data.device)
     torch.div(data, by, out=data)
 
 
-def check_op(owner: str, what: str, op: str, allowed: Sequence[str]) -> None:
-    """Raise NotImplementedError, in mlbench's words, unless `op` is one of those."""
+def check_op(owner: str, operation: str, op: str, allowed: Sequence[str]) -> None:
+    """Raise NotImplementedError, with mlbench's wording, unless `op` is one of `allowed`."""
     if op not in allowed:
-        raise NotImplementedError(f"{what} not implemented for op={op}; {owner} has {', '.join(allowed)}")
+        raise NotImplementedError(f"{operation} not implemented for op={op}; {owner} supports {', '.join(allowed)}")
 
 
 def check_world_size_argument(owner: str, world_size: object) -> None:
-    """Raise ValueError unless there can be as many ranks."""
+    """Raise ValueError unless `world_size` is a positive integer."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"{owner}: world_size must be a number of ranks, got {world_size!r}")
 
 
 def check_world_size(owner: str, world_size: int, size: int) -> None:
-    """Raise ValueError unless the group has that size."""
+    """Raise ValueError unless `size`, the size of the group, is `world_size`."""
     if world_size != size:
         raise ValueError(f"{owner}: world_size must be {size}, the number of ranks in the group, got {world_size}")
 
 
 def _number(denom: Denominator) -> float:
-    """Return the denominator; ValueError, in mlbench's words, where it is none."""
+    """Return the denominator as a number; ValueError, with mlbench's wording, if it is invalid."""
     number = math.nan
     if isinstance(denom, Real | torch.Tensor):
-        with suppress(ValueError, RuntimeError, OverflowError):  # of a tensor with several elements, say
+        with suppress(ValueError, RuntimeError, OverflowError):  # a tensor with several elements, for example
             number = float(denom)
     if number == 0 or not math.isfinite(number):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""mlbench's SparsifiedAggregation and PowerAggregation: the mean of gradients by what runs a gradient algorithm."""
+"""mlbench's SparsifiedAggregation and PowerAggregation: a gradient algorithm averages the gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,9 +14,9 @@ from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
 
 
 class AlgorithmAggregation(Aggregation):
-    """Averages gradients as a gradient algorithm does, in its buckets, and keeps its errors from call to call.
+    """Averages gradients with a gradient algorithm, in its buckets, and keeps its residuals from call to call.
 
-    Errors change with each call whose result is finite: there is no step to wait for.
+    Every call with a finite result updates the residuals, without waiting for a step.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class AlgorithmAggregation(Aggregation):
         self._known = {id(parameter) for parameter in model.parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the errors of this rank, and what goes with them, by the names of the parameters in `model`.
+        """Return the residuals of this rank and the related state, by the names of the parameters in `model`.
 
-        It opens the connections if there was no call yet, which is collective.
+        Before the first call it opens the connections, which is collective.
         """
         return self._opened_runner().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. Collective.
+        """Load a state that `state_dict` returned on this rank. Collective.
 
         Raises:
-            ValueError: it is of another rank, or of other parameters.
+            ValueError: the state belongs to another rank, or to other parameters.
         """
         self._opened_runner().load_state_dict(state)
 
@@ -68,25 +68,28 @@ class AlgorithmAggregation(Aggregation):
     def _check_group(self, group: BaguaProcessGroup) -> None:
         self._algorithm.prepare()
         self._runner = Runner(group, self._algorithm)
-        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._algorithm.check_parameters(trained)
         self._runner.set_module(self._model)
 
-    def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
-        if isinstance(model, torch.nn.Module) and not {id(one) for one in model.parameters()} <= self._known:
-            raise ValueError(f"{self._owner}: model must be the one that it was made with, whose errors it keeps")
-        super()._aggregate(what, model, op, denom, by_layer=by_layer)
+    def _aggregate(self, kind: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
+        if isinstance(model, torch.nn.Module) and not {id(tensor) for tensor in model.parameters()} <= self._known:
+            raise ValueError(
+                f"{self._owner}: model must be the model that the aggregation was created with; "
+                "create another aggregation for another model"
+            )
+        super()._aggregate(kind, model, op, denom, by_layer=by_layer)
 
     def _aggregate_pack(
         self, index: int, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool
     ) -> None:
-        runner, parameters = self._opened_runner(), [one.parameter for one in members]
+        runner, parameters = self._opened_runner(), [member.parameter for member in members]
         if index == 0:
-            # As on a rank that takes no steps: what is staged is committed together with the mean.
+            # As on a rank that takes no steps: staged residuals are committed together with the mean.
             runner.begin_backward(has_joined=True)
         flat = members[0].values.new_empty(sum(member.values.numel() for member in members))
         bucket = runner.gradient_bucket(parameters, flat, index=index)
-        gradients = [one.parameter.grad for one in members if one.parameter.grad is not None]  # all of them
+        gradients = [member.parameter.grad for member in members if member.parameter.grad is not None]  # all of them
         places = list(zip(gradients, (part for _, part in bucket.views(flat)), strict=True))
         for gradient, part in places:
             part.copy_(gradient)
@@ -103,30 +106,29 @@ _SPARSE: Mapping[str, Callable[..., Algorithm]] = {
 
 
 class SparsifiedAggregation(AlgorithmAggregation):
-    """The mean of a share of the gradients' elements, over all ranks. The rest is added to what is sent next.
+    """The mean of a fraction of the gradients' elements over all ranks. The residual is added to the next gradients.
 
-    What is sent, and what is kept of each parameter, is that of `TopKAlgorithm`, with `selection="block"` for "blockk",
-    or of `RandomElementsAlgorithm`. All ranks get the same bits. The op is "avg_world"; `denom` is without effect.
+    Messages and residuals are those of `TopKAlgorithm`, with `selection="block"` for "blockk", or of
+    `RandomElementsAlgorithm`. Results are bitwise equal on all ranks. The op is "avg_world"; `denom` has no effect.
 
-    - Errors change with each call whose mean is finite. With a GradScaler, call its `unscale_` first: errors are kept
-      without the loss scale. A call with NaN or Inf on any rank leaves the errors as they are.
-    - float64 gradients travel in full precision, and a warning names them.
+    - Every call with a finite mean updates the residuals. With a GradScaler, call its `unscale_` first: residuals are
+      stored without the loss scale. A call with NaN or Inf on any rank does not change the residuals.
+    - float64 gradients are sent in full precision, and a warning names them.
     - Weights cannot be sparsified: `agg_model` raises NotImplementedError.
 
-    mlbench has the class, and has left what it does to be written.
+    mlbench has this class, but does not implement it.
 
     Args:
-        model: the model whose gradients are aggregated.
-        use_cuda: without effect, see `Aggregation`.
-        compression: which elements are sent. "topk": the largest of each block. "blockk": those of the run of
-            neighbours with the largest norm. "randomk": ones that all ranks draw alike, sent in full
-            precision.
-        ratio: the share of elements that is sent, above 0 and at most 1.
+        model: the model with the gradients to aggregate.
+        use_cuda: no effect, see `Aggregation`.
+        compression: which elements are sent. "topk": the largest elements of each block. "blockk": the consecutive
+            elements with the largest norm. "randomk": random elements, the same on all ranks, sent in full precision.
+        ratio: the fraction of elements that is sent, above 0 and at most 1.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -147,37 +149,37 @@ class SparsifiedAggregation(AlgorithmAggregation):
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Raise NotImplementedError."""
-        raise NotImplementedError("SparsifiedAggregation aggregates gradients; of weights hardly any would be left")
+        raise NotImplementedError("SparsifiedAggregation aggregates gradients only: most weights would be lost")
 
     def _check_op(self, op: str) -> None:
         check_op(self._owner, "Sparsified aggregation", op, [AVG_WORLD])
 
 
 class PowerAggregation(AlgorithmAggregation):
-    """The mean of gradients as products of two factors, over all ranks, with error feedback, as `PowerSGDAlgorithm`.
+    """The mean of gradients over all ranks, sent as two low-rank factors, with error feedback; see `PowerSGDAlgorithm`.
 
-    The op is "avg"; `denom` is without effect. All ranks get the same bits. Tensors of one dimension, and matrices
-    whose factors would not be smaller, travel as they are. A tensor of more dimensions is a matrix whose rows are its
-    first.
+    The op is "avg"; `denom` has no effect. Results are bitwise equal on all ranks. One-dimensional tensors, and
+    matrices with factors that would not be smaller, are sent uncompressed. A tensor with more dimensions is flattened
+    to a matrix with its first dimension as the rows.
 
-    - Errors change with each call. What is said of them in `SparsifiedAggregation` is true here too.
-    - Torch's random numbers are left alone. Factors are float32, and gradients keep their dtype.
+    - Every call with a finite mean updates the residuals, with the same rules as in `SparsifiedAggregation`.
+    - Torch's random number generators are not used. Factors are float32, and gradients keep their dtype.
     - As in mlbench, `agg_model()` returns the function that aggregates gradients, and `agg_model(by_layer=True)` raises
       NotImplementedError.
-    - In a group of one rank gradients stay as they are.
+    - In a group of one rank, gradients do not change.
 
     Args:
-        model: the model whose gradients are aggregated.
-        use_cuda: without effect, see `Aggregation`.
-        reuse_query: start from the factor of the last call (warm start); else from pseudo-random numbers in each.
+        model: the model with the gradients to aggregate.
+        use_cuda: no effect, see `Aggregation`.
+        reuse_query: start from the factor of the last call (warm start); else from new pseudo-random numbers.
         world_size: the number of ranks.
-        rank: the most vectors of a factor.
+        rank: the maximum number of vectors in a factor.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
-        ValueError: at the first call, on all ranks: `world_size` is not that of the group.
+        TypeError, ValueError: an argument is invalid.
+        ValueError: at the first call, on all ranks: `world_size` is not the size of the group.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class PowerAggregation(AlgorithmAggregation):
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Return the function that aggregates gradients."""
         if by_layer:
-            raise NotImplementedError("PowerAggregation aggregates gradients: agg_model has no by_layer=True")
+            raise NotImplementedError("PowerAggregation aggregates gradients: agg_model does not support by_layer=True")
         return self.agg_grad()
 
     def _check_op(self, op: str) -> None:

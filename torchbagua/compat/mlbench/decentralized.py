@@ -1,4 +1,4 @@
-"""mlbench's DecentralizedAggregation: the mean with some other ranks."""
+"""mlbench's DecentralizedAggregation: the mean with a rank's neighbors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op
 
 @dataclass(frozen=True)
 class Neighbours(Topology):
-    """A graph by its mixing matrix. Columns need not add up to 1: mlbench divides by each rank's own number.
+    """A graph given by its mixing matrix. Columns need not sum to 1: in mlbench, each rank divides by its own count.
 
     Attributes:
-        matrix: for each rank, the weights of its mean.
+        matrix: one row per rank, the weights of its mean.
     """
 
     matrix: tuple[tuple[float, ...], ...]
@@ -26,29 +26,29 @@ class Neighbours(Topology):
         return {peer: weight for peer, weight in enumerate(self.matrix[rank]) if weight}
 
     def check(self, owner: str, size: int, members: str = "ranks") -> None:
-        """Nothing: the aggregation has checked the matrix."""
+        """Do nothing: the aggregation has checked the matrix."""
 
 
 class DecentralizedAggregation(Aggregation):
-    """The mean of this rank and its neighbours: the sum of all their values, divided by their number. Full precision.
+    """The mean of this rank's and its neighbors' values, in full precision.
 
-    The op is "avg_world"; `denom` is without effect. Neighbours are mutual: if a rank has another one, that one has it.
-    Ranks may have different numbers of neighbours; the mean over all ranks then changes, unless `weights` keep it.
+    The op is "avg_world"; `denom` has no effect. Neighbors are mutual: each must list the other. Ranks may have
+    different numbers of neighbors; the mean over all ranks then changes, unless `weights` preserve it.
 
     Args:
         rank: this rank.
-        neighbors: the other ranks that it averages with, each once.
-        use_cuda: without effect, see `Aggregation`.
-        weights: the weight of each neighbour's values, by its rank. This rank's own weight is what is missing from 1,
-            and may be given too. By default all weights are equal.
+        neighbors: the other ranks to average with, each once.
+        use_cuda: no effect, see `Aggregation`.
+        weights: the weight of each neighbor's values, by its rank. This rank's weight may be given too; by default it
+            makes the sum 1. By default all weights are equal.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: `neighbors` has this rank itself, or a rank twice, or `weights` do not fit. At the first call, on
-            all ranks: `rank` is not that of the group, there is no such neighbour, or a neighbour does not have this
-            rank for one.
-        NotImplementedError: at each call, before anything is sent: there is no such op.
+        ValueError: `neighbors` contains this rank, or a rank twice, or `weights` are invalid. At the first call, on all
+            ranks: `rank` is not this rank's number in the group, a neighbor does not exist, or a neighbor does not
+            list this rank.
+        NotImplementedError: at each call, before anything is sent: the op does not exist.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class DecentralizedAggregation(Aggregation):
     ) -> None:
         super().__init__(use_cuda, process_group=process_group, observers=observers)
         neighbors = list(neighbors)
-        if any(not isinstance(one, int) or one < 0 for one in [rank, *neighbors]):
+        if any(not isinstance(number, int) or number < 0 for number in [rank, *neighbors]):
             raise ValueError(f"{self._owner}: rank and neighbors must be ranks, got {rank!r} and {neighbors!r}")
         if rank in neighbors:
             raise ValueError(f"{self._owner}: neighbors must be other ranks than rank={rank}, got {neighbors}")
         if len(set(neighbors)) < len(neighbors):
             raise ValueError(
-                f"{self._owner}: neighbors must name each rank once, got {neighbors}. On a ring of two, the ranks "
+                f"{self._owner}: neighbors must list each rank once, got {neighbors}. On a ring of two, the ranks "
                 "before and after rank 0 are both rank 1: neighbors=[1]"
             )
         self.rank = rank
@@ -90,7 +90,7 @@ class DecentralizedAggregation(Aggregation):
             self._buckets[key] = bucket.append_decentralized_synchronous_op(bucket.flat, False, self._topology)
         bucket = self._buckets[key]
         bucket.flat.copy_(data.view(-1))
-        for operation in bucket.operations:  # `BaguaBucket.run` would tell observers of a bucket, as the caller does
+        for operation in bucket.operations:  # `BaguaBucket.run` would report a bucket, as the caller already does
             operation.run(bucket)
         return bucket.flat
 
@@ -100,8 +100,8 @@ class DecentralizedAggregation(Aggregation):
     def _check_group(self, group: BaguaProcessGroup) -> None:
         problem = None
         if self.rank != group.rank:
-            problem = f"rank must be {group.rank}, that of the group, got {self.rank}"
-        elif unknown := [one for one in self.neighbors if one >= group.size]:
+            problem = f"rank must be {group.rank}, this rank's number in the group, got {self.rank}"
+        elif unknown := [peer for peer in self.neighbors if peer >= group.size]:
             problem = f"neighbors must be ranks below {group.size}, got {unknown}"
         row = torch.full((group.size,), math.nan, dtype=torch.float64)
         if problem is None:
@@ -112,13 +112,13 @@ class DecentralizedAggregation(Aggregation):
         for rank, weights in enumerate(rows):
             if math.isnan(weights[0]):
                 raise ValueError(
-                    f"{self._owner}: the rank or the neighbors of rank {rank} do not fit {group.size} ranks"
+                    f"{self._owner}: the rank or the neighbors of rank {rank} are invalid for {group.size} ranks"
                 )
         for rank, weights in enumerate(rows):
             for peer, weight in enumerate(weights):
                 if weight and not rows[peer][rank]:
                     raise ValueError(
-                        f"{self._owner}: rank {rank} has {peer} for a neighbour, which does not have it for one"
+                        f"{self._owner}: rank {rank} lists {peer} as a neighbor, but rank {peer} does not list {rank}"
                     )
         self._topology = Neighbours(tuple(tuple(weights) for weights in rows))
 
@@ -127,10 +127,10 @@ def _with_own(owner: str, rank: int, neighbors: Sequence[int], weights: Mapping[
     if weights is None:
         return dict.fromkeys([rank, *neighbors], 1 / (len(neighbors) + 1))
     if set(weights) - {rank} != set(neighbors):
-        raise ValueError(f"{owner}: weights must be of the neighbors {list(neighbors)}, got those of {sorted(weights)}")
+        raise ValueError(f"{owner}: weights must be given for the neighbors {list(neighbors)}, got {sorted(weights)}")
     every = {rank: 1 - math.fsum(weights.values()), **weights}
     if not math.isclose(math.fsum(every.values()), 1, abs_tol=1e-6) or min(every.values()) <= 0:
         raise ValueError(
-            f"{owner}: weights must be positive, and add up to 1 with that of rank {rank} itself, got {every}"
+            f"{owner}: weights must be positive and sum to 1, including the weight of rank {rank} itself, got {every}"
         )
     return every

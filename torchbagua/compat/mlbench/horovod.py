@@ -1,4 +1,4 @@
-"""mlbench's AllReduceAggregationHVD: the sum over all ranks by Horovod. Horovod is imported when one is made."""
+"""mlbench's AllReduceAggregationHVD: the sum over all ranks with Horovod. Its constructor imports Horovod."""
 
 import importlib
 import os
@@ -17,27 +17,27 @@ from torchbagua.compat.mlbench.centralized import AllReduceAggregation, divide
 from torchbagua.observe import Details, Run, Tracer
 
 _RECIPE = (
-    "horovod 0.28.1 does not build with a torch newer than 2.0 as it is: unpack its source package, write "
+    "horovod 0.28.1 does not build with a torch newer than 2.0 without a patch: unpack its source package, write "
     "CMAKE_CXX_STANDARD 17 for 14 in CMakeLists.txt and horovod/torch/CMakeLists.txt, and install it with "
     "CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 pip install --no-build-isolation; "
-    "`make test-horovod` does that. AllReduceAggregation gives the same sums without Horovod"
+    "`make test-horovod` does this. AllReduceAggregation computes the same sums without Horovod"
 )
 
 
 class AllReduceAggregationHVD(AllReduceAggregation):
-    """`AllReduceAggregation` by Horovod: `hvd.allreduce(op=Sum)`. It needs no torch.distributed.
+    """`AllReduceAggregation` with Horovod: `hvd.allreduce(op=Sum)`. It does not need torch.distributed.
 
-    Call `hvd.init()` first, in a program that `horovodrun` has started; or `init_from_torch` under torchrun. bfloat16,
-    which Horovod does not know, is added up in float32.
+    First call `hvd.init()` in a program that `horovodrun` started, or `init_from_torch` in a torchrun program. Horovod
+    does not support bfloat16, so bfloat16 values are summed in float32.
 
     Args:
-        world_size: the number of ranks, which is `hvd.size()`.
+        world_size: the number of ranks, equal to `hvd.size()`.
         divide_before: see `AllReduceAggregation`.
-        use_cuda: without effect, see `Aggregation`.
-        observers: see `Aggregation`. Of what Horovod sends, they are told what a ring of the ranks would send.
+        use_cuda: no effect, see `Aggregation`.
+        observers: see `Aggregation`. For Horovod's messages, they get the bytes that a ring of the ranks would send.
 
     Raises:
-        ImportError: there is no Horovod; the message says how to get it.
+        ImportError: Horovod is not installed; the message explains how to install it.
         RuntimeError: at each call: `hvd.init` was not called, or `hvd.size()` is not `world_size`.
         ValueError, NotImplementedError: see `AllReduceAggregation`.
     """
@@ -56,25 +56,25 @@ class AllReduceAggregationHVD(AllReduceAggregation):
 
     @property
     def group(self) -> BaguaProcessGroup:
-        """Raise RuntimeError: there is none."""
-        raise RuntimeError(f"{self._owner}: it sends by Horovod, and has no group")
+        """Raise RuntimeError: Horovod has no such group."""
+        raise RuntimeError(f"{self._owner}: Horovod communicates, so this aggregation has no group")
 
     def close(self) -> None:
-        """End the traces. Horovod goes on: `hvd.shutdown` ends it."""
+        """End the traces. Horovod keeps running: `hvd.shutdown` ends it."""
         if self._own_tracer is not None:
             self._own_tracer.end()
 
-    def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
+    def _aggregate(self, kind: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
         self._check_op(op)
         if not self._hvd.is_initialized():
-            raise RuntimeError(f"{self._owner}: Horovod must be initialised: call hvd.init(), under horovodrun")
+            raise RuntimeError(f"{self._owner}: Horovod must be initialized: call hvd.init(), under horovodrun")
         if self._hvd.size() != self.world_size:
             raise RuntimeError(
                 f"{self._owner}: world_size must be hvd.size(), which is {self._hvd.size()}, got {self.world_size}. "
-                "Under torchrun alone Horovod knows of one rank: start the program with horovodrun and call "
+                "With torchrun alone, Horovod sees only one rank: start the program with horovodrun and call "
                 "hvd.init(), or call torchbagua.compat.mlbench.horovod.init_from_torch()"
             )
-        super()._aggregate(what, model, op, denom, by_layer=by_layer)
+        super()._aggregate(kind, model, op, denom, by_layer=by_layer)
 
     def _reduce(self, data: torch.Tensor, *, average: bool = False) -> torch.Tensor:
         rank, size = self._rank_and_size
@@ -121,28 +121,28 @@ class AllReduceAggregationHVD(AllReduceAggregation):
 
 
 def init_from_torch(interface: str | None = None) -> None:
-    """Initialise Horovod in a program that torchrun has started, over gloo. Collective over torch's default group.
+    """Initialize Horovod over gloo in a program that torchrun started. Collective over torch's default group.
 
-    Ranks are torch's. Rank 0 runs Horovod's rendezvous server until the program ends.
+    Horovod's ranks are torch's ranks. Rank 0 runs Horovod's rendezvous server until the program ends.
 
     Args:
-        interface: the network interface that Horovod uses. By default the loopback, where all ranks are on one node.
+        interface: the network interface that Horovod uses. By default the loopback, if all ranks are on one node.
 
     Raises:
-        ImportError: there is no Horovod.
+        ImportError: Horovod is not installed.
         RuntimeError: there is no default process group.
-        ValueError: there are several nodes, and `interface` is None; or ranks of a node do not follow one another.
+        ValueError: `interface` is None with several nodes, or the ranks of a node are not consecutive.
     """
     hvd = _import_horovod()
     if dist.group.WORLD is None:
-        raise RuntimeError("init_from_torch: there is no default process group: call init_process_group first")
+        raise RuntimeError("init_from_torch: no default process group exists; call init_process_group first")
     group = BaguaProcessGroup(dist.group.WORLD)
     try:
         nodes, rank = group.node_ranks, group.rank
         if interface is None and len(nodes) > 1:
-            raise ValueError(f"init_from_torch: interface must be given, as there are {len(nodes)} nodes")
+            raise ValueError(f"init_from_torch: interface must be given with {len(nodes)} nodes, got None")
         if list(chain(*nodes)) != list(range(group.size)):
-            raise ValueError(f"init_from_torch: the ranks of a node must follow one another, got {nodes}")
+            raise ValueError(f"init_from_torch: the ranks of a node must be consecutive, got {nodes}")
         port = torch.zeros(1, dtype=torch.int64)
         if rank == 0:
             server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer()

@@ -1,4 +1,4 @@
-"""mlbench's optimizers of one rank: SignSGD and SparsifiedSGD, which send nothing."""
+"""mlbench's local optimizers, SignSGD and SparsifiedSGD: they send nothing."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torchbagua.compat.mlbench.optimizers import Closure
 
 
 class SignSGD(torch.optim.SGD):
-    """SGD by the sign of each element of the update alone, with the arguments of torch.optim.SGD. It sends nothing."""
+    """SGD with only the sign of each element of the update, and the arguments of torch.optim.SGD. It sends nothing."""
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Take a step; returns what `closure` has returned."""
+        """Take a step, and return the loss that `closure` returned."""
         loss = _loss_of(closure)
         with torch.no_grad():
             for group in self.param_groups:
@@ -36,21 +36,21 @@ class SignSGD(torch.optim.SGD):
 
 
 class SparsifiedSGD(torch.optim.Optimizer):
-    """SGD with memory: of each parameter the largest elements of the update are used, and the rest is kept for later.
+    """SGD with memory: each step applies the largest elements of the update, and keeps the residual in the memory.
 
-    memory += lr (gradient + weight_decay * weight); the `sparse_grad_size` largest elements of it leave the memory, and
-    are subtracted from the weights (Stich, Cordonnier and Jaggi, arXiv 1809.07599, algorithm 1 on one rank). It sends
-    nothing: between ranks use `SparsifiedAggregation` with torch.optim.SGD. Weights stay as they are when it is made;
-    mlbench's draws new ones.
+    memory += lr (gradient + weight_decay * weight); the `sparse_grad_size` largest elements of the memory are then
+    subtracted from the weights, and zeroed in the memory (Stich, Cordonnier and Jaggi, arXiv 1809.07599, algorithm 1 on
+    one rank). It sends nothing: between ranks use `SparsifiedAggregation` with torch.optim.SGD. The constructor does
+    not change the weights; mlbench's constructor reinitializes them.
 
     Args:
         params: the parameters, or groups of them.
         lr: the learning rate.
-        weight_decay: times the weights is added to gradients.
-        sparse_grad_size: how many elements of each parameter a step changes.
+        weight_decay: the factor with which weights are added to gradients.
+        sparse_grad_size: the number of elements of each parameter that a step changes.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument is invalid.
     """
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0, sparse_grad_size: int = 10) -> None:
@@ -58,12 +58,12 @@ class SparsifiedSGD(torch.optim.Optimizer):
             raise ValueError(f"SparsifiedSGD: lr and weight_decay must not be negative, got {lr} and {weight_decay}")
         if not isinstance(sparse_grad_size, int) or sparse_grad_size < 1:
             raise ValueError(
-                f"SparsifiedSGD: sparse_grad_size must be at least 1, an integer, got {sparse_grad_size!r}"
+                f"SparsifiedSGD: sparse_grad_size must be an integer of at least 1, got {sparse_grad_size!r}"
             )
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "sparse_grad_size": sparse_grad_size})
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Take a step; returns what `closure` has returned."""
+        """Take a step, and return the loss that `closure` returned."""
         loss = _loss_of(closure)
         with torch.no_grad():
             for group in self.param_groups:

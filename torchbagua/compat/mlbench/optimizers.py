@@ -1,4 +1,4 @@
-"""mlbench's optimizers: torch's own, whose step aggregates gradients before it, or weights after it."""
+"""mlbench's optimizers: torch's optimizers that aggregate gradients before a step, or weights after a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,17 +18,17 @@ Group = dist.ProcessGroup | BaguaProcessGroup | None
 
 
 class AggregatingOptimizer(torch.optim.Optimizer):
-    """What the optimizers share: a step that aggregates.
+    """The base class of the optimizers: a step that aggregates.
 
-    A GradScaler may find different overflows on the ranks. All of them take part in what is sent nevertheless, and a
-    rank whose gradients are not finite, after they were aggregated, leaves its weights as they are. Gradients are
-    divided by the loss scale before they are sent, so each rank may have another one.
+    A GradScaler may find overflows on some ranks only. All ranks take part in the aggregation anyway. A rank with
+    non-finite gradients after the aggregation does not change its weights. Gradients are divided by the loss scale
+    before they are sent, so loss scales may differ between ranks.
 
     Attributes:
-        aggregation: what aggregates; `close` it when training is done.
+        aggregation: the aggregation; `close` it when training is done.
     """
 
-    # GradScaler then calls `step` also after an overflow, and leaves it to `step` to divide by the scale.
+    # GradScaler then calls `step` after an overflow too, and `step` must divide by the scale.
     _step_supports_amp_scaling = True
 
     aggregation: Aggregation
@@ -51,14 +51,15 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         """Take a step, and aggregate. Collective.
 
         Args:
-            closure: computes the loss, which `step` returns, and its gradients.
-            tracker: mlbench's: its `record_batch_agg` and `record_batch_opt_step` are called when that is done.
+            closure: computes the loss and its gradients; `step` returns the loss.
+            tracker: mlbench's tracker: `record_batch_agg` is called after the aggregation, and `record_batch_opt_step`
+                after the update.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # GradScaler's, which deletes them after the step; torch's own step must not see them.
+        # GradScaler sets them, and deletes them after the step; torch's step must not see them.
         scaling: dict[str, torch.Tensor | None] = {
             name: vars(self).pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)
         }
@@ -71,7 +72,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
                 self._aggregate(self._model, self._op)
                 _record(tracker, "record_batch_agg")
             if not scaling or self._has_finite_gradients():
-                # `step` has called the hooks.
+                # The caller's `step` has already called the hooks.
                 unhooked_step(super().step.__func__)(self)  # type: ignore[attr-defined]
             _record(tracker, "record_batch_opt_step")
             if not self._of_gradients:
@@ -89,9 +90,9 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
-def _record(tracker: Any, what: str) -> None:
+def _record(tracker: Any, method: str) -> None:
     if tracker:
-        getattr(tracker, what)()
+        getattr(tracker, method)()
 
 
 def _check_average(average_world: bool) -> None:
@@ -100,23 +101,23 @@ def _check_average(average_world: bool) -> None:
 
 
 class CentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
-    """SGD on the mean of gradients over all ranks; or, with `agg_grad=False`, on each rank's own.
+    """SGD on the mean of gradients over all ranks; or, with `agg_grad=False`, on each rank's own gradients.
 
-    With `agg_grad=False` all ranks get the mean of their weights when it is made, which is collective, and after each
-    step. With gradients they must begin with the same weights: nothing makes them equal.
+    With `agg_grad=False`, all ranks get the mean of their weights in the constructor, which is collective, and after
+    each step. With `agg_grad=True`, all ranks must start with the same weights: the optimizer does not broadcast them.
 
     Args:
         world_size: the number of ranks.
-        model: whose parameters are trained.
+        model: the model to train.
         lr, momentum, dampening, weight_decay, nesterov: see torch.optim.SGD.
-        use_cuda: without effect, see `Aggregation`.
+        use_cuda: no effect, see `Aggregation`.
         by_layer: aggregate one parameter after the other.
-        agg_grad: aggregate gradients, else weights.
+        agg_grad: aggregate gradients; if False, weights.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -143,22 +144,22 @@ class CentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
 
 
 class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
-    """Adam on the mean of gradients over all ranks; or, with `agg_grad=False`, on each rank's own.
+    """Adam on the mean of gradients over all ranks; or, with `agg_grad=False`, on each rank's own gradients.
 
-    What is said of `CentralizedSGD` is true here too.
+    `agg_grad` works as in `CentralizedSGD`.
 
     Args:
         world_size: the number of ranks.
-        model: whose parameters are trained.
+        model: the model to train.
         lr, betas, eps, weight_decay, amsgrad: see torch.optim.Adam.
-        use_cuda: without effect, see `Aggregation`.
+        use_cuda: no effect, see `Aggregation`.
         by_layer: aggregate one parameter after the other.
-        agg_grad: aggregate gradients, else weights.
+        agg_grad: aggregate gradients; if False, weights.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -185,24 +186,24 @@ class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
 
 
 class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
-    """SGD on the mean of gradients as products of two factors, see `PowerAggregation`.
+    """SGD on the mean of gradients, sent as two low-rank factors; see `PowerAggregation`.
 
-    Its `state_dict` is that of torch.optim.SGD. The errors of this rank are in that of `aggregation`.
+    Its `state_dict` is the one of torch.optim.SGD. The `state_dict` of `aggregation` contains this rank's residuals.
 
     Args:
-        model: whose parameters are trained.
+        model: the model to train.
         lr, momentum, weight_decay, dampening, nesterov: see torch.optim.SGD.
-        average_world: True; there is nothing else.
-        use_cuda: without effect, see `Aggregation`.
+        average_world: must be True.
+        use_cuda: no effect, see `Aggregation`.
         by_layer: aggregate one parameter after the other.
-        reuse_query: start from the factor of the last step.
+        reuse_query: start from the factor of the last step (warm start).
         world_size: the number of ranks.
-        rank: the most vectors of a factor.
+        rank: the maximum number of vectors in a factor.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument is invalid.
         NotImplementedError: `average_world` is False.
     """
 
@@ -233,23 +234,23 @@ class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
 
 
 class DecentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
-    """SGD by each rank's own gradients; then its weights become the mean with its neighbours'.
+    """SGD on each rank's own gradients; each step then averages the weights with the neighbors' weights.
 
     See `DecentralizedAggregation`.
 
     Args:
         rank: this rank.
-        neighbors: the other ranks that it averages with, each once.
-        model: whose parameters are trained.
+        neighbors: the other ranks to average with, each once.
+        model: the model to train.
         lr, momentum, dampening, weight_decay, nesterov: see torch.optim.SGD.
-        average_world: True; there is nothing else.
-        use_cuda: without effect, see `Aggregation`.
+        average_world: must be True.
+        use_cuda: no effect, see `Aggregation`.
         by_layer: aggregate one parameter after the other.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument is invalid.
         NotImplementedError: `average_world` is False.
     """
 

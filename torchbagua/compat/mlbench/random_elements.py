@@ -1,4 +1,4 @@
-"""The mean of gradient elements that are drawn at random: `SparsifiedAggregation(compression="randomk")`."""
+"""The mean of randomly drawn gradient elements: `SparsifiedAggregation(compression="randomk")`."""
 
 import math
 import zlib
@@ -13,16 +13,16 @@ import torchbagua as tb
 
 @dataclass(frozen=True)
 class RandomElementsAlgorithm(tb.Algorithm):
-    """Average a share of each gradient's elements, others in each backward pass, and keep the rest for later.
+    """Average a fraction of each gradient's elements, redrawn in each backward pass, with error feedback.
 
     All ranks draw the same elements, so no index is sent (random-k with memory, Stich, Cordonnier and Jaggi, arXiv
     1809.07599). The drawn elements are sent in full precision.
 
     Args:
-        ratio: the share of elements that is sent, above 0 and at most 1; at least one of each parameter.
+        ratio: the fraction of elements that is sent, above 0 and at most 1; at least one element of each parameter.
 
     Raises:
-        ValueError: `ratio` does not fit.
+        ValueError: `ratio` is out of range.
     """
 
     ratio: float = 0.01
@@ -36,7 +36,7 @@ class RandomElementsAlgorithm(tb.Algorithm):
 
 
 class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
-    """See `RandomElementsAlgorithm`. A residual changes with each pass whose gradients are finite on all ranks."""
+    """See `RandomElementsAlgorithm`. Each backward pass with finite gradients on all ranks updates the residuals."""
 
     algorithm: RandomElementsAlgorithm
 
@@ -46,7 +46,7 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
         self._residuals: dict[str, torch.Tensor] = {}
 
     def need_reset(self) -> bool:
-        """Count the backward, which begins."""
+        """Count the backward pass that begins."""
         self.num_backward_passes += 1
         return False
 
@@ -60,7 +60,7 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
                 values.add_(residual)
         parts = bucket.parts(sums)
         places = [self._draw(tensor.name, part) for tensor, part in parts]
-        is_finite = sums.isfinite().all()  # all elements of this rank, drawn or not
+        is_finite = sums.isfinite().all()  # all elements of this rank, also those that are not drawn
         flag = torch.where(is_finite, 0.0, torch.nan).to(sums.dtype)[None]
         sent = torch.cat([*(part[drawn] for (_, part), drawn in zip(parts, places, strict=True)), flag])
         group.all_reduce(sent, average=True, hierarchical=False, name=bucket.name)
@@ -75,17 +75,17 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
         self._residuals |= {tensor.name: values.clone() for tensor, values in bucket.views(sums)}
 
     def _draw(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return the places that all ranks draw in this backward pass, int64, however parameters form buckets."""
+        """Return the indices that all ranks draw in this backward pass, int64, independent of the buckets."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.num_backward_passes} {name}".encode()))
         num_drawn = math.ceil(self.algorithm.ratio * len(part))
         return torch.randperm(len(part), generator=generator)[:num_drawn].to(part.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals of this rank by parameter, and the number of backward passes."""
+        """Return this rank's residuals by parameter, and the number of backward passes."""
         residuals = {name: residual.clone() for name, residual in self._residuals.items()}
         return {"residual": residuals, "num_backward_passes": self.num_backward_passes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank."""
+        """Load a state that `state_dict` returned on this rank."""
         self._residuals = {name: residual.clone() for name, residual in state["residual"].items()}
         self.num_backward_passes = int(state["num_backward_passes"])

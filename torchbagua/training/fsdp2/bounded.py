@@ -1,7 +1,7 @@
-"""FSDP's own collectives between CPUs, bounded by attach's timeout: gathers of weights, and torch's reduce-scatter.
+"""Replaces FSDP's all-gathers and reduce-scatters between CPUs, so that attach's timeout bounds them.
 
-FSDP's own collectives run on the user's group, whose timeout is that of `init_process_group`, and their errors name no
-rank. On GPUs they stay torch's: the backend runs them in stream order, and its watchdog bounds them.
+FSDP's own collectives run on the user's group with the timeout of `init_process_group`, and their errors do not name a
+rank. On GPUs torch's collectives stay: the backend runs them in stream order, and its watchdog bounds them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,13 +26,13 @@ from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 @contextmanager
 def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[BaguaProcessGroup]:
-    """Make private groups of the ranks that share a copy of the module, for as long as the context lasts. Collective.
+    """Create a group of the ranks that share a copy of the module, for as long as the context lasts. Collective.
 
-    They are open if collectives run between CPUs.
+    Its private groups are open only if collectives run between CPUs.
 
     Args:
-        runner: of an algorithm that averages weights, over the ranks that hold the same shards.
-        parts: which are sharded over these ranks.
+        runner: the runner of a weight algorithm, over the ranks that hold the same shards.
+        parts: the parts that are sharded over the ranks of the new group.
 
     Raises:
         ValueError: a backend lacks an operation; see `BaguaProcessGroup.check_operations`.
@@ -42,7 +42,7 @@ def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[
     assert group is not None
     shards = BaguaProcessGroup(group, timeout=runner.process_group.timeout, transport=runner.process_group.transport)
     try:
-        shards.tell_through(runner.tracer, "shards")
+        shards.report_to(runner.tracer, "shards")
         if on_cpus(parts):
             shards.open()
             shards.check_operations(torch.device("cpu"), runner.name)
@@ -52,7 +52,7 @@ def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[
 
 
 def on_cpus(parts: Iterable[CommunicatingPart]) -> list[CommunicatingPart]:
-    """Return those parts whose collectives run between CPUs, among several ranks."""
+    """Return the parts that communicate between CPUs, over several ranks."""
     return [part for part in parts if part.param_group.device.type == "cpu" and _size_of(part) > 1]
 
 
@@ -69,10 +69,10 @@ def bound_gathers(
     An all-gather that the user has set stays.
 
     Args:
-        undo: takes the steps that give the parts back to torch.
-        group: over whose connections weights are gathered.
+        undo: receives the callbacks that restore torch's all-gathers.
+        group: the group over which weights are gathered.
         failure: is notified of errors.
-        parts: those of `on_cpus`.
+        parts: the parts that `on_cpus` returned.
     """
     if not parts:
         return
@@ -90,8 +90,8 @@ def bound_reduce_scatters(
 ) -> None:
     """Reduce-scatter the gradients of `parts` over the connections of `group`, until `undo` is closed.
 
-    A reduce-scatter that the user has set stays. Torch's own stays too, with a warning, if the transport of `group` has
-    no torch group.
+    A reduce-scatter that the user has set stays. Torch's reduce-scatter stays too, with a warning, if the transport of
+    `group` has no torch group.
 
     Args:
         undo, group, failure, parts: see `bound_gathers`.
@@ -101,7 +101,7 @@ def bound_reduce_scatters(
         warn_user(
             f"torchbagua: FSDP itself reduce-scatters gradients, since the transport of the {group.world.scope} group "
             f"has no torch group: timeout={group.timeout} does not bound these waits, but the timeout of "
-            "init_process_group does. Give init_process_group this timeout"
+            "init_process_group does. Pass this timeout to init_process_group"
         )
         return
     for part in torchs:
@@ -110,15 +110,15 @@ def bound_reduce_scatters(
 
 
 class GatherRunner:
-    """Runs gathers in the order in which FSDP asks for them, beside what the algorithm's lane sends.
+    """Runs gathers in the order in which FSDP calls them, concurrently with the algorithm's lane.
 
     Args:
-        group: over whose connections weights are gathered.
+        group: the group over which weights are gathered.
         failure: is notified of errors.
 
     Attributes:
         group: the same.
-        communicator: for the gathers alone.
+        communicator: a separate communicator for the gathers.
     """
 
     def __init__(self, group: BaguaProcessGroup, failure: FirstFailure) -> None:
@@ -129,10 +129,10 @@ class GatherRunner:
         self._last: Job[None] | None = None
 
     def run(self, gather: Callable[[], None], *, async_op: bool) -> "GatherWork | None":
-        """Call `gather` on this thread; or on the lane with `async_op`, and then return what waits for it.
+        """Call `gather` on this thread; or, with `async_op`, on the lane, and return a handle that waits for it.
 
         Raises:
-            CommunicationError: a rank is gone or did not take part in time.
+            CommunicationError: a rank died or did not take part in time.
         """
         if async_op:
             self._last = self._lane.submit(partial(self._guarded, gather))
@@ -144,7 +144,7 @@ class GatherRunner:
         return None
 
     def close(self) -> None:
-        """Finish the gathers that are under way, and end the lane."""
+        """Finish the gathers in flight and end the lane."""
         self._lane.close()
 
     def _guarded(self, gather: Callable[[], None]) -> None:
@@ -153,14 +153,14 @@ class GatherRunner:
 
 
 class GatherWork(dist.Work):
-    """The handle of a gather under way, which FSDP waits for."""
+    """The handle of a gather in flight, which FSDP waits for."""
 
     def __init__(self, job: Job[None]) -> None:
         super().__init__()
         self._job = job
 
     def wait(self, *_: object) -> bool:
-        """Wait until all weights are there; raises CommunicationError if they do not come in time."""
+        """Wait until all weights are gathered; raises CommunicationError if they do not arrive in time."""
         self._job.result()
         return True
 
@@ -170,13 +170,13 @@ class GatherWork(dist.Work):
 
 
 class BoundedGather:
-    """The all-gather of one FSDP parameter group: a `torch.distributed.fsdp` AllGather, by its interface.
+    """The all-gather of one FSDP parameter group; implements the AllGather interface of `torch.distributed.fsdp`.
 
-    It moves bytes, of whatever dtypes and extensions.
+    It gathers bytes, whatever the dtypes and tensor extensions.
 
     Args:
         runner: runs it.
-        part: whose weights they are.
+        part: the part whose weights are gathered.
     """
 
     def __init__(self, runner: GatherRunner, part: CommunicatingPart) -> None:
@@ -187,22 +187,22 @@ class BoundedGather:
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the output."""
-        with torch.inference_mode(False):  # outside of it, as a lane is, nobody may write to an inference tensor
+        with torch.inference_mode(False):  # a lane runs outside of inference mode and may not write to its tensors
             memory: torch.Tensor = self._torchs.allocate(size, dtype=dtype, device=device)
         return memory
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> GatherWork | None:
-        """Fill `output_tensor`, in which `input_tensor` lies, with the rows of all ranks of `group`.
+        """Fill `output_tensor`, which contains `input_tensor`, with the rows of all ranks of `group`.
 
         Args:
-            output_tensor, input_tensor: as torch's.
-            group: the ranks over which the part is sharded; in backward, under `reshard_after_forward=k`, k of these.
-            async_op: return at once, what waits for the end.
+            output_tensor, input_tensor: as in torch's all-gather.
+            group: the ranks over which the part is sharded; in backward, with `reshard_after_forward=k`, k of them.
+            async_op: return a handle at once.
 
         Raises:
-            CommunicationError: a rank is gone or did not take part in time.
+            CommunicationError: a rank died or did not take part in time.
         """
         length = input_tensor.numel()
         own_row = output_tensor[group.rank() * length :][:length]
@@ -213,18 +213,18 @@ class BoundedGather:
 def _exact_gather(runner: GatherRunner, part: CommunicatingPart, group: dist.ProcessGroup) -> ExactGather:
     ranks: Sequence[int] = range(runner.group.size)
     if group is not fsdp_shard_group(part.param_group):
-        every = dist.get_process_group_ranks(runner.group.process_group)
-        ranks = [every.index(rank) for rank in dist.get_process_group_ranks(group)]
+        all_ranks = dist.get_process_group_ranks(runner.group.process_group)
+        ranks = [all_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
     return ExactGather(runner.communicator, ranks, runner.group.nodes, f"weights of {part.label}")
 
 
 class BoundedReduceScatter:
-    """The reduce-scatter of one FSDP parameter group, torch's own by its arithmetic, over connections of our own.
+    """The reduce-scatter of one FSDP parameter group: torch's arithmetic over torchbagua's connections.
 
     Args:
-        group: whose connections they are.
+        group: the group over which gradients are reduced.
         failure: is notified of errors.
-        part: whose gradients are reduced.
+        part: the part whose gradients are reduced.
     """
 
     def __init__(self, group: BaguaProcessGroup, failure: FirstFailure, part: CommunicatingPart) -> None:
@@ -241,10 +241,10 @@ class BoundedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum or mean of the local row of all ranks' `input_tensor` to `output_tensor`; FSDP waits for it.
+        """Write the sum or mean over the ranks of this rank's row of `input_tensor` to `output_tensor`; FSDP blocks.
 
         Raises:
-            CommunicationError: a rank is gone or did not take part in time.
+            CommunicationError: a rank died or did not take part in time.
         """
         with self._failure.guard():
             torch_reduce_scatter(self._communicator, input_tensor, output_tensor, op, self._part.name)

@@ -1,11 +1,11 @@
-"""The checks of attach that only sharded modules need, on this rank alone."""
+"""The checks of attach for sharded modules, on this rank alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchbagua._description import describe
+from torchbagua._stable_repr import stable_repr
 from torchbagua._torch import (
     fsdp_all_gather,
     fsdp_all_reduce_hook,
@@ -22,11 +22,11 @@ from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
 
 Parts = Mapping[str, Any]
-"""On which fully_shard was called, by their names in the module."""
+"""The parts on which fully_shard was called, by their names in the module."""
 
 
 def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, sharding: Sharding) -> None:
-    """Raise ValueError if `algorithm` cannot be attached to a module with these parts, of which there may be none."""
+    """Raise ValueError if `algorithm` cannot be attached to a module with these sharded parts, possibly none."""
     if not parts:
         _refuse_options(module, sharding)
         return
@@ -41,24 +41,24 @@ def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, 
         return
     if sharding.replicate_group is None:
         raise ValueError(
-            f"attach: {type(algorithm).__name__} averages weights among ranks that hold the same ones, and the module "
-            "is sharded: give the ranks that hold the same shards as this one, torchbagua.fsdp.attach(..., "
-            "replicate_group=...), while several meshes train copies of it; to compress gradients within one mesh, "
+            f"attach: {type(algorithm).__name__} averages weights over ranks that hold the same weights, but the "
+            "module is sharded. If several meshes train copies of the module, give the ranks that hold the same shards "
+            "as this rank: torchbagua.fsdp.attach(..., replicate_group=...). To compress gradients within one mesh, "
             f"attach {' or '.join(_algorithms_of_shards())}"
         )
     if sharding.quantize_weights is not None:
         raise ValueError(
             f"attach: quantize_weights must be None with {type(algorithm).__name__}, which averages weights over "
-            f"replicas and leaves to torch what is gathered; got {sharding.quantize_weights!r}"
+            f"replicas and leaves the gathers of weights to torch; got {sharding.quantize_weights!r}"
         )
 
 
 def shard_codecs(caller: str, algorithm: Algorithm) -> MeanCodecs:
-    """Return the codecs in which `algorithm` sends the gradients of sharded modules.
+    """Return the codecs with which `algorithm` sends the gradients of sharded modules.
 
     Raises:
-        ValueError: it takes no sharded modules, or not with its arguments.
-        TypeError: its `make_shard_codecs` returns something else, or another codec than `make_codec`.
+        ValueError: it does not support sharded modules, or not with its arguments.
+        TypeError: its `make_shard_codecs` returns another type, or another codec than `make_codec`.
     """
     name = type(algorithm).__name__
     try:
@@ -67,20 +67,20 @@ def shard_codecs(caller: str, algorithm: Algorithm) -> MeanCodecs:
         raise ValueError(f"{caller}: {error}") from error
     if codecs is None:
         raise ValueError(
-            f"{caller}: {name} does not take modules on which fully_shard was called; "
+            f"{caller}: {name} does not support modules on which fully_shard was called; "
             f"{' and '.join(_algorithms_of_shards())} do"
         )
     if not isinstance(codecs, MeanCodecs):
         raise TypeError(
-            f"{name}.make_shard_codecs must return a torchbagua.codecs.MeanCodecs, or None if the algorithm takes no "
-            f"sharded modules, got {codecs!r}"
+            f"{name}.make_shard_codecs must return a torchbagua.codecs.MeanCodecs, or None if the algorithm does not "
+            f"support sharded modules, got {codecs!r}"
         )
     owner = f"{name}: the codec"
-    compared = algorithm.make_codec()  # by the ranks; attach warns of what it does not encode
-    if describe(codecs.codec, owner) != describe(compared, owner):
+    compared = algorithm.make_codec()  # ranks compare it, and attach warns of dtypes that it does not encode
+    if stable_repr(codecs.codec, owner) != stable_repr(compared, owner):
         raise TypeError(
             f"{name}.make_shard_codecs sends with {codecs.codec}, but make_codec returns {compared}; have both return "
-            "one codec"
+            "the same codec"
         )
     for codec in (codecs.codec, codecs.intra_codec):
         if needs_feedback(codec):
@@ -92,16 +92,16 @@ def shard_codecs(caller: str, algorithm: Algorithm) -> MeanCodecs:
 
 
 def check_even_nodes(algorithm: Algorithm, codecs: MeanCodecs, node_ranks: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError if the mean respects nodes, and these have different numbers of ranks."""
+    """Raise ValueError if the mean is hierarchical and nodes have different numbers of ranks."""
     if codecs.hierarchical and len(set(map(len, node_ranks))) > 1:
         raise ValueError(
-            f"attach: {type(algorithm).__name__}: hierarchical must be False for sharded modules where nodes have "
+            f"attach: {type(algorithm).__name__}: hierarchical must be False for sharded modules if nodes have "
             f"different numbers of ranks, got {node_ranks}"
         )
 
 
 def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Sharding) -> Iterator[str]:
-    """Yield a message for each part whose weights are gathered in full precision, against `quantize_weights`."""
+    """Yield a message for each part whose weights are gathered in full precision despite `quantize_weights`."""
     if sharding.quantize_weights is None:
         return
     codec = by_name(sharding.quantize_weights)
@@ -112,21 +112,21 @@ def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Shardin
 
 
 def _algorithms_of_shards() -> list[str]:
-    """Return the names of the registered classes that take sharded modules as gradient algorithms."""
+    """Return the names of the registered gradient algorithms that support sharded modules."""
     default = Algorithm.make_shard_codecs
     constructors = [get(name) for name in available_algorithms()]
     return sorted({cls.__name__ for cls in constructors if getattr(cls, "make_shard_codecs", default) is not default})
 
 
 def _refuse_options(module: torch.nn.Module, sharding: Sharding) -> None:
-    where = f"for {type(module).__name__}, on no part of which fully_shard was called"
+    reason = f"since fully_shard was called on no part of {type(module).__name__}"
     if sharding.replicate_group is not None:
         raise ValueError(
-            f"attach: replicate_group must be None {where}; ranks that hold all of it are those of process_group"
+            f"attach: replicate_group must be None {reason}; give the ranks that hold the whole module as process_group"
         )
     if sharding.quantize_weights is not None:
         raise ValueError(
-            f"attach: quantize_weights must be None {where}: its weights are not gathered; got "
+            f"attach: quantize_weights must be None {reason}: its weights are not gathered; got "
             f"{sharding.quantize_weights!r}"
         )
 
@@ -138,7 +138,7 @@ def _check_reduce_scatters(parts: Parts) -> None:
                 raise ValueError(
                     f"attach: {part_name or 'the module'} has the reduce-scatter {type(comm).__name__} already; leave "
                     "out set_custom_reduce_scatter, set_symm_mem_for_comm and "
-                    "set_allocate_memory_from_process_group_for_comm, and detach what is attached to a module around it"
+                    "set_allocate_memory_from_process_group_for_comm, and detach the algorithm of a module around it"
                 )
 
 
@@ -148,8 +148,8 @@ def _check_all_reduce_hooks(parts: Parts) -> None:
             if hook is not None:
                 raise ValueError(
                     f"attach: {part_name or 'the module'} has the all-reduce hook {hook!r} already, and "
-                    "replicate_group needs one; leave out set_all_reduce_hook, and detach what is attached to a "
-                    "module around it"
+                    "replicate_group needs one; leave out set_all_reduce_hook, and detach the algorithm of a module "
+                    "around it"
                 )
 
 
@@ -160,12 +160,12 @@ def _check_all_gathers(module: torch.nn.Module, parts: Parts) -> None:
             comm, is_torchs = fsdp_all_gather(param_group)
             if not is_torchs:
                 raise ValueError(
-                    f"attach: quantize_weights must be None where {part_name or 'the module'} has the all-gather "
+                    f"attach: quantize_weights must be None if {part_name or 'the module'} has the all-gather "
                     f"{type(comm).__name__} already; leave out set_custom_all_gather, set_symm_mem_for_comm and "
                     "set_allocate_memory_from_process_group_for_comm"
                 )
             for parameter, cls in fsdp_own_gathers(param_group):
                 raise ValueError(
-                    f"attach: quantize_weights must be None where {names[id(parameter)]} says itself how it is "
+                    f"attach: quantize_weights must be None if {names[id(parameter)]} defines how it is "
                     f"gathered ({cls.__name__}.fsdp_pre_all_gather)"
                 )

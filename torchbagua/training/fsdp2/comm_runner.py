@@ -1,4 +1,4 @@
-"""What runs the communication of a sharded module, on several threads, and what happens when one of them fails."""
+"""Runs the communication of a sharded module on several threads, and closes all groups when one thread fails."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,12 @@ from torchbagua.runtime.runner import Runner
 
 
 class FirstFailure:
-    """Closes all groups of a module when communication over one of them fails, so that other ranks notice at once.
+    """Closes all groups of a module when communication over one group fails, so that other ranks notice at once.
 
-    What fails after that fails because the groups are closed, and raises the first error, which names the peer.
+    Later failures follow from the closed groups. They raise the first error instead, which names the peer.
 
     Args:
-        groups: over which is communicated, on several threads.
+        groups: the groups over which several threads communicate.
     """
 
     def __init__(self, groups: Sequence[BaguaProcessGroup]) -> None:
@@ -28,7 +28,7 @@ class FirstFailure:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Close the groups if the block raises, and raise the first error of all blocks."""
+        """If the block raises, close the groups and raise the first error of all blocks."""
         try:
             yield
         except BaseException as error:
@@ -44,16 +44,16 @@ class FirstFailure:
 
 
 class FsdpCommRunner:
-    """Runs what the algorithm communicates for a sharded module, in forward and backward.
+    """Runs the algorithm's communication for a sharded module, in forward and backward.
 
     Args:
-        runner: whose lane, group and traces are used; its ranks are those among which the module is sharded.
-        replicas: the ranks that hold the same shards, if there are several.
+        runner: provides the lane, the group and the tracer. The module is sharded over the ranks of its group.
+        replicas: the ranks that hold the same shards, or None if there is only one replica.
 
     Attributes:
         algorithm_runner: the runner of the algorithm.
         replicas: the same.
-        group: that of the runner.
+        group: the runner's group.
         failure: is notified of errors.
     """
 
@@ -62,7 +62,7 @@ class FsdpCommRunner:
         self.group = runner.process_group
         self.replicas = replicas
         self.failure = FirstFailure([self.group] if replicas is None else [self.group, replicas])
-        self._under_way: Job[None] | None = None
+        self._in_flight: Job[None] | None = None
 
     def run(
         self,
@@ -73,17 +73,17 @@ class FsdpCommRunner:
         *,
         until_end: bool = False,
     ) -> None:
-        """Call `communicate`: in stream order on this thread and its current stream, else on the lane, and wait for it.
+        """Call `communicate`: in stream order on this thread and its current stream; else on the lane, and wait for it.
 
         If it fails, all groups are closed, so that other ranks are notified at once.
 
         Args:
-            group: over which it communicates.
-            name: of what it does, in events.
-            x: the tensor that it is about.
-            communicate: the collective, with its tensors.
-            until_end: let it go on, on the lane, until backward ends, or the next is run. It holds the gradient of a
-                whole layer, and more than one would cost the memory that sharding saves.
+            group: the group over which it communicates.
+            name: the operation's name in events.
+            x: the tensor that is communicated.
+            communicate: the collective, bound to its tensors.
+            until_end: let it run on the lane until backward ends, or until the next call of `run`. Only one may be in
+                flight: each keeps the gradient of a whole layer, and several would cost the memory that sharding saves.
         """
         tracer = self.group.tracer
 
@@ -92,22 +92,22 @@ class FsdpCommRunner:
                 communicate()
 
         if group.world.in_stream_order(x.device):
-            with torch.inference_mode(False):  # scratch that is made now is written to outside of it too
+            with torch.inference_mode(False):  # scratch memory created now is also written outside of inference mode
                 communicate_traced()
             return
         self._wait()
-        self._under_way = self.algorithm_runner.lane.submit(communicate_traced)
+        self._in_flight = self.algorithm_runner.lane.submit(communicate_traced)
         if not (until_end and self._will_wait()):
             self._wait()
 
     def _will_wait(self) -> bool:
         try:
             queue_callback(self._wait)
-        except RuntimeError:  # no backward is under way
+        except RuntimeError:  # no backward is running
             return False
         return True
 
     def _wait(self) -> None:
-        job, self._under_way = self._under_way, None
+        job, self._in_flight = self._in_flight, None
         if job is not None:
             job.result()

@@ -1,4 +1,4 @@
-"""The communication of a sharded module: its gradients, over its replicas too, and the weights that it gathers."""
+"""Installs the communication of a sharded module: of its gradients, over replicas too, and of gathered weights."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchbagua._description import describe
+from torchbagua._stable_repr import stable_repr
 from torchbagua.codecs.lookup import by_name
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
@@ -25,19 +25,19 @@ def install_communication(
     module: torch.nn.Module,
     parts: Mapping[str, Any],
     sharding: Sharding,
-    must_agree: Mapping[str, Any],
+    rank_invariants: Mapping[str, Any],
 ) -> None:
     """Have `runner` communicate for a module until `undo` is closed. Collective.
 
-    Replicas first get the parameters and buffers of the first.
+    All replicas first get the parameters and buffers of the first replica.
 
     Args:
-        undo: takes what gives the parts back to torch, step by step.
+        undo: receives the callbacks that restore torch's communication.
         runner: over the ranks among which the module is sharded.
-        module: all of it.
-        parts: those on which fully_shard was called, by name.
+        module: the whole module.
+        parts: the parts on which fully_shard was called, by name.
         sharding: the ranks that hold the same shards, and how weights are gathered.
-        must_agree: what must be the same on all of these ranks, by name.
+        rank_invariants: the settings that must be the same on all of these ranks, by name.
 
     Raises:
         ValueError, TimeoutError, CommunicationError: see `check_even_nodes`, `open_replicas`.
@@ -48,9 +48,9 @@ def install_communication(
         runner.use_device(part.param_group.device)
     fsdp_runner = FsdpCommRunner(runner)
     if sharding.replicate_group is not None:
-        algorithm = describe(runner.algorithm, type(runner.algorithm).__name__)
-        must_agree = {"the algorithm": algorithm, **must_agree}
-        replicas = undo.enter_context(open_replicas(runner, sharding.replicate_group, must_agree))
+        algorithm = stable_repr(runner.algorithm, type(runner.algorithm).__name__)
+        rank_invariants = {"the algorithm": algorithm, **rank_invariants}
+        replicas = undo.enter_context(open_replicas(runner, sharding.replicate_group, rank_invariants))
         share_shards(replicas, module)
         fsdp_runner = FsdpCommRunner(runner, replicas)
         install_replica_means(undo, fsdp_runner, communicating, codecs)
@@ -65,15 +65,15 @@ def install_communication(
 
 
 def bound_waits(undo: ExitStack, runner: Runner, module: torch.nn.Module, parts: Mapping[str, Any]) -> None:
-    """Bound what FSDP waits for by the timeout of `runner`, which averages weights, until `undo` is closed.
+    """Bound FSDP's waits by the timeout of `runner`, of a weight algorithm, until `undo` is closed.
 
     Collective among the ranks that share a copy of the module.
 
     Args:
-        undo: takes what gives the parts back to torch, step by step.
+        undo: receives the callbacks that restore torch's communication.
         runner: over the ranks that hold the same shards.
-        module: all of it.
-        parts: those on which fully_shard was called, by name.
+        module: the whole module.
+        parts: the parts on which fully_shard was called, by name.
 
     Raises:
         ValueError, TimeoutError, CommunicationError: see `open_shards`.

@@ -1,4 +1,4 @@
-"""What attach's quantize_weights does to sharded modules: their weights are gathered in a codec's bytes."""
+"""Implements attach's quantize_weights: gathers the weights of sharded modules compressed with a codec."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,23 +23,23 @@ def install_weight_gathers(
     *,
     hierarchical: bool,
 ) -> None:
-    """Gather the weights of all parts with `codec` until `undo` is closed; then torch does again, in full precision."""
+    """Gather the weights of all parts with `codec` until `undo` is closed, which restores torch's all-gather."""
     for part in parts:
         gather = WeightGather(runner, part, codec, hierarchical=hierarchical)
-        undo.callback(part.part.reshard)  # when torch's is back: what has been decoded is not computed with any more
+        undo.callback(part.part.reshard)  # after torch's gather is restored: drops the decoded weights
         undo.callback(part.part.set_custom_all_gather, fsdp_all_gather(part.param_group)[0])
         part.part.set_custom_all_gather(gather)
 
 
 class WeightGather:
-    """The all-gather of one FSDP parameter group: a `torch.distributed.fsdp` AllGather, by its interface.
+    """The all-gather of one FSDP parameter group; implements the AllGather interface of `torch.distributed.fsdp`.
 
-    Each rank encodes its shards of the parameters, one row, and all decode all rows, their own too.
+    Each rank encodes its shards of the parameters, which form one row. All ranks decode all rows, including their own.
 
     Args:
-        runner: over whose group weights are gathered.
-        part: whose weights they are, which torch gathers so far.
-        codec: of the rows.
+        runner: weights are gathered over its group.
+        part: the part whose weights are gathered. Torch's all-gather must still be installed on it.
+        codec: the codec of the rows.
         hierarchical: see `RowGather`.
     """
 
@@ -54,36 +54,36 @@ class WeightGather:
         self._torchs, _ = fsdp_all_gather(part.param_group)
         self._gather_of = cache(partial(RowGather, runner.group, codec, hierarchical=hierarchical))
         dtypes = fsdp_gathered_dtypes(part.param_group)
-        self._told = len(dtypes) > 1 or not all(map(codec.encodes, dtypes))  # by attach
+        self._has_warned = len(dtypes) > 1 or not all(map(codec.encodes, dtypes))  # attach has warned already
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the output, on the current stream."""
-        with torch.inference_mode(False):  # outside of it, as the lane is, nobody may write to an inference tensor
+        with torch.inference_mode(False):  # the lane runs outside of inference mode and may not write to its tensors
             memory: torch.Tensor = self._torchs.allocate(size, dtype=dtype, device=device)
         return memory
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """Write all ranks' `input_tensor`, coded, to `output_tensor`; FSDP calls it in forward and in backward.
+        """Write all ranks' `input_tensor`, encoded and decoded, to `output_tensor`, in forward and in backward.
 
-        In stream order everything is launched on the current stream, also if `async_op` says that it need not be.
-        Otherwise it returns when they are there.
+        In stream order everything is launched on the current stream, even with `async_op`. Otherwise it returns when
+        all rows are gathered.
 
-        Under `reshard_after_forward=k` backward gathers over groups of k ranks what forward has decoded. Torch does
-        that, in full: so backward computes with the bits that forward has computed with.
+        With `reshard_after_forward=k`, backward gathers the weights that forward has decoded over groups of k ranks.
+        Torch gathers them, in full precision, so backward computes with weights that are bitwise equal to forward's.
 
         Returns:
-            What torch's own returns where that is called; else None, which tells FSDP to wait for no more than the
-                current stream.
+            The result of torch's all-gather if it is called; else None, with which FSDP waits for the current stream
+                only.
 
         Raises:
-            CommunicationError: a rank is gone or did not take part in time.
+            CommunicationError: a rank died or did not take part in time.
         """
         dtype = input_tensor.dtype
         if group is not self._group or not self._codec.encodes(dtype):
-            if group is self._group and not self._told:  # attach has not seen the policy that casts to this dtype
-                self._told = True
+            if group is self._group and not self._has_warned:  # attach did not see the policy that casts to this dtype
+                self._has_warned = True
                 with self._runner.failure.guard():  # if a filter makes it an error, other ranks do not wait
                     warn_user(why_in_full_precision(self._name, self._codec, {dtype}), UncompressedParametersWarning)
             return self._torchs(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)

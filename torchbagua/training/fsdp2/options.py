@@ -1,4 +1,4 @@
-"""What `torchbagua.fsdp.attach` takes beside the arguments of `torchbagua.attach`."""
+"""The arguments that `torchbagua.fsdp.attach` takes in addition to those of `torchbagua.attach`."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,6 @@ class Sharding:
         object.__setattr__(self, "quantize_weights", codec)
         if needs_feedback(codec):
             raise ValueError(
-                "attach: quantize_weights must not be a codec that needs error feedback, since what it leaves out of "
-                f"weights is lost; got {codec!r}"
+                "attach: quantize_weights must not be a codec that needs error feedback, since the residual of weights "
+                f"is lost; got {codec!r}"
             )

@@ -1,4 +1,4 @@
-"""Parts on which fully_shard was called: over which ranks they are sharded, and which of them attach takes."""
+"""Finds the ranks over which parts of a module are sharded, and rejects parts that attach does not support."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,29 +21,32 @@ def sharding_group(parts: Mapping[str, Any]) -> dist.ProcessGroup:
     """
     groups = []
     for name, part in parts.items():
-        what = name or "the module"
+        label = name or "the module"
         param_groups = fsdp_param_groups(part)
         if len(param_groups) > 1:
             raise ValueError(
-                f"attach: {what} has {len(param_groups)} parameter groups on meshes of their own, for which torch "
+                f"attach: {label} has {len(param_groups)} parameter groups on separate meshes, for which torch "
                 "takes no custom reduce-scatter; call fully_shard without shard_placement_fn's meshes"
             )
         for param_group in param_groups:
             group = fsdp_shard_group(param_group)
             if group is None:
                 raise ValueError(
-                    f"attach: {what} is replicated ({type(part).__name__}), by an all-reduce of torch's own. Either "
-                    "call fully_shard with the mesh's dimension of shards alone, and torchbagua.fsdp.attach with "
-                    "replicate_group=mesh.get_group(...) of that of replicas; or leave out attach, and make the mesh "
-                    "with torchbagua.fsdp.register_backend, which replicate() needs"
+                    f"attach: {label} is replicated ({type(part).__name__}) by torch's own all-reduce. Either call "
+                    "fully_shard with the mesh's shard dimension only, and torchbagua.fsdp.attach with "
+                    "replicate_group=mesh.get_group(...) of the replica dimension; or leave out attach, and create the "
+                    "mesh with torchbagua.fsdp.register_backend, which replicate() needs"
                 )
             if fsdp_is_offloaded(param_group):
-                raise ValueError(f"attach: {what} has an OffloadPolicy that keeps parameters on the CPU; shard without")
+                raise ValueError(
+                    f"attach: {label} has an OffloadPolicy that keeps parameters on the CPU; call "
+                    "fully_shard without it"
+                )
             for parameter, _ in fsdp_shards(param_group):
                 if (mesh := parameter.device_mesh).ndim != 1:  # type: ignore[attr-defined]
                     raise ValueError(
-                        f"attach: {what} has parameters on a mesh of {mesh.ndim} dimensions, as of tensor parallelism; "
-                        "supported is fully_shard alone, with a mesh of one"
+                        f"attach: {label} has parameters on a mesh of {mesh.ndim} dimensions, for instance of tensor "
+                        "parallelism; only fully_shard with a mesh of one dimension is supported"
                     )
             groups.append(group)
     if not groups:

@@ -1,4 +1,4 @@
-"""The reduce-scatter that attach gives the parts of a sharded module: gradients are sent in a codec's bytes."""
+"""The reduce-scatter that attach installs on the parts of a sharded module: sends gradients compressed with a codec."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,10 +22,10 @@ from torchbagua.training.fsdp2.rows import CommunicatingPart
 def install_reduce_scatters(
     undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
 ) -> None:
-    """Reduce-scatter the gradients of all parts with `codecs` until `undo` is closed; then torch does again.
+    """Reduce-scatter the gradients of all parts with `codecs` until `undo` is closed, which restores torch's.
 
-    With replicas, a hierarchical mean treats the ranks of one shard group as it treats those of one node, if they are
-    on one node. If it compresses nothing within nodes, torch's own reduce-scatter stays.
+    With replicas, a hierarchical mean treats the ranks of one shard group like the ranks of a node, if they are on one
+    node. If it does not compress within nodes, torch's reduce-scatter stays.
     """
     has_replicas = runner.replicas is not None and runner.replicas.size > 1
     if has_replicas and codecs.intra_codec is not None and len(runner.group.node_ranks) == 1:
@@ -38,12 +38,12 @@ def install_reduce_scatters(
 
 
 class RowScatter:
-    """The reduce-scatter of one FSDP parameter group: a `torch.distributed.fsdp` ReduceScatter, by its interface.
+    """The reduce-scatter of one FSDP parameter group; implements `torch.distributed.fsdp`'s ReduceScatter interface.
 
     Args:
-        runner: over whose group gradients are reduced.
-        part: whose gradients they are.
-        codecs: of the mean.
+        runner: gradients are reduced over its group.
+        part: the part whose gradients are reduced.
+        codecs: the codecs of the mean.
     """
 
     def __init__(self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs) -> None:
@@ -58,14 +58,14 @@ class RowScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum or mean of the local row of all ranks' `input_tensor` to `output_tensor`, for FSDP's backward.
+        """Write the sum or mean over the ranks of this rank's row of `input_tensor` to `output_tensor`, in backward.
 
-        In stream order everything is launched on the current stream. Otherwise it returns when the row is there; on
-        CPUs at once, if the row is read after backward only.
+        In stream order everything is launched on the current stream. Otherwise it returns when the row has been
+        reduced; on CPUs it returns at once if the row is read only after backward.
 
         Raises:
-            ValueError: `op` is none that FSDP uses.
-            CommunicationError: a rank is gone or did not take part in time.
+            ValueError: FSDP does not use `op`.
+            CommunicationError: a rank died or did not take part in time.
         """
         spec = self._part.row(output_tensor.numel()).spec(input_tensor, self._part.name)
         mean = self._mean_of(spec, self._divisor(op))
@@ -82,9 +82,10 @@ class RowScatter:
         self._runner.run(self._runner.group, self._part.name, input_tensor, scatter, until_end=until_end)
 
     def _is_read_at_end(self, out_L: torch.Tensor, op: Any) -> bool:
-        """Return whether FSDP reads the local row only after backward, when it makes views of it for the gradients.
+        """Return whether FSDP reads the local row only after backward, when it creates views of it as gradients.
 
-        Otherwise it divides or casts it, adds it to gradients, passes it to a hook, or a parameter's hook may read it.
+        In all other cases FSDP divides or casts the row, adds it to gradients, or passes it to a hook, or a parameter's
+        hook may read it.
         """
         if not out_L.is_cpu or op == dist.ReduceOp.SUM or fsdp_all_reduce_hook(self._part.param_group) is not None:
             return False

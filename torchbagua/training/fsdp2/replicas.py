@@ -1,4 +1,4 @@
-"""Replicas of shards (HSDP): after its reduce-scatter, FSDP has a hook form the mean of a shard over its replicas."""
+"""Replicas of shards (HSDP): after its reduce-scatter, FSDP calls a hook that averages a shard over its replicas."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,29 +24,29 @@ from torchbagua.transport.streams import keep_for_current_stream
 
 @contextmanager
 def open_replicas(
-    runner: Runner, group: dist.ProcessGroup, must_agree: Mapping[str, Any]
+    runner: Runner, group: dist.ProcessGroup, rank_invariants: Mapping[str, Any]
 ) -> Iterator[BaguaProcessGroup]:
     """Open private groups of the ranks that hold the same shards, for as long as the context lasts. Collective.
 
     Args:
-        runner: over the ranks among which the module is sharded; its observers hear of these groups too.
+        runner: over the ranks among which the module is sharded. Its observers are notified of these groups too.
         group: the replicas.
-        must_agree: what must be the same on all of them, by the name that an error gives it.
+        rank_invariants: the settings that must be the same on all replicas, by the name that errors show.
 
     Raises:
-        ValueError: they differ in that, or in their places among the ranks of a module, or a backend lacks an
-            operation; see `BaguaProcessGroup.check_operations`.
+        ValueError: replicas differ in a setting or in their rank within their copy of the module, or a backend lacks
+            an operation; see `BaguaProcessGroup.check_operations`.
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     own = runner.process_group
     places = {"the rank that holds a shard, of those of its module": f"{own.rank} of {own.size}"}
     replicas = BaguaProcessGroup(
-        group, timeout=own.timeout, transport=own.transport, must_agree={**must_agree, **places}
+        group, timeout=own.timeout, transport=own.transport, rank_invariants={**rank_invariants, **places}
     )
     try:
         replicas.open()
-        replicas.tell_through(own.tracer, "replicas")
-        replicas.check_operations(torch.device("cpu"), runner.name)  # also of GPUs: shards are shared
+        replicas.report_to(own.tracer, "replicas")
+        replicas.check_operations(torch.device("cpu"), runner.name)  # with GPUs too, since shards are broadcast
         yield replicas
     finally:
         if runner.ends_in_order and not runner.lane.has_failed:
@@ -55,7 +55,7 @@ def open_replicas(
 
 
 def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
-    """Give all replicas the parameters and buffers of the first. Collective: fully_shard leaves them as they are."""
+    """Give all replicas the parameters and buffers of the first, which fully_shard does not do. Collective."""
     broadcast_tensors(replicas.world, map(local_shard, (*module.parameters(), *module.buffers())), "the shards")
 
 
@@ -80,7 +80,7 @@ def install_replica_means(
 
 
 def mean_of_rows(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, *, average: bool) -> Mean:
-    """Return the function that replaces a row by its mean over `group`, or by its sum."""
+    """Return the function that replaces a row by its mean over `group`, or by its sum without `average`."""
     codecs = codecs.for_dtype(row.dtype)
     return centralized_mean(
         group,
@@ -93,15 +93,16 @@ def mean_of_rows(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, 
 
 
 class ReplicaMean:
-    """The all-reduce hook of one FSDP parameter group: the mean of what it reduce-scatters, over the replicas.
+    """The all-reduce hook of one FSDP parameter group: averages the reduce-scattered gradients over the replicas.
 
-    FSDP calls it under `set_requires_all_reduce(False)` too, and adds what it leaves to the gradient. There it keeps
-    its input for the next mean, and leaves zeros. Where the loop has thrown these away, with `zero_grad()`, so does it.
+    FSDP also calls the hook with `set_requires_all_reduce(False)`, and adds the hook's output to the gradient. The hook
+    then stores its input for the next mean, and returns zeros. If the loop discards the gradients with `zero_grad()`,
+    the hook discards its stored input too.
 
     Args:
-        runner: one with replicas.
-        part: whose gradients they are.
-        codecs: of the mean.
+        runner: a runner with replicas.
+        part: the part whose gradients are averaged.
+        codecs: the codecs of the mean.
     """
 
     def __init__(self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs) -> None:
@@ -110,46 +111,46 @@ class ReplicaMean:
         self._replicas = runner.replicas
         self._part = part
         self._mean_of = cache(partial(mean_of_rows, runner.replicas, codecs))
-        self._kept: tuple[Row, torch.Tensor] | None = None
+        self._stored: tuple[Row, torch.Tensor] | None = None
 
     def __call__(self, gradient_L: torch.Tensor) -> None:
         """Replace the local shard of the gradient by its mean over the replicas, on the current stream.
 
-        It becomes their sum where the part has a gradient divide factor, which then is what all is divided by.
+        If the part has a gradient divide factor, it is replaced by the sum, since FSDP divides by that factor.
 
         Raises:
-            RuntimeError: other parameters had a gradient in a backward before, of which the mean is still to come.
-            CommunicationError: a replica is gone or did not take part in time.
+            RuntimeError: an earlier backward, whose gradients are not averaged yet, reached other parameters.
+            CommunicationError: a replica died or did not take part in time.
         """
-        # Up to torch 2.14 nobody holds it until this stream is done with it, and if FSDP casts it afterwards the next
-        # layer's reduce-scatter, on another stream, would be given its memory.
+        # Up to torch 2.14 nothing keeps this tensor alive until this stream is done with it. If FSDP casts it
+        # afterwards, the next layer's reduce-scatter, on another stream, could get its memory.
         keep_for_current_stream(gradient_L)
         row = self._part.row(gradient_L.numel())
-        kept, self._kept = self._kept, None
+        stored, self._stored = self._stored, None
         if all(parameter.grad is None for parameter, _ in fsdp_shards(self._part.param_group)):
-            kept = None
-        if kept is not None and kept[0] != row:
+            stored = None
+        if stored is not None and stored[0] != row:
             raise RuntimeError(
-                f"torchbagua: {self._part.name}: under set_requires_all_reduce(False) every backward must reach the "
-                f"same parameters, got {', '.join(row.parameter_names)} after {', '.join(kept[0].parameter_names)}; "
+                f"torchbagua: {self._part.name}: with set_requires_all_reduce(False) every backward must reach the "
+                f"same parameters, got {', '.join(row.parameter_names)} after {', '.join(stored[0].parameter_names)}; "
                 "call set_reduce_scatter_unused_params(True), which needs torch 2.13 or newer"
             )
         if not fsdp_all_reduces(self._part.param_group):
-            self._kept = row, gradient_L.clone() if kept is None else kept[1].add_(gradient_L)
+            self._stored = row, gradient_L.clone() if stored is None else stored[1].add_(gradient_L)
             gradient_L.zero_()
             return
-        if kept is not None:
-            gradient_L.add_(kept[1])
-            kept = None  # its memory is free while the mean is formed
+        if stored is not None:
+            gradient_L.add_(stored[1])
+            stored = None  # frees its memory before the mean is computed
         average = fsdp_divide_factor(self._part.param_group) is None
         mean = self._mean_of(row.spec(gradient_L, self._part.name), average=average)
         self._runner.run(self._replicas, self._part.name, gradient_L, partial(mean, gradient_L))
 
     def close(self) -> None:
-        """Let go what no mean has taken up; it is in no gradient, so say so."""
-        if self._kept is not None:
-            self._kept = None
+        """Discard gradients that were stored but never averaged, with a warning, since they are in no gradient."""
+        if self._stored is not None:
+            self._stored = None
             warn_user(
-                f"torchbagua: {self._part.name}: what was accumulated under set_requires_all_reduce(False) is lost: "
-                "detach comes before a backward that averages it"
+                f"torchbagua: {self._part.name}: the gradients accumulated with set_requires_all_reduce(False) are "
+                "lost: detach was called before a backward that averages them"
             )

@@ -1,7 +1,7 @@
-"""The public test suite of transports: whether one keeps the promises of `Transport`, and has the abilities it claims.
+"""The public test suite of transports: it checks the contract of `Transport`, and the abilities that a class claims.
 
-May import observe and the modules that begin with _.
-Begin with run.py, then messages.py, collectives.py and failures.py, which hold the checks.
+May import observe and the modules whose names begin with _.
+Read run.py first, then messages.py, collectives.py and failures.py, which contain the checks.
 """
 
 from torchbagua.transport.suite.member import TransportFault

@@ -7,13 +7,13 @@ from torchbagua.transport.suite.member import Member, Mismatch
 
 
 def check_all_to_all(member: Member) -> None:
-    """Members exchange parts of any lengths, some of them empty."""
+    """Members exchange parts of arbitrary lengths, including empty ones."""
     transport = member.open()
-    everybody = range(member.size)
-    lengths = [[(3 * sender + 5 * receiver) % 7 * 10 for receiver in everybody] for sender in everybody]
+    ranks = range(member.size)
+    lengths = [[(3 * sender + 5 * receiver) % 7 * 10 for receiver in ranks] for sender in ranks]
     for tag in range(3):
-        inputs = [member.message(transport, member.rank, peer, lengths[member.rank][peer], tag) for peer in everybody]
-        outputs = [member.zeros(transport, lengths[peer][member.rank]) for peer in everybody]
+        inputs = [member.message(transport, member.rank, peer, lengths[member.rank][peer], tag) for peer in ranks]
+        outputs = [member.zeros(transport, lengths[peer][member.rank]) for peer in ranks]
         transport.all_to_all(outputs, inputs)
         member.settle(transport)
         for peer, got in enumerate(outputs):
@@ -22,7 +22,7 @@ def check_all_to_all(member: Member) -> None:
 
 
 def check_all_to_all_single(member: Member) -> None:
-    """Members exchange parts of equal length, as one tensor of bytes or of numbers."""
+    """Members exchange parts of equal length, as one tensor of bytes or floating-point values."""
     transport = member.open()
     for dtype in (torch.uint8, torch.float32, torch.bfloat16):
         num_bytes = 12 * dtype.itemsize
@@ -39,7 +39,7 @@ def check_all_to_all_single(member: Member) -> None:
 
 
 def check_all_gather(member: Member) -> None:
-    """Members gather parts of equal length, which lie elsewhere or in the output itself."""
+    """Members gather parts of equal length, from a separate tensor and from the output itself."""
     transport = member.open()
     for dtype in (torch.uint8, torch.float32, torch.bfloat16):
         num_bytes = 12 * dtype.itemsize
@@ -62,19 +62,19 @@ def check_all_reduce(member: Member) -> None:
     transport = member.open()
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for num_elements in (1, 1001):
-            every = [
+            tensors = [
                 torch.randint(-16, 17, (num_elements,), generator=torch.Generator().manual_seed(rank)) / 8
                 for rank in range(member.size)
             ]
-            tensor = member.zeros(transport, num_elements, dtype).copy_(every[member.rank])
+            tensor = member.zeros(transport, num_elements, dtype).copy_(tensors[member.rank])
             transport.all_reduce(tensor)
             member.settle(transport)
-            expected = torch.stack(every).sum(0).to(dtype)
+            expected = torch.stack(tensors).sum(0).to(dtype)
             member.expect_values(f"all_reduce of {num_elements} elements of {dtype}", tensor.cpu(), expected)
 
 
 def check_collectives_in_turn(member: Member) -> None:
-    """Collectives and messages follow each other."""
+    """Collectives and messages alternate."""
     transport = member.open()
     for _ in range(3):
         member.use(transport)

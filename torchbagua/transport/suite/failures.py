@@ -1,4 +1,4 @@
-"""Checks of failures and ends: peers that do not come, peers that abort, and the use of a closed transport."""
+"""Checks of failures and shutdown: missing peers, peers that abort, and the use of a closed transport."""
 
 import functools
 import threading
@@ -9,12 +9,12 @@ from contextlib import suppress
 from torchbagua.transport.base import COLLECTIVES, Transport, TransportError
 from torchbagua.transport.suite.member import Member, Mismatch, SuiteThread
 
-_NO_SOONER = 0.8  # of a timeout: clocks of sockets are coarse
+_EARLIEST = 0.8  # a fraction of the timeout: socket clocks are coarse
 _THREADS_END_WITHIN_S = 2.0
 
 
 def check_deadline_of_messages(member: Member) -> None:
-    """Waiting for a peer that does not send fails when the timeout is over, and the error names the peer."""
+    """Waiting for a peer that does not send fails after the timeout, and the error names the peer."""
     transport = member.open(has_short_timeout=True)
     member.meet()
     if member.rank == 0:
@@ -24,13 +24,13 @@ def check_deadline_of_messages(member: Member) -> None:
             f"wait_receive({silent}, 7), which rank {silent} does not send",
             lambda: transport.wait_receive(silent, 7),
             peer=silent,
-            at_least_s=_NO_SOONER * member.deadline_s,
+            at_least_s=_EARLIEST * member.deadline_s,
         )
     member.meet()
 
 
 def check_deadline_of_collectives(member: Member) -> None:
-    """A collective in which a member takes no part fails within the timeout."""
+    """A collective that a member does not call fails within the timeout."""
     for collective in sorted(member.open(has_short_timeout=True).abilities.collectives):
         transport = member.open(has_short_timeout=True)
         member.meet()
@@ -40,7 +40,7 @@ def check_deadline_of_collectives(member: Member) -> None:
 
 
 def check_missing_member(member: Member) -> None:
-    """A member that calls nothing makes the others fail when they connect to it or communicate."""
+    """If one member calls nothing, the others fail to connect to it or to communicate."""
     transport = member.open(has_short_timeout=True, is_connected=False)
     missing = member.size - 1
 
@@ -55,12 +55,12 @@ def check_missing_member(member: Member) -> None:
             member.run_collective(transport, collective)
 
     if member.rank != missing:
-        member.expect_failure(f"connect and receive, rank {missing} does neither", communicate)
+        member.expect_failure(f"connect and receive, while rank {missing} does neither", communicate)
     member.meet()
 
 
 def check_abort_of_peer(member: Member) -> None:
-    """Members that wait for one that aborts get an error, which names it, at once or within the timeout."""
+    """If a member aborts, members that wait for it get an error that names it, at once or within the timeout."""
     transport = member.open(has_short_timeout=True)
     aborting = member.size - 1
     if member.rank == aborting:
@@ -79,7 +79,7 @@ def check_abort_of_peer(member: Member) -> None:
 
 
 def check_abort_of_collective(member: Member) -> None:
-    """Members in a collective with one that aborts get an error at once or within the timeout."""
+    """If a member aborts, members in a collective with it get an error at once or within the timeout."""
     for collective in sorted(member.open(has_short_timeout=True).abilities.collectives):
         transport = member.open(has_short_timeout=True)
         member.meet()
@@ -111,7 +111,7 @@ def check_abort_by_another_thread(member: Member) -> None:
 
 
 def check_use_after_abort(member: Member) -> None:
-    """After `abort` every message and collective fails, also one posted before; `abort` once more does nothing."""
+    """After `abort` every message and collective fails, even if posted before. A second `abort` does nothing."""
     transport = member.open()
     member.use(transport)
     if transport.abilities.has_messages:
@@ -130,7 +130,7 @@ def check_use_after_abort(member: Member) -> None:
 
 
 def check_close(member: Member) -> None:
-    """All members close; then every message and collective fails, and `abort` does nothing."""
+    """After all members have closed, every message and collective fails, and `abort` does nothing."""
     transport = member.open()
     member.use(transport)
     member.meet()
@@ -142,7 +142,7 @@ def check_close(member: Member) -> None:
 
 
 def check_threads(member: Member) -> None:
-    """No thread of Python is left after `abort` and `join`."""
+    """No Python thread of the transport is left after `abort` and `join`."""
     member.meet()
     before = set(threading.enumerate())
     member.meet()
@@ -164,7 +164,7 @@ def _is_of_transport(thread: threading.Thread) -> bool:
 
 
 def check_unclaimed(member: Member) -> None:
-    """A message or collective that the transport does not claim works, or raises TransportError and nothing else."""
+    """A message or collective that the transport does not claim works, or raises TransportError and no other error."""
     abilities = member.open().abilities
     if not abilities.has_messages:
         _allow_failure(member, lambda transport: transport.post_receive(member.before, member.zeros(transport, 10), 0))
@@ -174,7 +174,7 @@ def check_unclaimed(member: Member) -> None:
 
 
 def _allow_failure(member: Member, call: Callable[[Transport], None]) -> None:
-    """Call a function with a transport of its own, which is of no use after an error."""
+    """Call a function with a separate transport, which is unusable after an error."""
     with suppress(TransportError):
         call(member.open())
 
@@ -184,7 +184,7 @@ def _expect_failure_of_collective(member: Member, transport: Transport, collecti
 
 
 def _expect_unusable(member: Member, transport: Transport, when: str) -> None:
-    """Expect errors of all that the transport claims."""
+    """Expect an error from every operation that the transport claims."""
     if transport.abilities.has_messages:
         tensor = member.zeros(transport, 10)
         member.expect_failure(f"post_send {when}", lambda: transport.post_send(member.after, tensor, 9))

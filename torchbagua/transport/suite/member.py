@@ -1,4 +1,4 @@
-"""One member's side of a check: its transports, the messages it expects, and its meetings with the other members."""
+"""One member's side of a check: its transports, the messages that it expects, and its barriers with other members."""
 
 import threading
 import time
@@ -17,19 +17,19 @@ _POLL_S = 0.002
 
 
 class TransportFault(AssertionError):
-    """A transport broke a promise. Names the check, the rank, the operation, and the expected and the actual result."""
+    """A transport failed a check. Names the check, the rank, the operation, and the expected and actual results."""
 
 
 class Mismatch(Exception):
-    """A check has failed on this rank. Names the operation, and the expected and the actual result."""
+    """A check failed on this rank. Names the operation, and the expected and actual results."""
 
 
 class OtherMemberFailed(Exception):
-    """The check has failed on another rank, so this rank need not finish it."""
+    """The check failed on another rank, so this rank need not finish it."""
 
 
 class SuiteThread(threading.Thread):
-    """A thread of the suite. `error` is the exception that its target raised, if it raised one."""
+    """A thread of the suite. `error` is the exception that its target raised, if any."""
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         super().__init__(name=f"transport suite: {name}", daemon=True)
@@ -44,21 +44,21 @@ class SuiteThread(threading.Thread):
 
 
 class Member:
-    """What a check works with, on one rank.
+    """The context in which a check runs on one rank.
 
     Args:
-        maker: opens the transports that are tested.
-        members: of the check, with a store of its own.
-        deadline: the timeout of transports whose waits are to fail; some members come half of it later than others.
-        device: of the tensors; None for the first type of devices that the transport moves.
+        maker: opens the transports under test.
+        members: the members of the check, with a separate store.
+        deadline: the timeout of transports whose waits should fail. Some members act half a deadline after others.
+        device: the device of the tensors; None for the CPU, or else the first device type that the transport names.
 
     Attributes:
-        rank, size: of this rank.
-        after, before: the ranks of the two neighbours around the ring.
-        others: the ranks of all other members.
-        deadline_s: in seconds.
-        last_call: the call of a transport that came last.
-        is_meeting: whether this rank waits for others in `meet`.
+        rank, size: this rank, and the number of members.
+        after, before: the ranks of the two neighbors around the ring.
+        peers: the ranks of all other members.
+        deadline_s: the deadline in seconds.
+        last_call: the last call of a transport.
+        is_meeting: whether this rank is waiting for others in `meet`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Member:
     ) -> None:
         self.rank, self.size = members.rank, members.size
         self.after, self.before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.deadline_s = deadline.total_seconds()
         self.last_call = "the transport's constructor"
         self.is_meeting = False
@@ -83,12 +83,12 @@ class Member:
 
         Args:
             has_short_timeout: its timeout is `deadline_s`.
-            is_connected: all members are connected, and prepared for tensors on the device.
+            is_connected: connects all members, and prepares the transport for tensors on the device.
         """
         store = dist.PrefixStore(f"transport{len(self._transports)}", self._members.store)
         timeout = self._deadline if has_short_timeout else self._members.timeout
-        transport = self._watched(self._maker(replace(self._members, store=store, timeout=timeout)))
-        self._abilities = getattr(transport, "abilities", None)  # one without fails in the first check
+        transport = self._watch(self._maker(replace(self._members, store=store, timeout=timeout)))
+        self._abilities = getattr(transport, "abilities", None)  # a transport without abilities fails the first check
         if is_connected:
             transport.open()
             transport.use_device(self.device_of(transport.abilities))
@@ -103,17 +103,17 @@ class Member:
         return self._abilities
 
     def twin_of(self, transport: Transport) -> Transport:
-        """Return a twin, which `abort` reaches too. Raises TransportError if the transport serves one thread."""
-        return self._watched(transport.twin())
+        """Return a twin, which `abort` aborts too. Raises TransportError if the transport serves one thread."""
+        return self._watch(transport.twin())
 
     def device_of(self, abilities: Abilities) -> torch.device:
-        """Return where the tensors of this rank are."""
+        """Return the device of this rank's tensors."""
         if self._device is None:
             self._device = torch.device("cpu" if "cpu" in abilities.devices else min(abilities.devices))
         return self._device
 
     def zeros(self, transport: Transport, num_elements: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Return a tensor to receive in."""
+        """Return a tensor to receive into."""
         return torch.zeros(num_elements, dtype=dtype, device=self.device_of(transport.abilities))
 
     def message(self, transport: Transport, sender: int, receiver: int, num_bytes: int, tag: int = 0) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Member:
         return values.to(self.device_of(transport.abilities))
 
     def exchange(self, transport: Transport, peers: Iterable[int], *, num_bytes: int = 1000, tag: int = 0) -> None:
-        """Send a message to each of `peers` and receive theirs, receives posted first."""
+        """Send a message to each of `peers` and receive theirs; post the receives first."""
         peers = list(peers)
         received = {peer: self.zeros(transport, num_bytes) for peer in peers}
         sent = {peer: self.message(transport, self.rank, peer, num_bytes, tag) for peer in peers}
@@ -139,9 +139,9 @@ class Member:
             transport.wait_send(peer, tag)
 
     def use(self, transport: Transport) -> None:
-        """Exchange messages with all others, and run each collective, if the transport has them. Collective."""
+        """Exchange messages with all peers, and run each collective, if the transport has them. Collective."""
         if transport.abilities.has_messages:
-            self.exchange(transport, self.others)
+            self.exchange(transport, self.peers)
         for collective in sorted(transport.abilities.collectives):
             self.run_collective(transport, collective)
 
@@ -157,13 +157,13 @@ class Member:
         self.settle(transport)
 
     def settle(self, transport: Transport) -> None:
-        """Wait for the current stream of a GPU."""
+        """Wait for the GPU's current stream; do nothing on other devices."""
         device = self.device_of(transport.abilities)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def meet(self) -> None:
-        """Wait until all members have come here, beside the transport."""
+        """Wait at a barrier of all members, which uses the store and not the transport."""
         key = f"meeting{self._num_meetings}"
         self._num_meetings += 1
         if self._members.store.add(key, 1) == self.size:
@@ -175,42 +175,44 @@ class Member:
             time.sleep(_POLL_S)
         self.is_meeting = False
 
-    def expect_bits(self, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise Mismatch unless both tensors have the same bytes; `what` names the tensor."""
+    def expect_bits(self, subject: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raise Mismatch unless both tensors have the same bytes; `subject` names the tensor."""
         got_bytes, expected_bytes = (tensor.cpu().view(-1).view(torch.uint8) for tensor in (got, expected))
         differs = (got_bytes != expected_bytes).nonzero()
         if len(differs):
             index = int(differs[0])
             raise Mismatch(
-                f"{what}: expected byte {index} of {len(expected_bytes)} to be {int(expected_bytes[index])}, got "
+                f"{subject}: expected byte {index} of {len(expected_bytes)} to be {int(expected_bytes[index])}, got "
                 f"{int(got_bytes[index])}; {len(differs)} bytes differ"
             )
 
-    def expect_values(self, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise Mismatch unless both tensors are equal; `what` names the tensor."""
+    def expect_values(self, subject: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raise Mismatch unless both tensors are equal; `subject` names the tensor."""
         differs = (got != expected).view(-1).nonzero()
         if len(differs):
             index = int(differs[0])
             raise Mismatch(
-                f"{what}: expected element {index} of {expected.numel()} to be {expected.view(-1)[index].item()}, got "
-                f"{got.view(-1)[index].item()}; {len(differs)} elements differ"
+                f"{subject}: expected element {index} of {expected.numel()} to be {expected.view(-1)[index].item()}, "
+                f"got {got.view(-1)[index].item()}; {len(differs)} elements differ"
             )
 
     def expect_failure(
         self,
-        what: str,
+        subject: str,
         call: Callable[[], object],
         *,
         peer: int | None = None,
         at_least_s: float = 0.0,
     ) -> None:
-        """Raise Mismatch unless `call` raises TransportError within `deadline_s`, and some time for the scheduler.
+        """Raise Mismatch unless `call` raises TransportError within `deadline_s`, with a tolerance.
+
+        The tolerance is a second `deadline_s`, and a second for the host's scheduler.
 
         Args:
-            what: names the operation.
+            subject: names the operation.
             call: the operation.
-            peer: the peer that the error names; None for any.
-            at_least_s: when it may come.
+            peer: the peer that the error must name; None for any peer.
+            at_least_s: the earliest allowed time of the error.
         """
         start_s = time.monotonic()
         try:
@@ -218,15 +220,15 @@ class Member:
         except TransportError as error:
             taken_s = time.monotonic() - start_s
             if peer is not None and error.peer != peer:
-                raise Mismatch(f"{what}: expected an error with peer {peer}, got peer {error.peer}") from error
+                raise Mismatch(f"{subject}: expected an error with peer {peer}, got peer {error.peer}") from error
         except Exception as error:
-            raise Mismatch(f"{what}: expected TransportError, got {type(error).__name__}: {error}") from error
+            raise Mismatch(f"{subject}: expected TransportError, got {type(error).__name__}: {error}") from error
         else:
-            raise Mismatch(f"{what}: expected TransportError, got none")
+            raise Mismatch(f"{subject}: expected TransportError, got none")
         if taken_s < at_least_s:
-            raise Mismatch(f"{what}: expected no error before {at_least_s:g} s, got one after {taken_s:.2f} s")
+            raise Mismatch(f"{subject}: expected no error before {at_least_s:g} s, got one after {taken_s:.2f} s")
         if taken_s > 2 * self.deadline_s + _SCHEDULING_S:
-            raise Mismatch(f"{what}: expected an error within {self.deadline_s:g} s, got one after {taken_s:.2f} s")
+            raise Mismatch(f"{subject}: expected an error within {self.deadline_s:g} s, got one after {taken_s:.2f} s")
 
     def abort(self) -> None:
         """Abort all transports of this check."""
@@ -235,14 +237,14 @@ class Member:
         for transport in self._transports:
             transport.join()
 
-    def _watched(self, transport: Transport) -> Transport:
+    def _watch(self, transport: Transport) -> Transport:
         watched = cast(Transport, _Watched(transport, self))
         self._transports.append(watched)
         return watched
 
 
 class _Watched:
-    """Calls a transport, and notes each call for errors."""
+    """Forwards calls to a transport, and records each call for errors."""
 
     def __init__(self, transport: Transport, member: Member) -> None:
         self._transport = transport
@@ -254,16 +256,16 @@ class _Watched:
             return value
 
         def call(*arguments: object) -> object:
-            self._member.last_call = f"{name}({', '.join(map(_shown, arguments))})"
+            self._member.last_call = f"{name}({', '.join(map(_describe, arguments))})"
             return value(*arguments)
 
         return call
 
 
-def _shown(argument: object) -> str:
-    """Return an argument for errors: of a tensor, its dtype and shape."""
+def _describe(argument: object) -> str:
+    """Return an argument as text for errors; for a tensor, its dtype and shape."""
     if isinstance(argument, torch.Tensor):
         return f"{str(argument.dtype).removeprefix('torch.')}{list(argument.shape)}"
     if isinstance(argument, list):
-        return f"[{', '.join(map(_shown, argument))}]"
+        return f"[{', '.join(map(_describe, argument))}]"
     return repr(argument)

@@ -1,4 +1,4 @@
-"""Checks of messages: bits, dtypes, tags and order, and what a sender and a receiver may do meanwhile."""
+"""Checks of messages: contents, dtypes, tags, order, and the allowed actions of a sender and a receiver."""
 
 import time
 
@@ -24,18 +24,18 @@ _DTYPES = (
 
 
 def check_connect(member: Member) -> None:
-    """Members connect to some peers, to the same ones again, and then to all; each time messages arrive."""
+    """Members connect to their neighbors, to the same neighbors again, and then to all; messages arrive each time."""
     transport = member.open(is_connected=False)
     transport.use_device(member.device_of(transport.abilities))
     neighbours = sorted({member.after, member.before})
     for peers in (neighbours, neighbours, None):
         transport.connect(peers)
         member.exchange(transport, neighbours)
-    member.exchange(transport, member.others)
+    member.exchange(transport, member.peers)
 
 
 def check_message_bits(member: Member) -> None:
-    """Messages of 1 byte to 1 MiB arrive in any part of a tensor, and nothing is written beside them."""
+    """Messages of 1 byte to 1 MiB arrive in a part of a tensor, and the bytes around them do not change."""
     transport = member.open()
     for num_bytes in (1, 2, 3, 31, 4096, (1 << 20) + 1):
         memory = member.zeros(transport, num_bytes + 8)
@@ -44,12 +44,12 @@ def check_message_bits(member: Member) -> None:
         expected = torch.zeros_like(memory)
         source = member.message(transport, member.before, member.rank, num_bytes + 8)
         expected[3 : 3 + num_bytes] = source[5 : 5 + num_bytes]
-        what = f"message of {num_bytes} bytes from rank {member.before}, with 8 bytes beside it"
-        member.expect_bits(what, memory, expected)
+        subject = f"message of {num_bytes} bytes from rank {member.before}, with 8 bytes around it"
+        member.expect_bits(subject, memory, expected)
 
 
 def check_dtypes(member: Member) -> None:
-    """Messages of each dtype arrive bit for bit, NaN and subnormal numbers too, also those of one element."""
+    """Messages of each dtype arrive bitwise unchanged, including NaN, subnormal numbers and single elements."""
     transport = member.open()
     for dtype in _DTYPES:
         for num_elements in (1, 17):
@@ -58,8 +58,8 @@ def check_dtypes(member: Member) -> None:
             received = member.zeros(transport, num_elements, dtype)
             _pass_around(member, transport, sent, received)
             expected = _with_dtype(member.message(transport, member.before, member.rank, num_bytes), dtype)
-            what = f"message of {num_elements} elements of {dtype} from rank {member.before}"
-            member.expect_bits(what, received, expected)
+            subject = f"message of {num_elements} elements of {dtype} from rank {member.before}"
+            member.expect_bits(subject, received, expected)
 
 
 def _with_dtype(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -76,7 +76,7 @@ def check_sent_tensor_stays(member: Member) -> None:
 
 
 def check_sent_tensor_is_free(member: Member) -> None:
-    """A sender may overwrite its tensor when `wait_send` has returned, even if the receiver waits only later."""
+    """A sender may overwrite its tensor after `wait_send` returns, even if the receiver waits later."""
     transport = member.open()
     for num_bytes in (5, 1 << 20):
         sent = member.message(transport, member.rank, member.after, num_bytes)
@@ -88,12 +88,12 @@ def check_sent_tensor_is_free(member: Member) -> None:
         member.meet()
         transport.wait_receive(member.before, 0)
         expected = member.message(transport, member.before, member.rank, num_bytes)
-        what = f"message from rank {member.before}, which has overwritten its tensor after wait_send"
-        member.expect_bits(what, received, expected)
+        subject = f"message from rank {member.before}, which has overwritten its tensor after wait_send"
+        member.expect_bits(subject, received, expected)
 
 
 def check_late_send(member: Member) -> None:
-    """`wait_receive` returns when the message has arrived, also if its sender posts it later."""
+    """`wait_receive` returns only after the message has arrived, even if its sender posts it later."""
     transport = member.open()
     received = member.zeros(transport, 1000)
     transport.post_receive(member.before, received, 0)
@@ -108,7 +108,7 @@ def check_late_send(member: Member) -> None:
 
 
 def check_late_receive(member: Member) -> None:
-    """A message that is sent before its receive is posted arrives."""
+    """A message sent before its receive is posted arrives."""
     transport = member.open()
     for num_bytes in (1, 1 << 20):
         sent = member.message(transport, member.rank, member.after, num_bytes)
@@ -123,7 +123,7 @@ def check_late_receive(member: Member) -> None:
 
 
 def check_tags(member: Member) -> None:
-    """Messages to one peer are told apart by their tags, whatever the order of posts and waits."""
+    """Tags distinguish messages to one peer, regardless of the order of posts and waits."""
     transport = member.open()
     tags = (0, 5, 1, 4001)
     sent = {tag: member.message(transport, member.rank, member.after, 100, tag) for tag in tags}
@@ -141,7 +141,7 @@ def check_tags(member: Member) -> None:
 
 
 def check_order(member: Member) -> None:
-    """Messages with the same tag, each sent after `wait_send` of the one before, arrive in this order."""
+    """Messages with the same tag, each sent after `wait_send` of the message before, arrive in order."""
     transport = member.open()
     lengths = range(1, 60)
     for length in lengths:
@@ -152,10 +152,10 @@ def check_order(member: Member) -> None:
 
 
 def check_all_pairs(member: Member) -> None:
-    """All members send to all others at the same time, several messages each, with one tag and then with another."""
+    """All members send several messages, with different tags, to all other members at the same time."""
     transport = member.open()
     tags = range(3)
-    received = {(peer, tag): member.zeros(transport, 70_000) for peer in member.others for tag in tags}
+    received = {(peer, tag): member.zeros(transport, 70_000) for peer in member.peers for tag in tags}
     sent = {(peer, tag): member.message(transport, member.rank, peer, 70_000, tag) for peer, tag in received}
     for (peer, tag), tensor in received.items():
         transport.post_receive(peer, tensor, tag)
@@ -170,18 +170,18 @@ def check_all_pairs(member: Member) -> None:
 
 
 def check_wait_for_nothing(member: Member) -> None:
-    """Waits return if nothing was posted with these arguments, or if it was waited for before."""
+    """A wait returns if no message was posted with its arguments, or if an earlier wait completed the message."""
     transport = member.open()
     transport.wait_receive(member.before, 3)
     transport.wait_send(member.after, 3)
     for _ in range(2):
-        member.exchange(transport, member.others, tag=3)
+        member.exchange(transport, member.peers, tag=3)
         transport.wait_receive(member.before, 3)
         transport.wait_send(member.after, 3)
 
 
 def check_twin(member: Member) -> None:
-    """A twin on another thread communicates at the same time, with other tags. A transport may refuse to have one."""
+    """A twin communicates concurrently on another thread, with other tags. A transport may have no twin."""
     transport = member.open()
     try:
         twin = member.twin_of(transport)
@@ -190,19 +190,19 @@ def check_twin(member: Member) -> None:
 
     def use_twin() -> None:
         for number in range(20):
-            member.exchange(twin, member.others, num_bytes=1 + 1000 * number, tag=101)
+            member.exchange(twin, member.peers, num_bytes=1 + 1000 * number, tag=101)
 
     thread = SuiteThread(use_twin, "uses a twin")
     thread.start()
     for number in range(20):
-        member.exchange(transport, member.others, num_bytes=1 + 1000 * (20 - number), tag=100)
+        member.exchange(transport, member.peers, num_bytes=1 + 1000 * (20 - number), tag=100)
     thread.join()
     if thread.error is not None:
         raise thread.error
 
 
 def _pass_around(member: Member, transport: Transport, sent: torch.Tensor, received: torch.Tensor) -> None:
-    """Send to the next member and receive from the one before."""
+    """Send to the next member and receive from the previous member."""
     transport.post_receive(member.before, received, 0)
     transport.post_send(member.after, sent, 0)
     transport.wait_receive(member.before, 0)

@@ -1,4 +1,4 @@
-"""Runs the checks: as one member of a group, or with all members as threads of this process."""
+"""Run the checks: as one member of a group, or with all members as threads of this process."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _DEADLINE = timedelta(seconds=1)
 
 
 def check_protocol(member: Member) -> None:
-    """The transport has the name, the abilities and the methods of `Transport`."""
+    """The transport has the attributes and the methods of `Transport`."""
     transport = member.open(is_connected=False)
     for attribute, wanted in (("name", str), ("abilities", Abilities)):
         got = getattr(transport, attribute, None)
@@ -38,7 +38,7 @@ def check_protocol(member: Member) -> None:
 
 
 def checks_of(abilities: Abilities) -> dict[str, Check]:
-    """Return the checks of a transport with these abilities, by name, in the order in which they run."""
+    """Return the checks of a transport with these abilities, by name, in execution order."""
     found: list[Check] = []
     if abilities.has_messages:
         found += MESSAGE_CHECKS
@@ -69,20 +69,20 @@ def check_member(
     deadline: timedelta = _DEADLINE,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Test a transport as one member; all members call this, in processes or threads of their own. Collective.
+    """Test a transport as one member. All members call it, each in a separate process or thread. Collective.
 
     Args:
-        maker: opens the transports, one or several for each check.
+        maker: opens the transports, one or more for each check.
         members: at least two. `members.timeout` bounds all waits of checks in which every peer takes part.
-        deadline: the timeout of transports whose waits are to fail.
-        device: where the tensors are; by default on the CPU, or on the first type of devices that the transport names.
+        deadline: the timeout of transports whose waits should fail.
+        device: the device of the tensors; by default the CPU, or else the first device type that the transport names.
 
     Returns:
-        the names of the checks, which are those that its abilities call for.
+        the names of the checks that the transport's abilities require.
 
     Raises:
-        ValueError: there is one member.
-        TransportFault: the transport breaks a promise; the same on all members.
+        ValueError: the group has fewer than two members.
+        TransportFault: the transport failed a check; all members raise the same error.
     """
     if members.size < 2:
         raise ValueError(f"check_member: members must be 2 or more, got {members.size}")
@@ -101,7 +101,7 @@ def check_transport(
     deadline: timedelta = _DEADLINE,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Test a transport among threads of this process, one for each member.
+    """Test a transport with one thread of this process for each member.
 
     Args:
         maker: opens the transports.
@@ -110,17 +110,17 @@ def check_transport(
         deadline, device: see `check_member`.
 
     Returns:
-        the names of the checks, which are those that its abilities call for.
+        the names of the checks that the transport's abilities require.
 
     Raises:
         ValueError: `size` is less than 2.
-        TransportFault: the transport breaks a promise.
+        TransportFault: the transport failed a check.
     """
     if size < 2:
         raise ValueError(f"check_transport: size must be 2 or more, got {size}")
     store = dist.HashStore()
     ranks = tuple(range(size))
-    groups: dict[int, dist.ProcessGroup] = {}  # kept until all members are done
+    groups: dict[int, dist.ProcessGroup] = {}  # must live until all members are done
     names: dict[int, list[str]] = {}
 
     def run(rank: int) -> None:
@@ -140,7 +140,7 @@ def check_transport(
 
 
 class _Suite:
-    """The checks of one member, each among all members."""
+    """Runs the checks on one member; all members take part in each check."""
 
     def __init__(
         self, maker: TransportMaker, members: Members, deadline: timedelta, device: torch.device | None
@@ -149,7 +149,7 @@ class _Suite:
         self._members = members
         self._deadline = deadline
         self._device = device
-        # A check may wait for one timeout, and for a few deadlines one after the other.
+        # A check may wait for one timeout, and for a few deadlines in sequence.
         self._limit_s = members.timeout.total_seconds() + 4 * deadline.total_seconds() + 2
 
     def run(self, name: str, check: Check) -> Member:
@@ -159,7 +159,7 @@ class _Suite:
         problem = self._problem_of(member, name, check)
         order = 0
         if problem:
-            # What fails on another rank later may follow from this.
+            # A later failure on another rank may be a consequence of this one.
             order = store.add("failures", 1)
             store.set("failed", "")
             self._abort(member)
@@ -173,7 +173,7 @@ class _Suite:
         return member
 
     def _problem_of(self, member: Member, name: str, check: Check) -> str:
-        """Run the check, and return what it found; "" if that is nothing."""
+        """Run the check, and return the problem that it found; "" if it found none."""
 
         def run() -> None:
             if self._device is not None and self._device.type == "cuda":
@@ -183,7 +183,7 @@ class _Suite:
         thread = SuiteThread(run, name)
         thread.start()
         thread.join(self._limit_s)
-        if thread.is_alive() and member.is_meeting:  # with a member that reports its own delay about now
+        if thread.is_alive() and member.is_meeting:  # for a member that is about to report its own delay
             thread.join(self._limit_s)
         if thread.is_alive():
             return f"{member.last_call}: expected an end within {self._limit_s:g} s, got none"
@@ -195,7 +195,7 @@ class _Suite:
         return f"{member.last_call}: expected no error, got {type(error).__name__}: {error}"
 
     def _verdicts(self, store: dist.Store, name: str) -> list[tuple[int, str]]:
-        """Return the order in which members failed, 0 for those that did not, and what they found; by rank."""
+        """Return for each rank its place in the order of failures, 0 if it did not fail, and its problem."""
         keys = [f"verdict{rank}" for rank in range(self._members.size)]
         try:
             store.wait(keys, timedelta(seconds=2 * self._limit_s))
@@ -206,7 +206,7 @@ class _Suite:
         return [(int(order), problem) for order, _, problem in found]
 
     def _abort(self, member: Member) -> None:
-        """Abort the member's transports. The checks find it if that raises or does not return."""
+        """Abort the member's transports. The checks detect an abort that raises or does not return."""
         thread = SuiteThread(member.abort, "aborts")
         thread.start()
         thread.join(self._limit_s)

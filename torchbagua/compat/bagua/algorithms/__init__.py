@@ -1,4 +1,4 @@
-"""Bagua's `algorithms`: the algorithms of this package under its module paths, and the base classes of own ones."""
+"""Bagua's `algorithms`: this package's algorithms under Bagua's module paths, and base classes of custom algorithms."""
 
 from torchbagua.algorithms import Algorithm
 from torchbagua.compat.bagua.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam

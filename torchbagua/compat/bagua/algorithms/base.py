@@ -1,4 +1,4 @@
-"""The base classes of own algorithms as Bagua has them, and its registry of names."""
+"""Bagua's base classes of custom algorithms, and its registry of names."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry"]
 
 
 class ImplFacade:
-    """Bagua's AlgorithmImpl: the running part of an algorithm that is written against Bagua's documentation.
+    """Bagua's AlgorithmImpl: the running part of an algorithm that is written for Bagua's API.
 
-    `Algorithm.reify` returns one. This one averages nothing, since it appends no operations: a subclass overrides
-    `init_operations`, and whatever else it does in another way. By default gradients are communicated, in buckets as
-    suggested, each as soon as backward has computed the gradients in it.
+    `Algorithm.reify` returns one. This class appends no operations, so it averages nothing: a subclass overrides
+    `init_operations`, and every other method that it changes. By default gradients are communicated in the suggested
+    buckets, each as soon as backward has computed its gradients.
 
     Args:
         process_group: the ranks that train together.
@@ -31,11 +31,11 @@ class ImplFacade:
         self.process_group = process_group
 
     def need_reset(self) -> bool:
-        """Return True to have everything initialised again. Asked before each forward in training."""
+        """Return True to initialize everything again. Called before each forward in training."""
         return False
 
     def init_tensors(self, bagua_ddp: "BaguaDistributedDataParallel") -> list[torch.Tensor]:
-        """Return the Bagua tensors to communicate: by default the parameters, each standing for its gradient."""
+        """Return the Bagua tensors to communicate: by default the parameters, which stand for their gradients."""
         return [
             TensorFacade.ensure_bagua_tensor(
                 TensorFacade.bagua_ensure_grad(parameter),
@@ -51,17 +51,17 @@ class ImplFacade:
         """Return the buckets: by default one for each list of `tensors`.
 
         Args:
-            tensors: what `init_tensors` returned, in lists of one dtype and 10 MiB, in its order.
-            do_flatten: what `with_bagua` was given.
+            tensors: the tensors from `init_tensors`, in the same order, as lists of one dtype and of up to 10 MiB.
+            do_flatten: the argument of `with_bagua`.
         """
-        return [BucketFacade(one, name=str(index), flatten=do_flatten) for index, one in enumerate(tensors)]
+        return [BucketFacade(part, name=str(index), flatten=do_flatten) for index, part in enumerate(tensors)]
 
     def init_forward_pre_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[Any], None]:
-        """Return a function to call before each forward in training, with the inputs of the module."""
+        """Return a function that is called before each forward in training, with the inputs of the module."""
         return lambda inputs: None
 
     def init_backward_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[str, torch.Tensor], None]:
-        """Return a function of (name, parameter) to call when the gradient of a parameter is accumulated.
+        """Return a function of (name, parameter) that is called when the gradient of a parameter is accumulated.
 
         By default it marks the parameter ready.
         """
@@ -73,35 +73,35 @@ class ImplFacade:
         return hook
 
     def init_post_backward_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[], None]:
-        """Return a function to call at the end of each backward. By default it waits for what was launched."""
+        """Return a function that is called at the end of each backward. By default it waits for launched buckets."""
         return bagua_ddp.wait_pending_comm_ops
 
     def init_post_optimizer_step_hook(
         self, bagua_ddp: "BaguaDistributedDataParallel"
     ) -> Callable[[torch.optim.Optimizer], None]:
-        """Return a function to call after each step of each optimizer, with that optimizer."""
+        """Return a function that is called after each step of each optimizer, with this optimizer."""
         return lambda optimizer: None
 
     def init_operations(self, bagua_ddp: "BaguaDistributedDataParallel", bucket: BucketFacade) -> None:
-        """Append to `bucket` the operations that are to run on it."""
+        """Append to `bucket` the operations to run on it."""
 
 
 AlgorithmImpl = ImplFacade
 
 
 class _Registry:
-    """The names of algorithms, which this package keeps; see `torchbagua.register`."""
+    """The names of registered algorithms; see `torchbagua.register`."""
 
     def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
-        """Make an algorithm known by a name."""
+        """Register an algorithm by a name."""
         register(name, algorithm, description)
 
     def get(self, name: str) -> Callable[..., Algorithm]:
-        """Return the constructor registered as `name`. Raises KeyError where there is none."""
+        """Return the constructor registered as `name`. Raises KeyError if there is none."""
         return get(name)
 
     def available_algorithms(self) -> list[str]:
-        """Return the names."""
+        """Return the names of all registered algorithms."""
         return list(available_algorithms())
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""BaguaDistributedDataParallel: what stands between a module and its algorithm, and what own algorithms are given."""
+"""BaguaDistributedDataParallel: connects a module and its algorithm, and is passed to custom algorithms."""
 
 import inspect
 from collections.abc import Sequence
@@ -22,28 +22,29 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class BaguaDistributedDataParallel:
-    """An algorithm at work on a module. `with_bagua` makes one, and keeps it as the module's `bagua_ddp`. Collective.
+    """An algorithm attached to a module. `with_bagua` creates it, as the module's `bagua_ddp`. Collective.
 
     Args:
         module: the module.
-        optimizers: of its parameters.
-        algorithm: one of this package's, its registered name, or one that is written against Bagua's documentation.
+        optimizers: the optimizers of its parameters.
+        algorithm: an algorithm of this package, its registered name, or an algorithm written for Bagua's API.
         process_group: the ranks that train together.
-        bagua_module_name: a name of the module; without effect on training.
-        gradient_as_bucket_view: have gradients lie in the buckets.
-        find_unused_parameters: expect that a backward leaves out parameters.
-        ddp: the DDP around the module; by default one is made where the algorithm needs one.
-        grad_scaler: of the loop.
+        bagua_module_name: a name for the module; no effect on training.
+        gradient_as_bucket_view: make gradients views of the buckets.
+        find_unused_parameters: allow backward passes that do not use all parameters.
+        ddp: the DDP around the module; by default it is created if the algorithm needs a DDP.
+        grad_scaler: the GradScaler of the loop.
 
     Attributes:
         module: the module.
-        attachment: what `torchbagua.attach` returned. `detach` ends the algorithm.
-        bagua_algorithm: what runs the algorithm: with AsyncModelAverage it has `abort(module)` and `resume(module)`.
+        attachment: the result of `torchbagua.attach`. `detach` ends the algorithm.
+        bagua_algorithm: the running part of the algorithm; with AsyncModelAverage it has `abort(module)` and
+            `resume(module)`.
         bagua_optimizers: the optimizers.
-        bagua_buckets: the buckets. Those of gradients are there after the first backward.
-        bagua_train_step_counter: forward passes in training so far; of an own algorithm only.
+        bagua_buckets: the buckets. Gradient buckets exist after the first backward.
+        bagua_train_step_counter: the number of forward passes in training so far; only with a custom algorithm.
         parameters_to_ignore: the names of parameters that are not communicated.
-        require_backward_grad_sync: False keeps an own algorithm from communicating, as in `no_sync`.
+        require_backward_grad_sync: if False, a custom algorithm does not communicate, as in `no_sync`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class BaguaDistributedDataParallel:
         if ddp is None and not algorithm.averages_weights:
             driven = DrivenForward(module, torch_group, self._ddp_arguments())
             ddp = driven.ddp
-        with ExitStack() as undo:  # closed here only where one of these steps raises
+        with ExitStack() as undo:  # closed here only if one of these steps raises
             if driven is not None:
                 undo.callback(driven.remove)
             self.attachment = undo.enter_context(
@@ -93,19 +94,19 @@ class BaguaDistributedDataParallel:
                 driven.install()
                 self.attachment.runner.on_close(driven.remove)
             if ddp is not None:
-                self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
+                self.attachment.broadcast_optimizers()  # attach does this only without a DDP
             undo.pop_all()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing: no algorithm is at work on a copy of the module."""
+        """Return None: a copy of the module has no algorithm."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Nothing, either."""
+        """Pickle as None: a loaded module has no algorithm."""
         return type(None), ()
 
     @property
     def bagua_algorithm(self) -> Any:
-        """What runs the algorithm."""
+        """The running part of the algorithm."""
         return self.attachment.impl if self.own_impl is None else self.own_impl.own
 
     @property
@@ -125,17 +126,17 @@ class BaguaDistributedDataParallel:
         ]
 
     def wait_pending_comm_ops(self) -> None:
-        """Wait for the buckets that run; for own algorithms."""
+        """Wait for the running buckets; for custom algorithms."""
         if self.own_impl is not None:
             self.own_impl.wait_pending()
 
     @property
     def _bagua_backend(self) -> "BaguaDistributedDataParallel":
-        """What own algorithms wait with: `bagua_ddp._bagua_backend.wait_pending_comm_ops()`."""
+        """This object: custom algorithms call `bagua_ddp._bagua_backend.wait_pending_comm_ops()`."""
         return self
 
     def broadcast_from_first_rank(self) -> None:
-        """Give all ranks rank 0's parameters, and the state of its optimizers. Collective."""
+        """Broadcast rank 0's parameters, and the state of its optimizers. Collective."""
         world = self.attachment.runner.process_group.world
         parameters = [parameter for _, parameter in self.bagua_build_params()]
         broadcast_tensors(world, parameters, "the parameters")
@@ -155,12 +156,12 @@ class BaguaDistributedDataParallel:
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "find_unused_parameters": self.find_unused_parameters,
             "bucket_cap_mb": env.get_default_bucket_size() / 2**20,
-            **buffers_option(False),  # Bagua leaves them to each rank
+            **buffers_option(False),  # in Bagua, ranks do not synchronize buffers
         }
 
 
 def buffers_option(are_broadcast: bool) -> dict[str, Any]:
-    """Return the argument by which DDP sends rank 0's buffers before each forward; torch 2.13 has renamed it."""
+    """Return the argument with which DDP broadcasts rank 0's buffers before each forward; torch 2.13 renamed it."""
     if are_broadcast:
         return {}
     renamed = "forward_sync_buffers"

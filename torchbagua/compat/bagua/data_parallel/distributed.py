@@ -1,4 +1,4 @@
-"""Bagua's DistributedDataParallel: torch's, with an algorithm."""
+"""Bagua's DistributedDataParallel: torch's class with an algorithm."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,17 +18,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Args:
         module: the module to train.
-        device_ids: see torch's.
-        output_device: see torch's.
-        dim: see torch's.
-        broadcast_buffers: see torch's. An algorithm that averages weights sends no buffers.
-        process_group: the ranks that train together: what `new_group` returned, or torch's; by default the world.
-        bucket_cap_mb: see torch's.
-        find_unused_parameters: see torch's.
-        check_reduction: without effect.
-        gradient_as_bucket_view: see torch's.
-        optimizers: of the module's parameters. By default those that the algorithm knows, QAdam's. An algorithm that
-            averages gradients, and keeps nothing from step to step, needs none.
+        device_ids: see torch's class.
+        output_device: see torch's class.
+        dim: see torch's class.
+        broadcast_buffers: see torch's class. A weight algorithm sends no buffers.
+        process_group: the ranks that train together: a group from `new_group`, or torch's group; by default the world.
+        bucket_cap_mb: see torch's class.
+        find_unused_parameters: see torch's class.
+        check_reduction: no effect.
+        gradient_as_bucket_view: see torch's class.
+        optimizers: the optimizers of the module's parameters. By default the optimizers that the algorithm contains, as
+            QAdam does. A gradient algorithm without state between steps needs none.
         algorithm: see `with_bagua`; by default GradientAllReduce.
         grad_scaler: see `with_bagua`.
 
@@ -36,7 +36,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         inner: the `BaguaDistributedDataParallel`; None without optimizers.
 
     Raises:
-        ValueError: there are no optimizers, and the algorithm needs them.
+        ValueError: the algorithm needs optimizers, but there are none.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Communicate nothing within; what is accumulated goes with the first backward after it."""
+        """Communicate nothing in this context; the first backward after it sends the accumulated gradients."""
         before = self.inner is not None and self.inner.require_backward_grad_sync
         if self.inner is not None:
             self.inner.require_backward_grad_sync = False
@@ -107,7 +107,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @property
     def bagua_algorithm(self) -> Any:
-        """What runs the algorithm."""
+        """The running part of the algorithm."""
         return self._runner if self.inner is None else self.inner.bagua_algorithm
 
     @property
@@ -117,5 +117,5 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @property
     def bagua_buckets(self) -> list[Any]:
-        """The buckets. Those of gradients are there after the first backward."""
+        """The buckets. Gradient buckets exist after the first backward."""
         return list(self._runner.gradient_buckets) if self.inner is None else self.inner.bagua_buckets

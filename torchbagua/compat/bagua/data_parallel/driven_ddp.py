@@ -1,4 +1,4 @@
-"""A DistributedDataParallel that is driven by calls of its module: Bagua's users call `model(x)`, and have no DDP."""
+"""A DistributedDataParallel driven by calls of its module: Bagua's users call `model(x)`, and have no DDP."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -12,13 +12,13 @@ from torchbagua.compat.bagua._torch import DDPOfFunction
 
 
 class DrivenForward:
-    """Takes the place of a module's `forward`, so that each call of the module is one of a DDP. It makes that DDP.
+    """Creates a DDP, and replaces a module's `forward`, so that each call of the module is a call of the DDP.
 
-    The module's own hooks, and those of the DDP, are called once. The DDP runs what `forward` was before.
+    The hooks of the module and of the DDP are called once. The DDP runs the original `forward`.
 
     Args:
         module: the module.
-        process_group: of the DDP.
+        process_group: the DDP's process group.
         ddp_arguments: the DDP's other arguments.
 
     Attributes:
@@ -30,7 +30,7 @@ class DrivenForward:
     ) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
-        self._was_own = "forward" in vars(module)  # and not that of its class
+        self._was_instance_attribute = "forward" in vars(module)  # instead of its class's method
         self.ddp = DDPOfFunction(module, self._forward, process_group=process_group, **ddp_arguments)
 
     def install(self) -> None:
@@ -38,11 +38,11 @@ class DrivenForward:
         self._module.forward = self
 
     def remove(self) -> None:
-        """Route them to the module again, and take the DDP off it. A second call does nothing."""
+        """Route calls to the module again, and remove the DDP. A second call does nothing."""
         if hasattr(self.ddp, "module"):
-            del self.ddp.module  # else attach would find a DDP around the module as long as anything holds it
+            del self.ddp.module  # else attach would find this DDP around the module while any reference to it exists
         if vars(self._module).get("forward") is self:
-            if self._was_own:
+            if self._was_instance_attribute:
                 self._module.forward = self._forward
             else:
                 del self._module.forward
@@ -60,15 +60,15 @@ class DrivenForward:
             name = type(self._module).__name__
             raise RuntimeError(
                 f"torchbagua.compat.bagua: {name} was wrapped in DistributedDataParallel, which averages gradients "
-                f"beside the algorithm of with_bagua. Call the {name} itself, or wrap it in "
-                "torchbagua.compat.bagua.data_parallel.DistributedDataParallel and leave out with_bagua"
+                f"in addition to the algorithm of with_bagua. Call the {name} itself, or wrap it in "
+                "torchbagua.compat.bagua.data_parallel.DistributedDataParallel without with_bagua"
             )
-        self.ddp.training = self._module.training  # hooks on the DDP read it
+        self.ddp.training = self._module.training  # hooks of the DDP read it
         return self.ddp(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the module's own `forward` in copies, and in files that hold all of the module."""
-        return (_same, (self._forward,)) if self._was_own else (getattr, (self._module, "forward"))
+        """Restore the original `forward` in copies of the module, and in files with the whole module."""
+        return (_same, (self._forward,)) if self._was_instance_attribute else (getattr, (self._module, "forward"))
 
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calling_ddps(module: torch.nn.Module) -> Iterator[DistributedDataParallel]:
-    """Yield the DDPs around `module` within whose forward this is called, on this thread."""
+    """Yield the DDPs around `module` that are in their forward on this thread."""
     code = DistributedDataParallel.forward.__code__
     frame = inspect.currentframe()
     while frame is not None:
