@@ -80,9 +80,9 @@ def _machine(environment: Mapping[str, str]) -> str:
 def _origin(figures: Figures, page: str) -> str:
     """The number of runs, their date and revision, with a link to the details."""
     last, num_runs = figures.environments[-1], len(figures.names)
-    runs = f"Medians of {num_runs} runs in different hours" if num_runs > 1 else "One run"
+    runs = f"Medians of {num_runs} runs at different hours, the last on" if num_runs > 1 else "One run on"
     link = f"[Benchmarks]({page}#how-speed-is-measured)"
-    return f"{runs}, {last['date_utc'][:10]}, revision `{last['git_revision']}`; see {link}."
+    return f"{runs} {last['date_utc'][:10]}, of revision `{last['git_revision']}`; see {link}."
 
 
 # The parts; a marker contains the name of the function
@@ -282,8 +282,8 @@ def times_the_bound(shown: Shown) -> str:
     ]
     return paragraphs(
         f"With four ranks on two cores, steps at 200 Mbit/s took {ratios('200mbit')} times this bound, and "
-        f"{one_bit[0]} times with QAdam in one bit. At 1 Gbit/s they took {ratios('1gbit')} times the bound, and "
-        f"{one_bit[1]} times with QAdam in one bit: the two cores, not the network, are then the bottleneck "
+        f"{one_bit[0]} times with 1-bit QAdam. At 1 Gbit/s they took {ratios('1gbit')} times the bound, and "
+        f"{one_bit[1]} times with 1-bit QAdam: the two cores, not the network, are then the bottleneck "
         "([Benchmarks](benchmarks.md))."
     )
 

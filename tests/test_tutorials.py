@@ -189,12 +189,12 @@ def check_aggregation(output: str) -> None:
     ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
     rows = {
         name: [float(number) for number in numbers.split()]
-        for name, numbers in re.findall(r"^(all-reduce|sparsified|power|neighbours) +([\d. ]+)$", output, re.MULTILINE)
+        for name, numbers in re.findall(r"^(all-reduce|sparsified|power|neighbors) +([\d. ]+)$", output, re.MULTILINE)
     }
     kilobytes = {name: row[0] for name, row in rows.items()}
     whole = 8 * (num_ranks - 1) / num_ranks * num_parameters / 1e3
     assert kilobytes["all-reduce"] == pytest.approx(whole, rel=0.01)
-    assert kilobytes["neighbours"] == pytest.approx(4 * num_parameters / 1e3, rel=0.01)
+    assert kilobytes["neighbors"] == pytest.approx(4 * num_parameters / 1e3, rel=0.01)
     assert kilobytes["sparsified"] < whole / 100
     # PowerSGD sends factors of two vectors each, and the biases.
     assert kilobytes["power"] < whole / 20

@@ -42,7 +42,8 @@ class Attachment:
         algorithm: the algorithm that was passed to `attach`.
         impl: the object with the algorithm's own code and state. With asynchronous averaging it has additional methods,
             such as `abort` and `resume`.
-        runner: the object that owns the algorithm's process group, lane, buckets and per-parameter state, and calls
+        runner: the object that owns the algorithm's process group, lane (the thread that communicates), buckets and
+    per-parameter state, and calls
             `impl`.
     """
 
