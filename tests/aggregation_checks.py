@@ -1,4 +1,4 @@
-"""What holds of an aggregation on one of several ranks, whether they are threads or processes."""
+"""Checks of an aggregation on one of several ranks, which may be threads or processes."""
 
 import itertools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Mixed(nn.Module):
 
 
 def constant_model(rank: int) -> nn.Module:
-    """The issue's: gradients and weights (r + 1) (i + 1)."""
+    """Return the model of the issue: gradients and weights are (r + 1) (i + 1)."""
     model = nn.Linear(2, 2, bias=False)
     values = (rank + 1.0) * torch.arange(1.0, 5.0).view(2, 2)
     with torch.no_grad():
@@ -49,9 +49,9 @@ def constant_model(rank: int) -> nn.Module:
 
 def random_gradients(model: nn.Module, rank: int) -> nn.Module:
     draw = torch.Generator().manual_seed(100 + rank)
-    for name, one in model.named_parameters():
-        if one.requires_grad and name != "unused" and not (name == "number" and rank == 0):
-            one.grad = torch.empty_like(one).copy_(torch.randn(one.shape, dtype=one.dtype, generator=draw))
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and name != "unused" and not (name == "number" and rank == 0):
+            weight.grad = torch.empty_like(weight).copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=draw))
     return model
 
 
@@ -60,7 +60,7 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_reference_values(rank: int, make: Callable[..., Aggregation]) -> None:
-    """Of an all-reduce between two ranks."""
+    """Check the reference values of an all-reduce between two ranks."""
     cases = [
         ("avg_world", None, [1.5, 3.0, 4.5, 6.0]),
         ("avg_custom", 4, [0.75, 1.5, 2.25, 3.0]),
@@ -75,40 +75,43 @@ def check_reference_values(rank: int, make: Callable[..., Aggregation]) -> None:
                 assert model.weight.grad.flatten().tolist() == expected
                 assert model.weight.flatten().tolist() == expected
             model = constant_model(rank)
-            aggregation.agg_grad()(model, "avg_custom", 2.0 ** (rank + 1))  # ranks may have their own
+            aggregation.agg_grad()(model, "avg_custom", 2.0 ** (rank + 1))  # ranks may have different denominators
             assert model.weight.grad[0, 0] == (1.0 if divide_before else 3 / 2 ** (rank + 1))
             model = constant_model(rank).half()
-            aggregation.agg_grad()(model, "avg_custom", 2**17)  # float16 ends before it
+            aggregation.agg_grad()(model, "avg_custom", 2**17)  # exceeds the range of float16
             assert (model.weight.grad.double() * 2**17).flatten().tolist() == [3.0, 6.0, 9.0, 12.0]
 
 
 def check_every_kind_of_parameter(
     rank: int, size: int, aggregation: Aggregation, *, by_layer: bool, device: torch.device = CPU
 ) -> None:
-    """In place, the mean bit for bit; what a rank lacks is zeros, and what all lack stays away."""
+    """The mean is in place and bitwise exact. A gradient missing on one rank counts as zeros; on all, it stays None."""
     model = random_gradients(Mixed(device), rank)
     with torch.no_grad():
         model.frozen.fill_(rank)
         model.unused.fill_(rank)
-    tensors = [one for p in model.parameters() for one in (p, p.grad) if one is not None]
-    places = [(one.data_ptr(), one.stride(), one.dtype) for one in tensors]
+    tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+    places = [(tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in tensors]
     aggregation.agg_grad(by_layer)(model, "avg_world")
     aggregation.agg_model(by_layer)(model, "avg_world")
-    assert [(one.data_ptr(), one.stride(), one.dtype) for one in tensors] == places
-    own = [dict(random_gradients(Mixed(), other).named_parameters()) for other in range(size)]
+    assert [(tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in tensors] == places
+    by_rank = [dict(random_gradients(Mixed(), other).named_parameters()) for other in range(size)]
     for name, parameter in model.named_parameters():
         if name in ("frozen", "unused"):
             assert parameter.grad is None
             assert bool((parameter == (size - 1) / 2).all())
             continue
-        values = [real(torch.zeros_like(one[name]) if one[name].grad is None else one[name].grad) for one in own]
-        wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in values]
+        values = [
+            real(torch.zeros_like(parameters[name]) if parameters[name].grad is None else parameters[name].grad)
+            for parameters in by_rank
+        ]
+        wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
         mean = sum(wide[1:], wide[0]).div(torch.tensor(float(size)))
         assert torch.equal(real(parameter.grad).cpu(), mean.to(values[0].dtype)), name
 
 
 def check_bad_denominators(rank: int, aggregation: Aggregation) -> None:
-    """All of two ranks hear of rank 1's, nothing is sent, and they can go on."""
+    """Both ranks raise for a bad denominator on rank 1, send nothing, and can continue."""
     model = constant_model(rank)
     bad: list[Any] = [None, 0, torch.zeros(1), torch.ones(2), torch.tensor(1j), float("nan"), 10**400, "4"]
     for denom in bad:

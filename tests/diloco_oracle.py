@@ -1,4 +1,4 @@
-"""DiLoCo in one process: the outer rounds that the recorded weights of all workers must have gone through."""
+"""DiLoCo in one process: computes the expected outer rounds from the recorded weights of all workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class InFlight:
 
 
 class OuterRounds:
-    """The shadow weights, stepped by torch.optim.SGD, on stacked arrays of the ranks.
+    """Computes outer rounds: torch.optim.SGD steps the shadow weights, on the stacked arrays of all ranks.
 
     Args:
-        start: what the shadow weights begin with, and buffers, by name.
-        algorithm: with a `compression` of None or "minmax_uint4", and error feedback.
+        start: the initial shadow weights, and buffers, by name.
+        algorithm: its `compression` must be None or "minmax_uint4"; with error feedback.
         fragments: the fragment of each parameter.
-        nodes: of the ranks, where nodes are the workers, and the ranks of each hold the same parameters.
+        nodes: the node of each rank if nodes are the workers; the ranks of a node then have equal parameters.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class OuterRounds:
         nodes: Sequence[int] | None = None,
     ) -> None:
         self.algorithm, self.fragments, self.nodes = algorithm, fragments, nodes
-        self.theta = {name: one.flatten().clone() for name, one in start.items() if not is_buffer(name)}
+        self.theta = {name: weight.flatten().clone() for name, weight in start.items() if not is_buffer(name)}
         self.optimizer = torch.optim.SGD(
             list(self.theta.values()), algorithm.outer_lr, algorithm.outer_momentum, nesterov=algorithm.nesterov
         )
-        self.means = {name: self.mean_of(one.numel()) for name, one in start.items()}
+        self.means = {name: self.mean_of(tensor.numel()) for name, tensor in start.items()}
         self.in_flight: InFlight | None = None
 
     def mean_of(self, length: int) -> "oracle.TwoPhaseResiduals":
-        """Return the mean of one parameter's outer gradients; in full precision nothing is left out."""
+        """Return the mean of a parameter's outer gradients; in full precision residuals are zero."""
         compresses = self.algorithm.compression is not None
         coded = oracle.quantise_block_4_bits if compresses else lambda block: block
         return oracle.TwoPhaseResiduals(lambda x: oracle.quantise(x, [length], BLOCK, coded))
@@ -59,7 +59,7 @@ class OuterRounds:
         return (step - (fragment + 1) * interval // number) % interval == 0
 
     def after_step(self, step: int, updated: Mapping[str, list[oracle.Array]]) -> dict[str, list[oracle.Array]]:
-        """Return the workers' weights after what comes when they have taken step number `step`, from 1."""
+        """Return the workers' weights after the rounds that start or end at step number `step`, from 1."""
         weights = {name: list(rows) for name, rows in updated.items()}
         delay = self.algorithm.delay
         if self.in_flight is not None and step == self.in_flight.step + delay:
@@ -97,7 +97,7 @@ def check_rounds(
     fragments: Mapping[str, int],
     nodes: Sequence[int] | None = None,
 ) -> OuterRounds:
-    """Every step of every rank is that of the oracle, bit for bit."""
+    """Check that every step of every rank is bitwise equal to the oracle."""
     rounds = OuterRounds(traces[0].start[0], algorithm, fragments, nodes)
     for step in range(len(traces[0].updated)):
         names = traces[0].start[0]

@@ -1,10 +1,10 @@
-"""One rank of a training run in which a rank misbehaves; run by test_faults.py in processes of its own.
+"""One rank of a training run in which a rank misbehaves; test_faults.py runs each rank in a separate process.
 
-Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank goes wrong in the middle of
-the third step, or has no data for more ("early"), or nobody goes wrong by itself ("none"); the others print what they
-raise, after how many seconds of that step, and which lanes they have left. A further argument, "later", has ranks
-connect when they first talk to each other, as in a group of many; "messages" and "collectives" have them communicate by
-torch's own calls, of the one kind or the other.
+Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank misbehaves in the middle of
+the third step, or has no data for more steps ("early"), or no rank misbehaves ("none"). The other ranks print their
+error, the seconds since the start of that step, and their remaining lanes. With a further argument "later", ranks
+connect at their first message, as in a large group. With "messages" or "collectives", they communicate with torch's
+own point-to-point calls or collectives.
 """
 
 import os
@@ -50,13 +50,13 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=size)
     model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2)
-    torch.manual_seed(rank)  # with the same batches ranks would have the same weights without any mean
+    torch.manual_seed(rank)  # with equal batches ranks would have equal weights without averaging
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     is_faulty = rank == size - 1 and fault != "none"
     gradients_seen = 0
 
     def misbehave(_: torch.Tensor) -> None:
-        """Called at each parameter's gradient: in the third backward, after some buckets went out."""
+        """Misbehave in the third backward, after some buckets were sent. Called at each parameter's gradient."""
         nonlocal gradients_seen
         gradients_seen += 1
         if gradients_seen != 2 * 12 + 7:
@@ -72,11 +72,11 @@ def main() -> None:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(misbehave)
     start = time.monotonic()
-    # A rank that stands still for longer than its timeout ends the others; one that stands still for less does not.
+    # A rank that is stopped for longer than the timeout ends the others; a shorter pause does not.
     timeout = TIMEOUT * 10 if fault == "pause" else TIMEOUT
-    # Those that a pause interrupts have to outlast it.
+    # Training must outlast a pause.
     num_steps = 3 if is_faulty and fault == "early" else 400 if fault == "pause" else 100
-    if fault == "none":  # but from outside
+    if fault == "none":  # test_faults.py kills a rank from outside
         num_steps = 100_000
         print("fault", flush=True)
     try:
@@ -93,7 +93,7 @@ def main() -> None:
                 ddp(torch.randn(4, 200)).square().mean().backward()
                 optimizer.step()
                 if step == 1:
-                    dist.barrier()  # what is slow in a first step is over for all ranks
+                    dist.barrier()  # all ranks have completed the slow first step
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         print(f"finished with weights {weights.double().square().sum().item()!r}", flush=True)
     except Exception as error:

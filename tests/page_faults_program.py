@@ -1,4 +1,4 @@
-"""A program: prints the page faults of a training step, of ranks that are threads, with each algorithm."""
+"""A program that prints the page faults of a training step with each algorithm; its ranks are threads."""
 
 import copy
 import itertools
@@ -17,13 +17,13 @@ import torchbagua as tb
 from ranks import run_ranks
 from transports import group_like_the_oracle
 
-# Of three ranks each has a chunk of 0.75 MiB of every bucket, and sums are not of the special case of two.
+# Each of three ranks has a chunk of 0.75 MiB of every bucket, and sums avoid the special case of two ranks.
 SIZE = 3
 WIDTH = 768
 NUM_LAYERS = 3
 BUCKET_CAP_MB = 2
 WARM_UP_STEPS = 5
-NUM_STEPS = 9  # heaps of threads grow in some, above all under load
+NUM_STEPS = 9  # heaps of threads grow in some steps, especially under load
 
 ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
     "GradientAllReduce": tb.GradientAllReduceAlgorithm,
@@ -38,23 +38,23 @@ ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
 }
 
 models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))) for _ in range(SIZE)]
-together = threading.Barrier(SIZE)
+barrier = threading.Barrier(SIZE)
 
 
-def page_faults(step: Callable[[], None]) -> float:
-    """Of all threads of this process, in a step of every rank; the median, since heaps grow now and then."""
+def count_page_faults(step: Callable[[], None]) -> float:
+    """Return the median faults of all threads in a step of all ranks; not the mean, since heaps grow at times."""
     for _ in range(WARM_UP_STEPS):
         step()
     counts = []
     for _ in range(NUM_STEPS + 1):
-        together.wait()
+        barrier.wait()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        together.wait()
+        barrier.wait()
         step()
     return statistics.median(after - before for before, after in itertools.pairwise(counts))
 
 
-def with_algorithm(group: dist.ProcessGroup, model: nn.Module, name: str) -> float:
+def count_with_algorithm(group: dist.ProcessGroup, model: nn.Module, name: str) -> float:
     x = torch.ones(2, WIDTH)
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
     optimizer: torch.optim.Optimizer
@@ -70,15 +70,19 @@ def with_algorithm(group: dist.ProcessGroup, model: nn.Module, name: str) -> flo
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    # By messages alone: gloo's all-reduce allocates memory in each call, as under plain DDP.
+    # With messages only: gloo's all-reduce allocates memory in each call, as with plain DDP.
     with tb.attach(ddp, optimizer, algorithm, process_group=group_like_the_oracle(group)):
-        return page_faults(step)
+        return count_page_faults(step)
 
 
-def body(group: dist.ProcessGroup) -> dict[str, float]:
-    return {name: with_algorithm(group, copy.deepcopy(models[group.rank()]), name) for name in [*ALGORITHMS, "QAdam"]}
+def count_on_rank(group: dist.ProcessGroup) -> dict[str, float]:
+    return {
+        name: count_with_algorithm(group, copy.deepcopy(models[group.rank()]), name) for name in [*ALGORITHMS, "QAdam"]
+    }
 
 
 torch.set_num_threads(1)
-gradients = SIZE * sum(parameter.nbytes for parameter in models[0].parameters())
-print(json.dumps({"num_ranks": SIZE, "gradient_bytes": gradients, "page_faults": run_ranks(SIZE, body)[0]}))
+gradient_bytes = SIZE * sum(parameter.nbytes for parameter in models[0].parameters())
+print(
+    json.dumps({"num_ranks": SIZE, "gradient_bytes": gradient_bytes, "page_faults": run_ranks(SIZE, count_on_rank)[0]})
+)

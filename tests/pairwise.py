@@ -1,4 +1,4 @@
-"""Which cases of a full product run in `make test`: so many that every two values meet; the others are marked slow."""
+"""Chooses cases of a full product for `make test`: every pair of values occurs; other cases are marked slow."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import pytest
 
 
 def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrises a test with all combinations of `axes`, values by argument."""
+    """Parametrize a test with all combinations of `axes`, the values of each argument."""
     cases = list(itertools.product(*(range(len(values)) for values in axes.values())))
 
     def pairs_of(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:

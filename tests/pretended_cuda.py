@@ -1,4 +1,4 @@
-"""A torch that believes in a GPU which is not there, in processes of its own: for all that comes before a launch."""
+"""Separate processes in which torch reports a GPU that does not exist: for tests of everything before a launch."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.cuda.get_device_name = lambda device=None: "a pretended GPU"
 """
 
-# Torch's libraries for CUDA, as far as the bindings call them: this fails.
+# Stubs of torch's CUDA libraries with the function that the bindings call, which fails.
 _LIBRARIES = {
     "torch_cuda": 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }',
     "c10_cuda": "",
@@ -25,11 +25,11 @@ _LIBRARIES = {
 
 
 def pretend_cuda(folder: Path, sources: Path) -> dict[str, str]:
-    """The environment of a Python whose torch pretends, and which imports torchbagua from `sources`.
+    """Return the environment of a Python whose torch reports a GPU, and which imports torchbagua from `sources`.
 
     Args:
-        folder: new; for what it takes.
-        sources: the folder that holds the package.
+        folder: a new folder for the files that this needs.
+        sources: the folder that contains the package.
     """
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
@@ -37,7 +37,7 @@ def pretend_cuda(folder: Path, sources: Path) -> dict[str, str]:
         (folder / f"{name}.cpp").write_text(f"{source}\n")
         command = [*COMPILER, "-shared", "-fPIC", f"{name}.cpp", "-o", f"lib{name}.so", f"-Wl,-soname,lib{name}.so"]
         programs.run(command, cwd=folder)
-    # Where the linker looks, and where the loader does.
+    # Search paths of Python, the linker and the loader.
     return {
         "PYTHONPATH": os.pathsep.join((str(sources), str(folder))),
         "LIBRARY_PATH": str(folder),

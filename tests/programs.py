@@ -1,6 +1,6 @@
-"""Programs that tests start: each in a session of its own, and nothing of it is left when its block, or pytest, ends.
+"""Programs that tests start: each in a separate session; all its processes end with its block, or with pytest.
 
-Run as a program, it waits until the pytest that started it is gone, however that ended, and ends what it has left.
+Run as a program, this file waits until the pytest that started it ends in any way, and kills the remaining processes.
 """
 
 import atexit
@@ -20,21 +20,21 @@ from typing import Any
 
 Command = Sequence[str | os.PathLike[str]]
 
-# In the environment of every process that is started, and so in that of all that it starts in turn, whatever sessions
-# those make for themselves (torchrun's ranks do). One that runs tests again hands its own mark on in front.
+# Set in the environment of each started process. Its descendants inherit it, even if they create sessions of their own,
+# as torchrun's ranks do. A process that runs tests itself prefixes the marks with its own mark.
 MARK = "TORCHBAGUA_TEST_PROCESSES"
 _OURS = f"{os.environ.get(MARK, '')}/{os.getpid()}"
 _NUMBERS = itertools.count()
 
 
 def torchrun(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """The command that starts `script` in as many processes as `ranks` says."""
+    """Return the command that starts `script` in `ranks` processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*command, str(script), *arguments]
 
 
 def forked_ranks(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """The same where torchrun itself, and how an interpreter ends, are not what is tested: it takes half as long."""
+    """Like `torchrun` in half the time, for tests of neither torchrun itself nor the exit of interpreters."""
     return [sys.executable, str(Path(__file__).with_name("forked_ranks.py")), str(ranks), str(script), *arguments]
 
 
@@ -42,12 +42,12 @@ def forked_ranks(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
 def started(
     command: Command, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A process that SIGINT ends, also where pytest ignores it; killed in the end with all that it has started.
+    """Run a process in a block, and kill it and its descendants at the end. SIGINT ends it even if pytest ignores it.
 
     Args:
         command: the program and its arguments.
-        env: in place of this process's environment.
-        options: of Popen.
+        env: its environment, instead of this process's.
+        options: passed to Popen.
     """
     start_reaper()
     mark = new_mark()
@@ -66,13 +66,13 @@ def started(
 def run(
     command: Command, *, timeout_s: float = 120, check: bool = True, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs `command` to its end; what it printed is in the result, and in the failure where it fails or takes too long.
+    """Run `command` to its end. The result contains its output, as does the error if it fails or times out.
 
     Args:
         command: the program and its arguments.
-        timeout_s: what it may take.
-        check: whether another exit status than 0 is a failure.
-        options: of `started`.
+        timeout_s: the longest time that it may take.
+        check: whether an exit status other than 0 is a failure.
+        options: passed to `started`.
     """
     with started(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}) as process:
         try:
@@ -86,32 +86,32 @@ def run(
 
 @contextlib.contextmanager
 def ray_files() -> Iterator[dict[str, str]]:
-    """The environment in which Ray reports nothing and leaves nothing: neither logs and sockets, nor its key.
+    """Give an environment in which Ray sends no usage reports, and leaves no logs, sockets or key behind.
 
-    Its folder is not that of the test: sockets lie in it, whose paths must be short.
+    Its folder is not the test's, because it contains sockets, and their paths must be short.
     """
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def new_mark() -> str:
-    """Returns what a process gets as `MARK` in its environment: no other one has it but those that it starts."""
+    """Return a value of `MARK` for the environment of one process: only it and its descendants have it."""
     return f"{_OURS}/{next(_NUMBERS)}/"
 
 
 def kill_marked(mark: str) -> None:
-    """Kills every process whose mark begins with `mark`, and those that they start meanwhile."""
+    """Kill each process whose mark begins with `mark`, and those that they start meanwhile."""
     wanted = f"{MARK}={mark}".encode()
     found, patience_s = sys.platform == "linux", time.monotonic() + 0.2
     while found:
         found = False
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended meanwhile, or belongs to another user
                 environment = (folder / "environ").read_bytes()
                 if any(variable.startswith(wanted) for variable in environment.split(b"\0")):
                     os.kill(int(folder.name), signal.SIGKILL)
                     found = True
-                elif not environment and (folder / "exe").exists():  # within exec it has none yet
+                elif not environment and (folder / "exe").exists():  # during exec the environment is still empty
                     found |= time.monotonic() < patience_s
         if found:
             time.sleep(0.002)
@@ -119,7 +119,7 @@ def kill_marked(mark: str) -> None:
 
 @contextlib.contextmanager
 def _default_interrupt() -> Iterator[None]:
-    """Has processes start with SIGINT's default: exec keeps that a signal is ignored, and not that it is handled."""
+    """Start processes with SIGINT's default: exec preserves that a signal is ignored, but not its handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -129,7 +129,7 @@ def _default_interrupt() -> Iterator[None]:
 
 @functools.cache
 def start_reaper() -> None:
-    """Starts this file as a program, once; its stdin ends with this process."""
+    """Start this file as a program, once. Its stdin closes when this process ends."""
     command = [sys.executable, "-S", __file__, f"{_OURS}/"]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     atexit.register(reaper.communicate)

@@ -1,4 +1,4 @@
-"""The cases of a program that ranks run: rank 0 prints which of them were right, for the test that started it."""
+"""Cases of a program that ranks run: rank 0 prints the names of passed cases for the test that started it."""
 
 from collections.abc import Callable, Iterable
 

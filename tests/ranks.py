@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: each with a gloo group made by hand, beside a default group, as users have one."""
+"""Ranks as threads of one process, each with a hand-made gloo group, alongside a default group as users have it."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=60)
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta = TIMEOUT, device: torch.device = CPU
 ) -> dist.ProcessGroup:
-    """Return a hand-made gloo group over `store`, for tensors of the CPU, and of `device` where that is another."""
+    """Return a hand-made gloo group over `store`, for tensors on the CPU, and on `device` if it is another device."""
     prefixed = dist.PrefixStore("test", store)
     group = dist.ProcessGroup(prefixed, rank, size)
     backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
@@ -29,14 +29,14 @@ def gloo_group(
 
 
 def init_default_group() -> None:
-    """Make sure that torch has a default group, over gloo and of one rank; it stays for whatever comes after."""
+    """Ensure that torch has a default group; a new one uses gloo and has one rank. It remains for later tests."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @contextmanager
 def without_default_group() -> Iterator[None]:
-    """Take torch's default group away, and whatever is made of it meanwhile."""
+    """Remove torch's default group, and at the end any default group that the block has created."""
     if dist.is_initialized():
         dist.destroy_process_group()
     try:
@@ -49,16 +49,16 @@ def without_default_group() -> Iterator[None]:
 def run_ranks(
     size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta = TIMEOUT, device: torch.device = CPU
 ) -> list[T]:
-    """Run `body(group)` on `size` threads, one a rank, and return the results in rank order.
+    """Run `body(group)` on `size` threads, one per rank, and return the results in rank order.
 
-    The ranks share `device`, one GPU; DDP's own collectives on it are gloo's.
+    The ranks share `device`, one GPU; DDP's own collectives on it use gloo.
 
-    Raises what the lowest rank raised that raised; the others' errors follow from it, or are its like.
+    Raises the error of the lowest rank that raised. Errors of other ranks follow from it, or resemble it.
     """
     init_default_group()
     store = dist.HashStore()
-    # Kept until all ranks are done: gloo can deadlock where a group's last reference is let go, under Python's global
-    # lock, just after an all-reduce that backward had started (torch 2.13: its worker needs the lock to free the work).
+    # Stored until all ranks are done: gloo can deadlock if a group's last reference is dropped, with the GIL held, just
+    # after an all-reduce that backward has started (torch 2.13: its worker needs the GIL to free the work).
     groups: dict[int, dist.ProcessGroup] = {}
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -66,8 +66,8 @@ def run_ranks(
     def run(rank: int) -> None:
         try:
             groups[rank] = gloo_group(store, rank, size, timeout, device)
-            # Autograd has one thread for a GPU, and DDP's last callback waits for other ranks on it, whose backward
-            # would need it: so every rank's backward stays on the rank's own thread, as it does on the CPU.
+            # Autograd has one thread per GPU. DDP's last callback blocks it to wait for other ranks, whose backward
+            # would need it. So each rank's backward stays on the rank's own thread, as on the CPU.
             with torch.autograd.set_multithreading_enabled(device == CPU):
                 results[rank] = body(groups[rank])
         except BaseException as error:

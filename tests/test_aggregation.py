@@ -131,7 +131,7 @@ def test_a_subclass_that_overrides_only_agg() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[()], [(0,)], [(0,), (3,)], []])
-def test_few_parameters_and_empty_ones(sizes: list[tuple[int, ...]]) -> None:
+def test_few_and_empty_parameters(sizes: list[tuple[int, ...]]) -> None:
     def body(group: dist.ProcessGroup) -> None:
         model = nn.ParameterList([torch.full(size, group.rank() + 1.0) for size in sizes])
         for by_layer in BY_LAYER:
@@ -174,7 +174,7 @@ def test_all_ranks_raise_for_a_bad_denominator() -> None:
         with all_reduce(group, observers=[recorder]) as aggregation:
             check_bad_denominators(group.rank(), aggregation)
         sent = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
-        assert sum(event.num_elements for event in sent) == 4, "those of the call that went well"
+        assert sum(event.num_elements for event in sent) == 4, "only the valid call sends elements"
 
     run_ranks(2, body)
 

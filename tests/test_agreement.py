@@ -1,4 +1,4 @@
-"""What ranks agree on over a group that is open: small numbers, and how far they have come."""
+"""Agreement of ranks over an open group: maxima of small numbers, and progress."""
 
 import random
 
@@ -26,7 +26,7 @@ def test_maximum_over_any_number_of_ranks(size: int) -> None:
 
 
 def test_ranks_in_step_and_out_of_step() -> None:
-    """One rank is behind: all ranks get the same words, with both ranks and both numbers."""
+    """If one rank is out of step, all ranks raise the same error, with two ranks and their numbers."""
 
     def body(group: dist.ProcessGroup) -> str:
         own = tb.BaguaProcessGroup(group)

@@ -1,4 +1,4 @@
-"""GradientAllReduce by the backend's own all-reduce: the bits of torch's own hook, on private connections."""
+"""GradientAllReduce with the backend's own all-reduce: bitwise equal to torch's own hook, on private connections."""
 
 import copy
 import time
@@ -17,27 +17,27 @@ from ranks import run_ranks
 from training import Branches, OneElement, Run, Tower, Wide, build, train
 from transports import MessagesAlone, StagedOnCpu, play_pinned_memory
 
-OF_SEVERAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEVERAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
     "several buckets": (Tower, {"bucket_cap_mb": 0.01}),
-    "mixed dtypes": (lambda: Tower(dtypes=OF_SEVERAL_DTYPES), {"bucket_cap_mb": 0.01}),
+    "mixed dtypes": (lambda: Tower(dtypes=SEVERAL_DTYPES), {"bucket_cap_mb": 0.01}),
     "float64 and complex": (Wide, {"bucket_cap_mb": 0.01}),
     "unused parameters": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": 0.005}),
     "one element": (OneElement, {}),
 }
 
 
-def check_same_gradients(runs: list[Run], others: list[Run]) -> None:
-    for run, other in zip(runs, others, strict=True):
+def check_same_gradients(runs: list[Run], expected_runs: list[Run]) -> None:
+    for run, expected in zip(runs, expected_runs, strict=True):
         for step, averaged in enumerate(run.averaged):
-            assert averaged.keys() == other.averaged[step].keys()
+            assert averaged.keys() == expected.averaged[step].keys()
             for name, gradient in averaged.items():
-                assert torch.equal(gradient, other.averaged[step][name]), f"step {step}, {name}"
+                assert torch.equal(gradient, expected.averaged[step][name]), f"step {step}, {name}"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_gradients_are_those_of_torchs_hook(scenario: str, size: int) -> None:
+def test_gradients_equal_those_of_torchs_hook(scenario: str, size: int) -> None:
     make_model, options = SCENARIOS[scenario]
     model = build(make_model)
     by_torch, own = (
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_torchs_hook(scenario: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "is_equal"), [(2, True), (3, False), (4, True), (8, True)])
-def test_weights_are_those_of_plain_ddp_for_powers_of_two(size: int, is_equal: bool) -> None:
+def test_weights_equal_those_of_plain_ddp_for_powers_of_two(size: int, is_equal: bool) -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -70,7 +70,7 @@ def test_weights_are_those_of_plain_ddp_for_powers_of_two(size: int, is_equal: b
 
 
 def test_a_sum_is_not_divided() -> None:
-    """With four ranks the mean is a fourth of the sum to the last bit."""
+    """With four ranks the mean is exactly a fourth of the sum."""
     model = build(Tower)
 
     def averaged(average: bool) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ def test_staged_gradients_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check_same_gradients(run_ranks(3, staged), straight)
 
 
-def test_a_transport_with_messages_alone_adds_in_rank_order() -> None:
+def test_a_transport_with_only_messages_reduces_in_rank_order() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup, in_rank_order: bool) -> Run:
@@ -105,7 +105,7 @@ def test_a_transport_with_messages_alone_adds_in_rank_order() -> None:
     check_same_gradients(*(run_ranks(3, partial(body, in_rank_order=in_rank_order)) for in_rank_order in (False, True)))
 
 
-def test_a_rank_that_does_not_come_is_an_error_with_names_within_the_timeout() -> None:
+def test_a_missing_rank_raises_an_error_with_names_within_the_timeout() -> None:
     timeout = timedelta(seconds=1)
 
     def body(group: dist.ProcessGroup) -> str:
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_an_error_with_names_within_the_timeout() -
         assert f"all_reduce of gradient bucket 0 over the world group failed on rank {rank}" in message
 
 
-def test_a_state_says_in_which_order_sums_are_formed() -> None:
+def test_a_state_is_bound_to_the_order_of_sums() -> None:
     def body(group: dist.ProcessGroup) -> None:
         states = {}
         for algorithm in (tb.GradientAllReduceAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)):
@@ -142,22 +142,22 @@ def test_a_state_says_in_which_order_sums_are_formed() -> None:
     run_ranks(2, body)
 
 
-def test_the_mean_of_snapshots_is_the_sum_of_the_backend_divided() -> None:
+def test_the_mean_of_snapshots_is_the_backends_sum_divided() -> None:
     def body(group: dist.ProcessGroup) -> None:
         snapshot = torch.randn(3000, generator=torch.Generator().manual_seed(group.rank()))
         parameter = torch.zeros(3000)
         bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter)
-        kept = snapshot.clone()
+        copied = snapshot.clone()
         bucket.append_asynchronous_model_average_op(snapshot=snapshot).run()
-        assert torch.equal(snapshot, kept)
-        dist.all_reduce(kept, group=group)
-        assert torch.equal(bucket.flat, kept / 3.0)
+        assert torch.equal(snapshot, copied)
+        dist.all_reduce(copied, group=group)
+        assert torch.equal(bucket.flat, copied / 3.0)
 
     run_ranks(3, body)
 
 
-def test_weights_in_shorter_formats_are_summed_in_float32() -> None:
-    """A backend would round the sum of four at every addition; here it is 1 + 3 / 256, rounded once."""
+def test_weights_in_bfloat16_are_summed_in_float32() -> None:
+    """A backend would round the sum of four values at every addition. Here the mean, 1 + 3 / 256, is rounded once."""
 
     def body(group: dist.ProcessGroup) -> None:
         values = torch.tensor([4.0 if group.rank() == 0 else 2**-6], dtype=torch.bfloat16)

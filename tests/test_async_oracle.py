@@ -1,4 +1,4 @@
-"""Asynchronous averaging under a controlled clock equals the one-process oracle, bit for bit."""
+"""Asynchronous averaging with a controlled clock is bitwise equal to the one-process oracle."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ F32 = np.float32
 
 
 class ControlledClock:
-    """A clock that stands still until it is told to advance, and knows how often somebody has begun to wait for it."""
+    """A clock that only `advance` moves, and that counts the waits for it."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -47,7 +47,7 @@ class ControlledClock:
             self._turn.notify_all()
 
     def until_waits(self, num_waits: int) -> None:
-        """Return when so many waits have begun: the lane has done all it can do without this clock."""
+        """Return after `num_waits` waits have begun: the lane cannot proceed without this clock."""
         deadline_s = time.monotonic() + 30
         while self.num_waits < num_waits:
             assert time.monotonic() < deadline_s, f"{self.num_waits} waits, not {num_waits}"
@@ -56,7 +56,7 @@ class ControlledClock:
 
 @dataclass(frozen=True)
 class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
-    """AsyncModelAverage by a clock of the test's."""
+    """AsyncModelAverage with a clock that the test controls."""
 
     def make_impl(self, runner: tb.Runner) -> AsyncModelAverageAlgorithmImpl:
         return AsyncModelAverageAlgorithmImpl(runner, clock=ControlledClock())
@@ -65,7 +65,7 @@ class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
 def clocked_run(
     group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float, compression: str | None
 ) -> tuple[Trainer, list[str], Weights]:
-    """Train at a pace of this rank's own; returns what happened in which order, and the weights at the end."""
+    """Train at this rank's own pace; return the trainer, the events in order, and the final weights."""
     plan = random.Random(group.rank())
     trainer = Trainer(group, model, lr=0.01)
     log: list[str] = []
@@ -83,9 +83,11 @@ def clocked_run(
             for _ in range(plan.randrange(3)):
                 step()
             clock.advance(INTERVAL_MS / 1000)
-            clock.until_waits(2 * index + 2)  # a snapshot is wanted now
+            clock.until_waits(2 * index + 2)  # the lane now waits for a snapshot
             if plan.random() < 0.3:
-                clock.advance(1000)  # longer than any patience: the rank evaluates, its last snapshot serves again
+                clock.advance(
+                    1000
+                )  # the rank evaluates for longer than the lane waits; its last snapshot is used again
             else:
                 log.append("snapshot after")
                 step()
@@ -97,7 +99,7 @@ def clocked_run(
 
 
 class CompressedDifferences:
-    """What ranks take for the mean of their snapshots: the last mean, by compressed differences from it."""
+    """The ranks' means of snapshots: the last mean plus the compressed mean of differences from it."""
 
     def __init__(self, size: int, compression: str | None) -> None:
         self.mean: oracle.Array = np.zeros(size, F32)
@@ -106,10 +108,10 @@ class CompressedDifferences:
         self.two_phase = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *coding))
 
     def average(self, snapshots: list[oracle.Array]) -> list[oracle.Array]:
-        self.two_phase.sent = None  # what is left out stays in the weights
+        self.two_phase.sent = None  # no error feedback here: the residual stays in the weights
         self.mean = self.mean + self.two_phase([row - self.mean for row in snapshots])
         assert self.two_phase.sent is not None
-        return [self.mean + left_out for left_out in self.two_phase.sent]
+        return [self.mean + residual for residual in self.two_phase.sent]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ class CompressedDifferences:
 def test_equals_the_oracle_under_a_controlled_clock(
     device: torch.device, make_model: type[nn.Module], size: int, compression: str | None, bucket_cap_mb: float
 ) -> None:
-    """x += mean - snapshot between two steps, whatever the ranks' paces: every step of every rank, bit for bit."""
+    """x += mean - snapshot between two steps, whatever the ranks' paces; every step of every rank is bitwise equal."""
     model = build(make_model).to(device)
     results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb, compression), device=device)
     traces, logs = [trainer.trace for trainer, _, _ in results], [log for _, log, _ in results]

@@ -282,7 +282,7 @@ def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
             ddp(torch.ones(1, 4)).sum().backward()
         with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
             optimizer.step()
-        assert attachment.summary().figures.num_steps == 1, "the group's observers are reason enough"
+        assert attachment.summary().figures.num_steps == 1, "the group's observers suffice for a summary"
         del group_recorder.events[len(attachment_recorder.events) :]
         assert {event.phase for event in group_recorder.events} >= {"backward", "bucket", "encode", "send"}
         assert group_recorder.events == attachment_recorder.events
@@ -405,7 +405,7 @@ def test_no_thread_outlives_attach_or_impl() -> None:
     deadline = time.monotonic() + 5
     while lanes():
         gc.collect()
-        assert time.monotonic() < deadline, f"threads stay behind: {lanes()}"
+        assert time.monotonic() < deadline, f"threads remain: {lanes()}"
         time.sleep(0.01)
 
 

@@ -1,6 +1,6 @@
-"""The traces of `torchbagua demo`, opened by the real programs: TensorBoard, in headless Chromium.
+"""The traces of `torchbagua demo` in the real programs: TensorBoard in headless Chromium.
 
-`make test-browser` runs it. With TORCHBAGUA_PICTURES set to a folder it leaves the screenshot there.
+`make test-browser` runs these tests. If TORCHBAGUA_PICTURES names a folder, they save the screenshot there.
 """
 
 import json
@@ -26,19 +26,19 @@ STEPS = int(os.environ.get("TORCHBAGUA_DEMO_STEPS", "60"))
 LIMIT_S = 300
 PAGE_LIMIT_S = 60
 CHARTS = ("a_step", "compression_ratio_to_float32", "exposed_ms", "overlap_percent", "sent_MB_a_step", "step_ms")
-# TensorBoard's for its only run; and the timeline's for backward, and for messages, which are short on loopback.
+# TensorBoard's color of its only run; the timeline's colors of backward and of messages, which are short on loopback.
 LINES, BACKWARD, MESSAGES = (0x42, 0x50, 0x66), (0xBB, 0xBB, 0xBB), (0xEF, 0xC4, 0x66)
 LEAST_PIXELS = {LINES: 2000, BACKWARD: 1000, MESSAGES: 20}
 
 
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[str]:
-    """Serve `folder` on a free port of loopback; gives the address."""
+    """Serve `folder` on a free port of loopback, and give the address."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
     with programs.started(command, stderr=subprocess.PIPE) as server:
         assert server.stderr is not None
         lines = []
-        for line in server.stderr:  # ends where the server does
+        for line in server.stderr:  # ends when the server exits
             lines.append(line)
             if address := re.search(r"http://127\.0\.0\.1:\d+/", line):
                 break
@@ -47,7 +47,7 @@ def tensorboard(folder: Path) -> Iterator[str]:
 
 
 def chromium(*arguments: str, folder: Path) -> str:
-    """Run headless Chromium until the page has been quiet for long; return what it prints."""
+    """Run headless Chromium until the page has long been idle; return its output."""
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert binary, "there is no Chromium; `make test-browser` says how to get it"
     options = [
@@ -63,18 +63,18 @@ def chromium(*arguments: str, folder: Path) -> str:
 
 
 def num_pixels(picture: Path, colour: tuple[int, int, int]) -> int:
-    """Return how many pixels have about this colour."""
+    """Return the number of pixels of about this color."""
     with Image.open(picture) as image:
         counts = image.convert("RGB").getcolors(maxcolors=1 << 24)
     return sum(
         count
         for count, pixel in counts
-        if all(abs(one - wanted) < 12 for one, wanted in zip(pixel, colour, strict=True))
+        if all(abs(value - wanted) < 12 for value, wanted in zip(pixel, colour, strict=True))
     )
 
 
 def wait_until_nothing(find: Callable[[], object]) -> None:
-    """Look until nothing is missing: on a busy machine Chromium can be done with a page before its charts are drawn."""
+    """Retry until nothing is missing: on a busy machine Chromium can finish a page before its charts are drawn."""
     deadline_s = time.monotonic() + PAGE_LIMIT_S
     while missing := find():
         assert time.monotonic() < deadline_s, missing
@@ -82,7 +82,7 @@ def wait_until_nothing(find: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the demo tells TensorBoard's users to open."""
+    """Run the demo; return the folder that it tells users of TensorBoard to open."""
     output = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "torchbagua.cli", "demo", "--steps", str(STEPS), "--output", str(output)]
     done = programs.run(command, timeout_s=LIMIT_S)
@@ -91,12 +91,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(advice[1])
 
 
-def test_the_first_screen_holds_the_charts(demo: Path, tmp_path: Path) -> None:
+def test_the_first_screen_shows_the_charts(demo: Path, tmp_path: Path) -> None:
     screenshot, empty = tmp_path / "tensorboard.png", tmp_path / "empty.png"
     (tmp_path / "nothing").mkdir()
     with tensorboard(tmp_path / "nothing") as address:
         chromium(f"--screenshot={empty}", f"{address}#timeseries", folder=tmp_path)
-    without = {colour: num_pixels(empty, colour) for colour in LEAST_PIXELS}
+    pixels_without_runs = {colour: num_pixels(empty, colour) for colour in LEAST_PIXELS}
 
     def missing_charts() -> list[str]:
         page = re.sub("<[^>]*>", "", chromium("--dump-dom", f"{address}#timeseries", folder=tmp_path))
@@ -104,7 +104,7 @@ def test_the_first_screen_holds_the_charts(demo: Path, tmp_path: Path) -> None:
 
     def missing_colours() -> dict[tuple[int, int, int], int]:
         chromium(f"--screenshot={screenshot}", f"{address}?smoothing=0#timeseries", folder=tmp_path)
-        found = {colour: num_pixels(screenshot, colour) - without[colour] for colour in LEAST_PIXELS}
+        found = {colour: num_pixels(screenshot, colour) - pixels_without_runs[colour] for colour in LEAST_PIXELS}
         return {colour: number for colour, number in found.items() if number < LEAST_PIXELS[colour]}
 
     with tensorboard(demo) as address:
@@ -115,7 +115,7 @@ def test_the_first_screen_holds_the_charts(demo: Path, tmp_path: Path) -> None:
 
 
 def test_custom_scalars_have_several_lines_in_a_chart(demo: Path) -> None:
-    """As TensorBoard's server hands the layout to its page, which keeps it where a dump does not reach."""
+    """Read the layout from TensorBoard's server, because a dump of the page does not contain it."""
     with tensorboard(demo) as address, urllib.request.urlopen(f"{address}data/plugin/custom_scalars/layout") as answer:
         layout = json.load(answer)
     titles = {category["title"]: [chart["title"] for chart in category["chart"]] for category in layout["category"]}

@@ -1,4 +1,4 @@
-"""When a benchmark's buckets were sent: found in the events of a recorder."""
+"""The times at which a benchmark's buckets were sent, from the events of a recorder."""
 
 import sys
 

@@ -74,7 +74,7 @@ def test_tensor_of_fewer_blocks_than_ranks(compression: str | None) -> None:
     assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
 
 
-def test_one_rank_a_node_is_flat() -> None:
+def test_one_rank_per_node_is_flat() -> None:
     for group in run_ranks(3, lambda group: tb.BaguaProcessGroup(group, nodes=[0, 1, 2])):
         assert group.intra_node is None
 
@@ -511,7 +511,7 @@ class WithoutDeadline(GlooTransport):
         super().__init__(members)
 
 
-def test_a_warning_that_a_filter_makes_an_error_closes_the_groups() -> None:
+def test_a_warning_that_a_filter_turns_into_an_error_closes_the_groups() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, transport=WithoutDeadline)
         with pytest.raises(RuntimeWarning, match="does not bound its waits"):

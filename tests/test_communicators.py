@@ -1,4 +1,4 @@
-"""What a communicator makes of the abilities of a transport, and of its failures."""
+"""How a communicator uses the abilities of a transport, and handles its failures."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SHORT = timedelta(seconds=2)
 
 
 class WithoutAllGather(GlooTransport):
-    """Has collectives, but not all."""
+    """A transport with some collectives, but without all_gather."""
 
     name = "some"
     abilities = replace(GlooTransport.abilities, has_messages=False, collectives=frozenset({"all_to_all"}))
@@ -35,7 +35,7 @@ class WithoutAllGather(GlooTransport):
         ),
     ],
 )
-def test_what_a_transport_lacks_is_an_error_of_all_ranks(
+def test_missing_abilities_of_a_transport_raise_on_all_ranks(
     transport: Callable[[Members], GlooTransport], expected: str
 ) -> None:
     def body(group: dist.ProcessGroup) -> None:
@@ -47,7 +47,7 @@ def test_what_a_transport_lacks_is_an_error_of_all_ranks(
 
 
 @pytest.mark.parametrize("maker", [lambda members: 5, lambda members: object.__new__(Nameless)])
-def test_what_is_no_transport_is_refused(maker: Callable[[Members], GlooTransport]) -> None:
+def test_objects_that_are_no_transport_are_refused(maker: Callable[[Members], GlooTransport]) -> None:
     def body(group: dist.ProcessGroup) -> None:
         with pytest.raises(
             TypeError, match=r"^BaguaProcessGroup: transport must return a .* with a name and Abilities"
@@ -58,13 +58,13 @@ def test_what_is_no_transport_is_refused(maker: Callable[[Members], GlooTranspor
 
 
 class Nameless:
-    """Has abilities alone."""
+    """An object with abilities, but without a name."""
 
     abilities = GlooTransport.abilities
 
 
-class Counted(GlooTransport):
-    """Counts its twins, its ends and the devices that it prepares for."""
+class CountingTransport(GlooTransport):
+    """A transport that records its twins, its ends and its devices."""
 
     def __init__(self, members: Members, counts: list[str]) -> None:
         super().__init__(members)
@@ -73,7 +73,7 @@ class Counted(GlooTransport):
     def use_device(self, device: torch.device) -> None:
         self._counts.append(f"use {device}")
 
-    def twin(self) -> "Counted":
+    def twin(self) -> "CountingTransport":
         self._counts.append("twin")
         return super().twin()  # type: ignore[return-value]
 
@@ -85,12 +85,12 @@ class Counted(GlooTransport):
         self._counts.append("join")
 
 
-def test_a_twin_is_one_transport_that_ends_with_the_communicator() -> None:
-    """The host's transport serves GPUs too, whose tensors a twin does not move."""
+def test_a_twin_is_a_single_transport_that_ends_with_the_communicator() -> None:
+    """The host's transport also serves GPUs, but a twin does not send their tensors."""
 
     def body(group: dist.ProcessGroup) -> list[str]:
         counts: list[str] = []
-        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(Counted, counts=counts))
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(CountingTransport, counts=counts))
         own.open()
         own.world.silent_twin()
         own.close()
@@ -101,7 +101,7 @@ def test_a_twin_is_one_transport_that_ends_with_the_communicator() -> None:
 
 
 class OneThread(GlooTransport):
-    """Serves one thread."""
+    """A transport that serves one thread."""
 
     name = "one"
 
@@ -120,10 +120,10 @@ def test_a_transport_of_one_thread_has_no_twin() -> None:
     run_ranks(2, body)
 
 
-def test_a_device_is_prepared_for_once() -> None:
+def test_use_device_runs_once_per_device() -> None:
     def body(group: dist.ProcessGroup) -> list[str]:
         counts: list[str] = []
-        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(Counted, counts=counts))
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(CountingTransport, counts=counts))
         own.open()
         for _ in range(2):
             own.world.use_device(torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_a_device_is_prepared_for_once() -> None:
 
 
 class FailsOnce(GlooTransport):
-    """A backend whose collective fails."""
+    """A transport whose collective fails."""
 
     abilities = replace(GlooTransport.abilities, has_messages=False)
 
@@ -142,7 +142,7 @@ class FailsOnce(GlooTransport):
         raise TransportError("Connection closed by peer")
 
 
-def test_a_collective_that_fails_closes_the_group_and_names_the_first_error() -> None:
+def test_a_failed_collective_closes_the_group_and_later_errors_repeat_the_first() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=FailsOnce)
         own.open()

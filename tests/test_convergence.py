@@ -58,7 +58,7 @@ def test_a_sweep_ends_if_all_trials_diverge_and_qadam_needs_adam() -> None:
     assert len(trials) == MOST_RUNGS
     assert {trial.seed for trial in trials} == {TUNING_SEED}
     assert sweep_to_the_end({0: 1}, "qadam", "digits") == []
-    assert sweep_to_the_end({0: 1}, "diloco", "gpt") == [], "which is too short"
+    assert sweep_to_the_end({0: 1}, "diloco", "gpt") == [], "gpt is too short for DiLoCo"
 
 
 def test_contestants_try_the_rates_of_the_task() -> None:
@@ -152,7 +152,9 @@ def test_a_sweep_continues_from_its_file(tmp_path: Path) -> None:
     trainings = [record for record in document["trainings"] if record["seed"] == 0]
     assert [record["contestant"] for record in trainings] == contestants
     for record in trainings:
-        assert record["held_out_losses"][0] == pytest.approx(math.log(256), rel=0.1), "nothing is known at first"
+        assert record["held_out_losses"][0] == pytest.approx(math.log(256), rel=0.1), (
+            "the initial loss is that of guessing"
+        )
         assert record["held_out_losses"][-1] < 5
         assert record["evaluated_steps"] == [0, 1, 2, 3, 4]
         assert f"| {record['label']} |" in run.stdout

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the sparse codecs, on the host: the reference's bytes for any values, addresses and lengths."""
+"""The sparse codecs' CUDA kernels on the host: bitwise equal to the reference for any values, addresses, lengths."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 
 
 def tables(codec: Codec) -> list[tuple[Tensor, int]]:
-    """Of blocks in any order with gaps, of which few and all are kept; with their wires' bytes."""
+    """Return tables and the bytes of their wires: blocks in any order with gaps, keeping few or all elements."""
     table, wire_bytes = lay_out(codec, LENGTHS, seed=3)
     found = [(table, wire_bytes)]
     for length, kept in ((4096, 41), (2048, 1), (130, 130)):
@@ -52,15 +52,15 @@ def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKern
             assert decoded.is_intact()
         rows[number] = wire.tensor
 
-        residual, left_out = values.flip(0) / 256, Guarded(torch.full_like(values, 9.0), 1)
+        residual, new_residual = values.flip(0) / 256, Guarded(torch.full_like(values, 9.0), 1)
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
-        expected, expected_left_out = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
-        reference["encode_feedback"](values, residual, table, expected, expected_left_out)
-        arguments = (values, residual, table, wire.tensor, left_out.tensor)
+        expected, expected_residual = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
+        reference["encode_feedback"](values, residual, table, expected, expected_residual)
+        arguments = (values, residual, table, wire.tensor, new_residual.tensor)
         assert run(host_kernels, codec, "encode_feedback_float32", *arguments) == "done"
         assert torch.equal(wire.tensor, expected)
-        assert_same_values(left_out.tensor, expected_left_out)
-        assert left_out.is_intact()
+        assert_same_values(new_residual.tensor, expected_residual)
+        assert new_residual.is_intact()
 
     for senders, divisor in ((rows[:2], 2.0), (rows, 3.0)):
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), 1)
@@ -78,7 +78,7 @@ def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKern
 
 
 def test_spoiled_wires_decode_as_by_the_reference(host_kernels: HostKernels, codec: Codec) -> None:
-    """And nothing is written beyond x: indices out of range and out of order, headers of any bits."""
+    """Indices out of range or out of order and arbitrary headers never write outside x."""
     table, wire_bytes = lay_out(codec, LENGTHS, seed=4)
     wire = torch.zeros(wire_bytes, dtype=torch.uint8)
     NATIVE_OPS[f"{codec.name}_encode"](values_of("scaled", table), table, wire)

@@ -129,7 +129,7 @@ def test_each_rank_sends_its_shard() -> None:
 
     for events in run_ranks(4, body):
         between = [event for event in events if event.phase == "send" and event.scope == "inter_node"]
-        assert {event.step for event in between} == {H - 1, 2 * H - 1}, "numbers from 0"
+        assert {event.step for event in between} == {H - 1, 2 * H - 1}, "steps are numbered from 0"
         # Two rounds of two phases. In each phase a rank sends half of its shard, itself half of the weights.
         assert sum(event.wire_bytes for event in between) == 2 * 2 * (num_elements // 2 // 2) * 4.25 / 8
 

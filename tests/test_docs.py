@@ -1,6 +1,6 @@
-"""Every fenced block of README, CONTRIBUTING and docs, each alone: programs run, commands are checked as far as can be.
+"""Each fenced block of README, CONTRIBUTING and docs separately: programs run, and commands are checked if possible.
 
-`make test-docs` runs them. What a page shows as output of a program is not compared.
+`make test-docs` runs them. The output that a page shows for a program is not compared.
 """
 
 import os
@@ -16,11 +16,11 @@ import programs
 import warm_python
 from documentation import FENCED, PAGES, ROOT, Block, blocks_of
 
-# With their processes they run beside others, on two cores.
+# Programs with several processes run alongside other tests, on two cores.
 LIMIT_S = 120
 
-# A rank that ends at once after a backward can abort in torch itself (2.13: a gloo thread that frees the all-reduce's
-# context asks for the interpreter's lock while the interpreter ends), with or without torchbagua.
+# A rank that exits immediately after a backward can abort in torch itself (2.13: a gloo thread that frees the
+# all-reduce's context takes the GIL while the interpreter exits), with or without torchbagua.
 LAST_LINE = re.compile(r"^( *)(dist\.destroy_process_group\(\))\s*\Z", re.MULTILINE)
 ENDING = r"\1__import__('time').sleep(1)\n\1\2\n"
 
@@ -29,12 +29,12 @@ BLOCKS = [block for path in PAGES for block in blocks_of(path)]
 
 
 def marker_of(block: Block) -> pytest.MarkDecorator:
-    """Those that import other people's frameworks say so, and run in an environment that has them."""
+    """Return the marker: blocks that state that they need other frameworks run in an environment that has these."""
     return pytest.mark.integrations if "# needs: pip install" in block.text else pytest.mark.docs
 
 
 def cases(*languages: str) -> list[object]:
-    """The blocks of a language, as cases of a test."""
+    """Return the blocks of these languages as test cases."""
     return [
         pytest.param(block, id=str(block), marks=marker_of(block))
         for block in BLOCKS
@@ -43,14 +43,16 @@ def cases(*languages: str) -> list[object]:
 
 
 def run_program(program: str, folder: Path) -> None:
-    """Runs a program by the command in its first line, or else as one process; in an empty folder."""
+    """Run a program with the command in its first line, or else as one process, in an empty folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "program.py"]
     if started := re.match(r"# ((?:\w+=\S* )*torchrun .*)\n", program):
         words = shlex.split(started[1])
         first = next(index for index, word in enumerate(words) if word == "torchrun")
         environment |= dict(word.split("=", 1) for word in words[:first])
-        environment["PET_STANDALONE"] = "1"  # what --standalone does: a port of its own, beside other tests
+        environment["PET_STANDALONE"] = (
+            "1"  # as --standalone does: a separate port, because other tests run concurrently
+        )
         command = [sys.executable, "-m", "torch.distributed.run", *words[first + 1 :]]
         if simple := re.fullmatch(r"torchrun --nproc-per-node=(\d) (\S+\.py)", " ".join(words[first:])):
             command = programs.forked_ranks(folder / simple[2], ranks=int(simple[1]))
@@ -85,7 +87,7 @@ def test_diff(block: Block, side: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", cases("sh", "bash"))
 def test_commands(block: Block) -> None:
-    """They exist as written; what they do is tested where they are."""
+    """The commands and their arguments exist. Other tests cover their effects."""
     programs.run(["bash", "-n", "-c", block.text])
     if block.language == "sh":
         for line in block.text.replace("\\\n", " ").splitlines():
@@ -97,7 +99,7 @@ def test_commands(block: Block) -> None:
 
 
 def check_command(program: str, *arguments: str) -> None:
-    """Fails where a program that is known here would refuse these arguments."""
+    """Fail if a program that is known here would refuse these arguments."""
     if program == "make":
         programs.run(["make", "--dry-run", *arguments], cwd=ROOT)
     elif program == "torchrun":
@@ -109,32 +111,36 @@ def check_command(program: str, *arguments: str) -> None:
         programs.run([sys.executable, "-m", "pip", *arguments, *dry], timeout_s=200, cwd=ROOT)
     elif program == ".venv/bin/python":
         assert (ROOT / arguments[0]).is_file()
-    else:  # what they do is their own; tests/test_tutorials.py runs those of unshare
+    else:  # other programs; tests/test_tutorials.py runs the unshare commands
         assert program in ("export", "tensorboard", "unshare"), program
 
 
-def test_every_block_is_of_a_language_that_is_tested() -> None:
-    """Or of one in which nothing is claimed that could be: what was printed, diagrams, files of others."""
-    tested, others = {"python", "diff", "sh", "bash"}, {"text", "mermaid", "yaml", "toml", "json"}
-    assert [str(block) for block in BLOCKS if block.language not in tested | others] == []
+def test_every_block_has_a_known_language() -> None:
+    """Languages that are not tested make no claims: printed output, diagrams, configuration files."""
+    tested, untested = {"python", "diff", "sh", "bash"}, {"text", "mermaid", "yaml", "toml", "json"}
+    assert [str(block) for block in BLOCKS if block.language not in tested | untested] == []
 
 
-def test_what_blocks_include_is_there_and_tested() -> None:
+def test_included_files_exist_and_are_tested() -> None:
     included = [name for block in BLOCKS for name in block.includes]
     assert [name for name in included if not (ROOT / name).is_file() or not name.startswith("tutorials/")] == []
 
 
 def slugs(page: Path) -> set[str]:
-    """The anchors that headings of a page have, by the rules of GitHub and by those of Python-Markdown."""
+    """Return the anchors of a page's headings, by the rules of GitHub and of Python-Markdown."""
     headings = re.findall(r"^#+ +(.*?)(?: *\{ *#[\w.-]+ *\})?$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
     given = re.findall(r"\{ *#([\w.-]+) *\}", page.read_text(encoding="utf-8"))
     plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
-    return {*given, *(one.replace(" ", "-") for one in plain), *(re.sub(r"[-\s]+", "-", one) for one in plain)}
+    return {
+        *given,
+        *(heading.replace(" ", "-") for heading in plain),
+        *(re.sub(r"[-\s]+", "-", heading) for heading in plain),
+    }
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    """Those of the pages in docs are checked by `make docs`."""
+def test_links_have_targets(page: str) -> None:
+    """`make docs` checks the links of the pages in docs."""
     broken = []
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         name, _, anchor = link.partition("#")

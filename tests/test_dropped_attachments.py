@@ -1,4 +1,4 @@
-"""Attachments of which a script keeps nothing: they work as long as somebody trains, and leave nothing after that."""
+"""Attachments without a reference in the script: they work while training continues, and are freed after that."""
 
 import copy
 import gc
@@ -33,7 +33,7 @@ def num_descriptors() -> int:
 
 
 def settle(is_settled: Callable[[], bool]) -> bool:
-    """Collect garbage until then; whether it came to that."""
+    """Collect garbage until `is_settled`, for at most 10 s; return whether it is."""
     deadline_s = time.monotonic() + 10
     while not is_settled() and time.monotonic() < deadline_s:
         gc.collect()
@@ -77,9 +77,9 @@ def make_optimizer(module: nn.Module, algorithm: Any) -> torch.optim.Optimizer:
     ids=lambda value: getattr(value, "__name__", None) or str(value).split("(")[0],
 )
 @pytest.mark.filterwarnings("ignore:torchbagua")
-def test_nothing_is_left_of_what_nobody_has(attach: Any, algorithm: Any) -> None:
+def test_an_unreferenced_attachment_is_freed(attach: Any, algorithm: Any) -> None:
     model = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    everybody = threading.Barrier(NUM_RANKS, timeout=60)
+    barrier = threading.Barrier(NUM_RANKS, timeout=60)
     gc.collect()
     lanes_before = num_lanes()
 
@@ -93,19 +93,19 @@ def test_nothing_is_left_of_what_nobody_has(attach: Any, algorithm: Any) -> None
             optimizer.zero_grad()
             called(torch.randn(4, 4, generator=data)).square().sum().backward()
             optimizer.step()
-        assert num_lanes() > lanes_before  # it works, though nobody has the attachment
-        everybody.wait()
+        assert num_lanes() > lanes_before  # it works without a reference to the attachment
+        barrier.wait()
 
     def body(group: dist.ProcessGroup) -> int:
         descriptors = []
         for _ in range(NUM_MODELS):
             train(group)
-            everybody.wait()
-            # Set during a forward, in the class: with ranks as threads one can leave another's module there.
+            barrier.wait()
+            # The class attribute is set during a forward: if ranks are threads, it can keep another rank's module.
             DistributedDataParallel._active_ddp_module = None
             assert settle(lambda: num_lanes() <= lanes_before)
-            everybody.wait()
+            barrier.wait()
             descriptors.append(num_descriptors())
         return descriptors[-1] - descriptors[0]
 
-    assert min(run_ranks(NUM_RANKS, body)) < 5  # each rank has five of a group
+    assert min(run_ranks(NUM_RANKS, body)) < 5  # a leaked group would leave five on each rank

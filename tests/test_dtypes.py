@@ -241,7 +241,7 @@ def test_an_error_filter_on_one_rank_makes_all_ranks_raise(name: str) -> None:
     assert "in full precision, because MinMaxUInt8" in messages[0]
     assert messages[0].endswith("; the filter of rank 1 makes this an error")
     assert messages == [messages[0]] * 3
-    assert set(threading.enumerate()) <= before, "no group was opened, and no lane goes on"
+    assert set(threading.enumerate()) <= before, "no group was opened, and no lane remains"
 
 
 def test_the_standalone_hook_warns_once() -> None:

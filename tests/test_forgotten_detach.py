@@ -1,4 +1,4 @@
-"""Scripts that end without detach: the interpreter ends the lanes first, and the process exits well."""
+"""Scripts that end without detach: the interpreter first ends the lanes, and the process exits normally."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ dist.destroy_process_group()
     "algorithm",
     [
         "tb.DecentralizedAlgorithm()",
-        "tb.AsyncModelAverageAlgorithm(sync_interval_ms=5)",  # whose lane is at work at any time
+        "tb.AsyncModelAverageAlgorithm(sync_interval_ms=5)",  # its lane is always active
     ],
 )
 def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
@@ -35,6 +35,6 @@ def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(algorithm=algorithm))
     done = programs.run(programs.torchrun(script))
     num_warned = done.stderr.count("was not detached, and can no longer be: ranks are left with")
-    # A rank that still trains when the other one ends is told that, and is not told again.
+    # A rank that still trains when the other ends is notified of that, and does not warn at its own exit.
     assert num_warned >= 1
     assert num_warned + done.stderr.count("has left the training") == 2

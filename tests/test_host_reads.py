@@ -1,4 +1,4 @@
-"""How often the host asks the device for a number: on a GPU it waits each time."""
+"""The number of times that the host reads from the device: on a GPU each read blocks."""
 
 import copy
 import threading
@@ -24,17 +24,17 @@ FEEDBACK = {"compression": "sign1bit", "error_feedback": True}
 
 
 class Reads:
-    """The numbers, or tensors of numbers, that the host has read of tensors of a device, counted by thread.
+    """Counts the host's reads from tensors of a device, by thread.
 
-    Backward calls hooks outside of any mode of torch, so the methods of tensors are replaced.
+    Backward calls hooks outside of any torch mode, so this replaces the methods of tensors.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         self._counts: Counter[int] = Counter()
         for name in READS:
-            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name), device.type))
+            monkeypatch.setattr(torch.Tensor, name, self._count_calls(getattr(torch.Tensor, name), device.type))
 
-    def _counted(self, method: Any, device_type: str) -> Any:
+    def _count_calls(self, method: Any, device_type: str) -> Any:
         def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self._counts[threading.get_ident()] += tensor.device.type == device_type
             return method(tensor, *args, **kwargs)
@@ -49,8 +49,8 @@ class Reads:
 _uncounted_item = torch.Tensor.item
 
 
-class PlayedCopy:
-    """In place of a copy that a GPU makes for the host, which does not read the number again."""
+class ImitatedCopy:
+    """Replaces a GPU's asynchronous copy to the host, which is no further read."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._number = _uncounted_item(number)
@@ -61,27 +61,27 @@ class PlayedCopy:
 
 @pytest.fixture
 def device_of_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU, or a CPU that is taken for one."""
+    """A GPU, or a CPU that torchbagua treats as a GPU."""
     if device.type == "cpu":
         monkeypatch.setattr(unstaging, "requires_host_sync", lambda tensor: True)
         monkeypatch.setattr(loss_scale, "is_on_gpu", lambda tensor: True)
-        monkeypatch.setattr(loss_scale, "HostCopy", PlayedCopy)
+        monkeypatch.setattr(loss_scale, "HostCopy", ImitatedCopy)
     return device
 
 
-Attached = tuple[torch.optim.Optimizer, tb.Algorithm]
+OptimizerAndAlgorithm = tuple[torch.optim.Optimizer, tb.Algorithm]
 
 
-def with_q_adam(parameters: list[torch.nn.Parameter], **arguments: Any) -> Attached:
+def with_q_adam(parameters: list[torch.nn.Parameter], **arguments: Any) -> OptimizerAndAlgorithm:
     optimizer = tb.QAdamOptimizer(parameters, warmup_steps=NUM_WARM, fused=True)
     return optimizer, tb.QAdamAlgorithm(optimizer, **arguments)
 
 
-def with_sgd(parameters: list[torch.nn.Parameter], algorithm: tb.Algorithm) -> Attached:
+def with_sgd(parameters: list[torch.nn.Parameter], algorithm: tb.Algorithm) -> OptimizerAndAlgorithm:
     return torch.optim.SGD(parameters, lr=1e-3), algorithm
 
 
-CASES: dict[str, Callable[[list[torch.nn.Parameter]], Attached]] = {
+CASES: dict[str, Callable[[list[torch.nn.Parameter]], OptimizerAndAlgorithm]] = {
     "qadam": with_q_adam,
     "qadam, one bit": partial(with_q_adam, **FEEDBACK),
     "bytegrad": partial(with_sgd, algorithm=tb.ByteGradAlgorithm(error_feedback=True)),
@@ -91,14 +91,14 @@ CASES: dict[str, Callable[[list[torch.nn.Parameter]], Attached]] = {
 
 
 def reads_of_steps(device: torch.device, case: str, scaler: torch.amp.GradScaler) -> list[list[int]]:
-    """The reads of two ranks in each step in which no bucket is new.
+    """Return the reads of two ranks in each step without a new bucket.
 
-    The first is the last of the warm-up; a scaler that is not disabled skips one after it.
+    The first of these steps is the last of the warm-up. An enabled scaler skips a later step.
 
     Args:
-        device: of the model.
-        case: which optimizer and algorithm.
-        scaler: of one rank, the others have their own; it may be disabled.
+        device: the device of the model.
+        case: the optimizer and algorithm, a key of `CASES`.
+        scaler: each rank trains with a copy of it; it may be disabled.
     """
     model = build(lambda: Tower((10,) * 12)).to(device)
 
@@ -116,60 +116,60 @@ def reads_of_steps(device: torch.device, case: str, scaler: torch.amp.GradScaler
                 loss.backward()
                 own_scaler.step(optimizer)
                 own_scaler.update()
-                if step not in (0, 1, NUM_WARM):  # DDP rebuilds its buckets, or they send momenta from now on
-                    reads.append(counted.take())
-                counted.take()
+                if step not in (0, 1, NUM_WARM):  # in these DDP rebuilds its buckets, or buckets begin to send momenta
+                    reads.append(counter.take())
+                counter.take()
                 optimizer.zero_grad()
         assert own_scaler.get_scale() == (512.0 if own_scaler.is_enabled() else 1.0)
         return reads
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        counted = Reads(monkeypatch, device)
+        counter = Reads(monkeypatch, device)
         return run_ranks(2, body, device=device)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_reads_nothing_of_a_gpu(device_of_reads: torch.device, case: str) -> None:
+def test_a_step_reads_nothing_from_a_gpu(device_of_reads: torch.device, case: str) -> None:
     disabled = torch.amp.GradScaler(device_of_reads.type, enabled=False)
     for reads in reads_of_steps(device_of_reads, case, disabled):
         assert reads == [0] * len(reads)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_with_a_grad_scaler_it_reads_what_that_reads(device_of_reads: torch.device, case: str) -> None:
-    """Whether there was an overflow, once a step; also where it skips the step, which changes the scale."""
+def test_with_a_grad_scaler_a_step_reads_only_what_the_scaler_reads(device_of_reads: torch.device, case: str) -> None:
+    """Once a step: whether gradients overflowed. A skipped step, which changes the scale, reads no more."""
     scaler = torch.amp.GradScaler(device_of_reads.type, init_scale=1024.0)
     for reads in reads_of_steps(device_of_reads, case, scaler):
         assert reads == [1] * len(reads)
 
 
-def test_reads_of_a_cpu_do_not_grow_with_the_parameters() -> None:
-    """Where no read is a wait, it looks at all gradients at once, which of them have been averaged."""
+def test_reads_on_a_cpu_do_not_grow_with_the_parameters() -> None:
+    """If reads do not block, one read determines for all gradients which of them have been averaged."""
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     for reads in reads_of_steps(torch.device("cpu"), "qadam, one bit", disabled):
         assert reads[0] == 0
         assert 0 < max(reads[1:]) <= 2
 
 
-def test_the_loss_scale_is_copied_once_and_read_again_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_is_copied_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[float] = []
 
-    class Counted(PlayedCopy):
+    class CountedCopy(ImitatedCopy):
         def __init__(self, number: torch.Tensor) -> None:
             super().__init__(number)
             copies.append(float(number))
 
     monkeypatch.setattr(loss_scale, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(loss_scale, "HostCopy", Counted)
+    monkeypatch.setattr(loss_scale, "HostCopy", CountedCopy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     own = loss_scale.LossScale(scaler)
     own.fetch()
-    assert (own.read(), copies) == (8.0, []), "there is no tensor of it yet"
+    assert (own.read(), copies) == (8.0, []), "the scaler has no tensor yet"
     scaler.scale(torch.ones(1))
     for _ in range(2):
         own.fetch()
         assert (own.read(), copies) == (8.0, [8.0])
     scaler.update(4.0)
-    assert (own.read(), copies) == (4.0, [8.0]), "since the forward"
+    assert (own.read(), copies) == (4.0, [8.0]), "the scale has changed since it was fetched"
     own.fetch()
     assert (own.read(), copies) == (4.0, [8.0, 4.0])

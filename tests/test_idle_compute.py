@@ -43,10 +43,10 @@ def test_schedule_floor_is_the_maximum_over_buckets() -> None:
         payload = 2 * transfer_s * 1e6 / 8 / FRAME_BYTES_PER_PAYLOAD_BYTE
         return schedule_floor_s(schedule, numels, bucket_cap_mb, payload, 1e6)
 
-    assert floor_s(1.0) == pytest.approx(4 + 1), "the second is sent when it is ready: the wire rests before"
+    assert floor_s(1.0) == pytest.approx(4 + 1), "the second is sent when it is ready; the link is idle before"
     assert floor_s(3.0) == pytest.approx(2 + 3 + 3), "the second waits for the first"
     assert floor_s(3.0, bucket_cap_mb=2.0) == pytest.approx(4 + 6), "one bucket, which is ready at the end"
-    assert floor_s(0.0) == pytest.approx(4), "without bytes only computing is left"
+    assert floor_s(0.0) == pytest.approx(4), "without bytes only compute time remains"
 
 
 def test_buckets_are_transferred_in_turn_at_the_earliest() -> None:
@@ -60,7 +60,9 @@ def test_buckets_are_grouped_in_the_order_of_ready_gradients() -> None:
     numels = [3 * MIB_ELEMENTS, 1, MIB_ELEMENTS, MIB_ELEMENTS, 1]
     assert group_into_buckets(numels, [5, 4, 3, 2, 1], 2) == [[4, 3, 2], [1, 0]]
     assert group_into_buckets(numels, [1, 2, 3, 4, 5], 2) == [[0], [1, 2, 3], [4]]
-    assert group_into_buckets([MIB_ELEMENTS] * 4, [1, 2, 3, 4], 2) == [[0, 1], [2, 3]], "full is not over-full"
+    assert group_into_buckets([MIB_ELEMENTS] * 4, [1, 2, 3, 4], 2) == [[0, 1], [2, 3]], (
+        "a full bucket is within the cap"
+    )
 
 
 def test_recorded_gradients_are_ready_in_the_order_of_backward() -> None:
@@ -70,7 +72,7 @@ def test_recorded_gradients_are_ready_in_the_order_of_backward() -> None:
     assert 0 < schedule.forward_s < min(schedule.ready_s)
     layers_s = schedule.buckets_ready_s([[2 * layer, 2 * layer + 1] for layer in range(12)])
     assert layers_s == sorted(layers_s, reverse=True), "the last layer comes first"
-    assert all(parameter.grad is None for parameter in model.parameters()), "a copy was trained"
+    assert all(parameter.grad is None for parameter in model.parameters()), "only a copy was trained"
     scaled = schedule.scaled_to(2.0)
     assert max(scaled.ready_s) == pytest.approx(2.0)
     assert scaled.forward_s / 2.0 == pytest.approx(schedule.forward_s / max(schedule.ready_s))

@@ -1,4 +1,4 @@
-"""The momentum that a group of one has in place of its optimizer's: that of torch.optim.SGD, bit for bit."""
+"""The momentum that replaces the optimizer's in a group of one rank: bitwise equal to torch.optim.SGD's."""
 
 from functools import partial
 from typing import Any
@@ -30,14 +30,14 @@ ALGORITHM = GradientComponent(
 
 
 class Descent:
-    """Parameters of one rank, and SGD, with a momentum or without."""
+    """Parameters of one rank, and SGD with or without momentum."""
 
     def __init__(self, momentum: float = 0.0) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=momentum)
 
-    def copy_of(self, other: "Descent") -> "Descent":
-        for own, parameter in zip(self.parameters, other.parameters, strict=True):
+    def load_parameters(self, source: "Descent") -> "Descent":
+        for own, parameter in zip(self.parameters, source.parameters, strict=True):
             own.data.copy_(parameter.data)
         return self
 
@@ -60,8 +60,8 @@ def equals_sgd(descent: Descent, num_steps: int) -> bool:
     return all(map(torch.equal, descent.parameters, expected_weights(num_steps)))
 
 
-def test_it_is_the_momentum_of_sgd() -> None:
-    """With a state loaded in the middle, by another runner."""
+def test_it_equals_the_momentum_of_sgd() -> None:
+    """Halfway, another runner loads the state."""
 
     def body(group: dist.ProcessGroup) -> None:
         first = Descent()
@@ -72,7 +72,7 @@ def test_it_is_the_momentum_of_sgd() -> None:
             assert equals_sgd(first, 4)
             state = runner.state_dict()
         assert all(velocity.any() for velocity in state["velocity"].values())
-        second = Descent().copy_of(first)
+        second = Descent().load_parameters(first)
         with running(group, ALGORITHM, optimizer=second.optimizer) as (runner, _):
             runner.load_state_dict(state)
             for step in range(4, 7):
@@ -110,9 +110,9 @@ def test_the_optimizer_must_leave_the_momentum_to_the_algorithm() -> None:
     plain, parameters = Descent().optimizer, [torch.nn.Parameter(torch.zeros(2))]
     check_sgd_without_momentum("Owner", MOMENTUM, [plain, plain])
     groups = [{"params": parameters}, {"params": [torch.nn.Parameter(torch.zeros(2))], "momentum": 0.5}]
-    for other, message in (
+    for optimizer, message in (
         (torch.optim.Adam(parameters), r"^Owner: with momentum=0\.9 the optimizer must be .*SGD, got Adam$"),
         (torch.optim.SGD(groups), r"^Owner: with momentum=0\.9 SGD's momentum must be 0, .*, got 0\.5$"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_sgd_without_momentum("Owner", MOMENTUM, [plain, other])
+            check_sgd_without_momentum("Owner", MOMENTUM, [plain, optimizer])

@@ -1,4 +1,4 @@
-"""Lockstep: ranks compare how far they have come before they send anything longer; one that differs is named on all."""
+"""Lockstep: ranks compare their progress before they send tensors; all ranks name a rank that differs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,10 @@ from torchbagua.runtime.lockstep import Lockstep
 
 
 class Rank:
-    """A lockstep of this rank, which has taken `num_steps` steps.
+    """This rank's lockstep, after `num_steps` steps.
 
     Attributes:
-        ran: what has run on the lane.
+        ran: the operations that have run on the lane.
         recorder: observes the group.
     """
 
@@ -60,7 +60,7 @@ def on_ranks(size: int, body: Callable[[Rank], Any]) -> list[Any]:
     return run_ranks(size, run)
 
 
-def test_ranks_in_step_run_it() -> None:
+def test_ranks_in_step_run_the_round() -> None:
     def body(rank: Rank) -> str:
         assert not rank.lockstep.comparison("a search", flag=False)()
         result = rank.submit(also={"fragments": 3}, is_last=True)
@@ -71,7 +71,7 @@ def test_ranks_in_step_run_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("difference", "message"),
     [
         ("progress", "rank 0 has 5 steps, rank 1 has 6"),
         ("also", "rank 0 has 2 fragments, rank 1 has 3"),
@@ -79,22 +79,22 @@ def test_ranks_in_step_run_it() -> None:
         ("fingerprint", "rank 0 has 0 as fingerprint of the tensors to average, rank 1 has 7"),
     ],
 )
-def test_all_ranks_raise_before_anything_runs(what: str, message: str) -> None:
+def test_all_ranks_raise_before_anything_runs(difference: str, message: str) -> None:
     def body(rank: Rank) -> str:
         is_ahead = rank.number == 1
-        if what == "progress":
+        if difference == "progress":
             rank.num_steps += is_ahead
-        elif what == "fingerprint":
+        elif difference == "fingerprint":
             rank.lockstep.fingerprint = 7 * is_ahead
-        also = {"fragments": 2 + is_ahead} if what == "also" else None
-        return rank.error(tb.CommunicationError, also=also, is_last=what == "is_last" and is_ahead)
+        also = {"fragments": 2 + is_ahead} if difference == "also" else None
+        return rank.error(tb.CommunicationError, also=also, is_last=difference == "is_last" and is_ahead)
 
     (error,) = set(on_ranks(2, body))
     assert f"out of step in a round: {message}." in error
 
 
-def test_progress_is_that_of_the_call_and_not_of_the_lane() -> None:
-    """Which may be behind: the training thread goes on meanwhile."""
+def test_progress_is_read_at_the_call_and_not_on_the_lane() -> None:
+    """The lane may be behind, while the training thread continues."""
 
     def body(rank: Rank) -> None:
         compare = rank.lockstep.comparison("a round")
@@ -104,12 +104,12 @@ def test_progress_is_that_of_the_call_and_not_of_the_lane() -> None:
     on_ranks(2, body)
 
 
-def test_a_flag_of_any_rank_is_known_to_all() -> None:
+def test_all_ranks_receive_a_flag_of_any_rank() -> None:
     assert on_ranks(3, lambda rank: rank.lockstep.comparison("a search", flag=rank.number == 2)()) == [True] * 3
 
 
 def test_loads_are_compared_once() -> None:
-    """By a second message, when there is a new one on any rank."""
+    """A second message compares loads if any rank has a new load."""
 
     def body(rank: Rank) -> list[int]:
         num_messages = []
@@ -132,7 +132,7 @@ def test_loads_are_compared_once() -> None:
         ((1.0, 2.0), "ranks 0 and 1 have loaded different values"),
     ],
 )
-def test_ranks_that_have_not_loaded_the_same_raise(loaded_by: tuple[float | None, ...], message: str) -> None:
+def test_ranks_with_different_loads_raise(loaded_by: tuple[float | None, ...], message: str) -> None:
     def body(rank: Rank) -> str:
         value = loaded_by[rank.number]
         if value is not None:
@@ -143,17 +143,17 @@ def test_ranks_that_have_not_loaded_the_same_raise(loaded_by: tuple[float | None
     assert message in error
 
 
-def watched(rank: Rank) -> nn.Parameter:
+def watch(rank: Rank) -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros(2, 3, 4, 5))
     rank.lockstep.layout_watch.watch([BaguaTensor("conv.weight", parameter)])
     return parameter
 
 
-def test_a_layout_that_has_changed_on_one_rank_is_an_error_on_all() -> None:
-    """Before progress is compared: the rank that refuses it has come less far."""
+def test_a_changed_layout_on_one_rank_raises_on_all() -> None:
+    """It raises before progress is compared, because the rank that refuses it is behind."""
 
     def body(rank: Rank) -> str:
-        parameter = watched(rank)
+        parameter = watch(rank)
         if rank.number == 1:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)
             assert rank.lockstep.layout_watch.look()
@@ -167,9 +167,9 @@ def test_a_layout_that_has_changed_on_one_rank_is_an_error_on_all() -> None:
         assert "layout of parameter conv.weight has changed on rank 1 since attach" in error
 
 
-def test_a_changed_layout_is_refused_where_the_others_are_gone() -> None:
+def test_a_changed_layout_raises_after_the_other_ranks_have_left() -> None:
     def body(rank: Rank) -> None:
-        parameter = watched(rank)
+        parameter = watch(rank)
         if rank.number == 1:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)
             rank.lockstep.layout_watch.look()

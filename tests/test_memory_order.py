@@ -1,4 +1,4 @@
-"""Memory formats: a conversion before attach works; after a conversion after attach, all ranks raise and name it."""
+"""Memory formats: conversion before attach works; after a conversion after attach, all ranks raise an error."""
 
 import copy
 import time

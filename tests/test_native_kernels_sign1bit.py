@@ -1,4 +1,4 @@
-"""The kernels of Sign1Bit keep what its formula promises."""
+"""The kernels of Sign1Bit compute its formula."""
 
 import numpy as np
 import pytest
@@ -32,8 +32,8 @@ def codec(device: torch.device) -> Codec:
     return SIGN_1BIT.on(device)
 
 
-def one_block(codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The header and the payload of all x in one block, which lies between other bytes."""
+def encode_block(codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode all of x as one block between other bytes; return its header and payload."""
     payload_bytes = codec.payload_bytes(len(x))
     table = torch.tensor([[0, len(x), 4, 9]])
     wire = torch.full((9 + payload_bytes + 4,), 255, dtype=torch.uint8)
@@ -53,10 +53,10 @@ def test_bytes_are_the_mean_magnitude_and_the_sign_bits(codec: Codec, length: in
     x[::5] = -0.0
     values = x.float().numpy()
 
-    header, payload = one_block(codec, x)
+    header, payload = encode_block(codec, x)
 
     assert header.numpy() == oracle.mean_magnitude(values)
-    # Each lane rounds length / 32 additions, then come five levels of the tree and a division.
+    # Each lane rounds length / 32 additions; five levels of the tree and a division follow.
     exact = np.abs(values.astype(np.float64)).mean()
     assert abs(float(header) - exact) <= exact * (length / 32 + 6) * 2.0**-24
     assert payload.tolist() == np.packbits(np.signbit(values), bitorder="little").tolist(), "unused bits are 0"
@@ -78,7 +78,7 @@ def test_decoded_bytes_are_sign_times_mean_magnitude(codec: Codec, length: int, 
 
 
 def test_mean_bytes_of_a_long_block_are_those_of_its_mean(codec: Codec) -> None:
-    """The lanes' sums go on from tile to tile."""
+    """The lanes' sums continue from tile to tile."""
     length = 2 * TILE + 77
     rows = [torch.randn(length, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     table = torch.tensor([[0, length, 0, 4]])
@@ -99,12 +99,12 @@ def test_mean_bytes_of_a_long_block_are_those_of_its_mean(codec: Codec) -> None:
         ([-(2.0**126) * (1 - 2.0**-24)], True),
         ([2.0**127, 0.0], False),
         ([-(2.0**127), 0.0, 0.0], True),
-        ([2.0**121] * L, False),  # the mean is small enough, the sum overflows
+        ([2.0**121] * L, False),  # the mean is small enough, but the sum overflows
         ([-(2.0**120)] * L, True),
     ],
 )
-def test_what_counts_is_the_mean_of_the_block(codec: Codec, values: list[float], usable: bool) -> None:
-    header, payload = one_block(codec, torch.tensor(values))
+def test_the_mean_of_a_block_must_be_in_range(codec: Codec, values: list[float], usable: bool) -> None:
+    header, payload = encode_block(codec, torch.tensor(values))
     assert bool(header.isfinite()) == usable
     assert bool(payload.any()) == usable
 

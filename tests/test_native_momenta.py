@@ -101,14 +101,14 @@ def test_bits_are_those_of_two_operations(codec: str, block: int, hostile: str) 
 def test_bits_with_feedback_are_those_of_two_operations(codec: str, block: int, hostile: str) -> None:
     case = Case(codec, block, hostile=hostile)
     sent = case.transform("qadam_form_momenta", case.gradients)
-    wires, left_out = case.wire.repeat(3, 1), torch.empty(3, len(sent))
-    case.op("encode_feedback")(sent, case.residual, case.table, wires[0], left_out[0])
+    wires, new_residuals = case.wire.repeat(3, 1), torch.empty(3, len(sent))
+    case.op("encode_feedback")(sent, case.residual, case.table, wires[0], new_residuals[0])
     tensors = (case.gradients, case.residual, case.table)
-    case.op("encode_momenta_feedback")(*tensors, wires[1], left_out[1], *case.numbers)
-    NATIVE_OPS[f"{codec}_encode_momenta_feedback"](*tensors, wires[2], left_out[2], *case.numbers)
+    case.op("encode_momenta_feedback")(*tensors, wires[1], new_residuals[1], *case.numbers)
+    NATIVE_OPS[f"{codec}_encode_momenta_feedback"](*tensors, wires[2], new_residuals[2], *case.numbers)
     for index in (1, 2):
         assert torch.equal(wires[0], wires[index])
-        assert is_same(left_out[0], left_out[index])
+        assert is_same(new_residuals[0], new_residuals[index])
 
 
 def test_a_table_may_have_blocks_in_any_order_and_leave_elements_out() -> None:
@@ -154,10 +154,10 @@ def test_refusals() -> None:
 
 def test_opcheck() -> None:
     case = Case("minmax_uint8", 128)
-    left_out = torch.zeros_like(case.gradients)
+    new_residuals = torch.zeros_like(case.gradients)
     tensors = {
         "encode_momenta": (case.gradients, case.table, case.wire),
-        "encode_momenta_feedback": (case.gradients, case.residual, case.table, case.wire, left_out),
+        "encode_momenta_feedback": (case.gradients, case.residual, case.table, case.wire, new_residuals),
         "decode_gradients": (case.wire, case.table, case.gradients),
     }
     for name, arguments in tensors.items():
@@ -166,6 +166,6 @@ def test_opcheck() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
-def test_other_instruction_sets(instruction_set: str) -> None:
+def test_under_other_instruction_sets(instruction_set: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__]
     programs.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": instruction_set})

@@ -1,4 +1,4 @@
-"""Nothing that the native kernels are fed makes them leave their tensors: a fuzzer under AddressSanitizer.
+"""No input makes the native kernels access memory outside their tensors: a fuzzer with AddressSanitizer.
 
 python tests/test_native_sanitizer.py --seconds 600 --seed 1     searches longer
 """
@@ -22,7 +22,7 @@ FUZZER = Path(__file__).with_name("fuzz_native.py")
 
 
 def runtime_library(name: str) -> Path | None:
-    """One of the compiler's own runtime libraries, None where it has none of that name."""
+    """Return a runtime library of the compiler, None if it has none of that name."""
     if shutil.which(COMPILER[0]) is None:
         return None
     found = programs.run([*COMPILER, f"-print-file-name={name}"])
@@ -50,12 +50,12 @@ def compile_library(library: Path, *flags: str) -> None:
 
 
 def fuzz(library: Path, seconds: float, seed: int) -> "subprocess.CompletedProcess[str]":
-    # Python itself is C: the sanitizer finds no __cxa_throw to wrap unless the C++ library is there as early as it is.
+    # Python itself is C: the sanitizer finds __cxa_throw to wrap only if the C++ library is preloaded with it.
     preloaded = [str(runtime_library(name)) for name in ("libasan.so", "libstdc++.so")]
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(preloaded),
-        # Python keeps what it allocates; and an allocation of absurd size is to fail, not to end the process.
+        # Python does not free all its memory. A huge allocation must fail without ending the process.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }
@@ -64,7 +64,7 @@ def fuzz(library: Path, seconds: float, seed: int) -> "subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_fuzzer_finds_no_overrun_and_would_see_one(tmp_path: Path) -> None:
+def test_fuzzer_finds_no_overrun_and_detects_a_planted_one(tmp_path: Path) -> None:
     if runtime_library("libasan.so") is None:
         pytest.skip("the C++ compiler has no libasan.so")
     checked, unchecked = tmp_path / "checked.so", tmp_path / "unchecked.so"

@@ -91,7 +91,7 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
             assert any(
                 bucket["ts"] - 0.01 <= row["ts"] and row["ts"] + row["dur"] <= bucket["ts"] + bucket["dur"] + 0.01
                 for bucket in buckets
-            ), "each phase lies within the run of a bucket"
+            ), "each phase is within the event of a bucket"
 
 
 def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None:
@@ -119,7 +119,9 @@ def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rank0.jsonl.gz", "rt") as file:
         first, *steps, rest, last = map(json.loads, file)
     assert first["run"]["algorithm"] == last["run"]["algorithm"] == "ByteGradAlgorithm"
-    assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), "it knows more by its end"
+    assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), (
+        "the last line has more comparisons of clocks"
+    )
     assert len(steps) == NUM_STEPS
     phase = first["event"].index("phase")
     assert [step[-1][phase] for step in steps] == ["step"] * NUM_STEPS
@@ -235,7 +237,7 @@ def test_merging_undoes_clock_differences(tmp_path: Path) -> None:
 
     for plain_row, skewed_row in zip(sorted(expected, key=key), sorted(found, key=key), strict=True):
         assert (plain_row["name"], plain_row["args"]) == (skewed_row["name"], skewed_row["args"])
-        assert abs(plain_row["ts"] - skewed_row["ts"]) < 5, "within 5 us: two comparisons, and a line between them"
+        assert abs(plain_row["ts"] - skewed_row["ts"]) < 5, "within 5 us: offsets are linear between two comparisons"
 
 
 def test_only_some_steps(tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert trace.main(["merge", str(tmp_path)]) == 0
     assert "merged.json.gz: 2 ranks" in capsys.readouterr().out
     check_format(read(tmp_path / "merged.json.gz"))
-    assert trace.main(["show", str(tmp_path)]) == 0, "the merged file lies beside the ranks'"
+    assert trace.main(["show", str(tmp_path)]) == 0, "the merged file is in the same folder"
 
     assert trace.main(["draw", str(tmp_path), "--step", "3"]) == 0
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather by themselves, with cuts that are given, as FSDP2 gives them."""
+"""Reduce-scatter and all-gather separately, with given cuts, as with FSDP2."""
 
 import numpy as np
 import pytest
@@ -15,22 +15,22 @@ from torchbagua.collectives.reduce_scatter import reduce_scatter
 from torchbagua.collectives.row_mean import RowMean
 
 BLOCK = 16
-ROW = (100, 1, 37)  # what each rank owns of three parameters
+ROW = (100, 1, 37)  # the elements that each rank owns of three parameters
 COMPRESSORS = [MinMaxUInt8(BLOCK), Identity()]
 
 
-def coded(compressor: Compressor, x: np.ndarray) -> np.ndarray:
+def apply_codec(compressor: Compressor, x: np.ndarray) -> np.ndarray:
     rows = x.reshape(-1, sum(ROW))
     return rows if isinstance(compressor, Identity) else np.stack([quantise(row, ROW, BLOCK) for row in rows])
 
 
 def rows_of_all(size: int) -> tuple[TensorSpec, list[int]]:
-    """The tensor that FSDP2 scatters: a row of equal length for each rank."""
+    """Return the spec and the cuts of the tensor that FSDP2 scatters: rows of equal length, one per rank."""
     spec = TensorSpec(ROW * size, torch.float32, torch.device("cpu"), "layer 0")
     return spec, [rank * sum(ROW) for rank in range(size + 1)]
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda compressor: type(compressor).__name__)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compressor) -> None:
     values = torch.randn(size, size * sum(ROW), generator=torch.Generator().manual_seed(0))
@@ -45,14 +45,14 @@ def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compresso
         own.close()
         return out
 
-    left = [coded(compressor, one) for one in values.numpy()]
+    decoded = [apply_codec(compressor, row) for row in values.numpy()]
     for rank, out in enumerate(run_ranks(size, body)):
-        expected = ordered_sum([one[rank] for one in left]) / np.float32(3)
+        expected = ordered_sum([rows[rank] for rows in decoded]) / np.float32(3)
         assert torch.equal(out, torch.from_numpy(expected))
 
 
-def test_means_of_rows_by_way_of_nodes_hold_no_sums() -> None:
-    """FSDP has one for each layer: sums of their own would take as much as whole layers, divided by a node's ranks."""
+def test_hierarchical_row_means_store_no_sums() -> None:
+    """FSDP has a row mean per layer. Stored sums would take the memory of all layers divided by the ranks of a node."""
     values = torch.arange(4 * 4 * sum(ROW), dtype=torch.float32).view(4, -1)
     row = TensorSpec(ROW, torch.float32, torch.device("cpu"), "layer 0")
 
@@ -62,13 +62,15 @@ def test_means_of_rows_by_way_of_nodes_hold_no_sums() -> None:
         out = torch.full((sum(ROW),), torch.nan)
         mean(values[group.rank()].clone(), out)
         own.close()
-        assert not [one for one in vars(mean).values() if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        assert not [
+            value for value in vars(mean).values() if isinstance(value, torch.Tensor) and value.is_floating_point()
+        ]
         return out
 
     assert torch.equal(torch.cat(run_ranks(4, body)), values.mean(0))
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda compressor: type(compressor).__name__)
 def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
     size = 3
     values = torch.randn(size, sum(ROW), generator=torch.Generator().manual_seed(0))
@@ -82,7 +84,7 @@ def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
         return out
 
     for out in run_ranks(size, body):
-        assert torch.equal(out, torch.from_numpy(coded(compressor, values.numpy()).reshape(-1)))
+        assert torch.equal(out, torch.from_numpy(apply_codec(compressor, values.numpy()).reshape(-1)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
         ([], "must ascend"),
     ],
 )
-def test_cuts_that_are_none(cuts: list[int], message: str) -> None:
+def test_invalid_cuts_are_refused(cuts: list[int], message: str) -> None:
     spec, _ = rows_of_all(2)
     with pytest.raises(ValueError, match=message):
         MinMaxUInt8(BLOCK).layout(spec, cuts)
@@ -103,12 +105,12 @@ def test_cuts_that_are_none(cuts: list[int], message: str) -> None:
 def test_rows_can_be_of_equal_length() -> None:
     spec = TensorSpec((100, 10), torch.float32, torch.device("cpu"), "x")
     layout = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110], equal_bytes=True)
-    alone = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110])
-    assert [row.stop - row.start for row in alone.byte_slices] == [160, 32]
+    unequal = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110])
+    assert [row.stop - row.start for row in unequal.byte_slices] == [160, 32]
     assert [row.stop - row.start for row in layout.byte_slices] == [160, 160]
     x, decoded = torch.arange(110.0), torch.empty(110)
-    for one in (layout, alone):
-        wire = torch.zeros(one.num_bytes, dtype=torch.uint8)
-        MinMaxUInt8(BLOCK).encode(x, one, wire)
-        MinMaxUInt8(BLOCK).decode(wire, one, decoded)
+    for tested in (layout, unequal):
+        wire = torch.zeros(tested.num_bytes, dtype=torch.uint8)
+        MinMaxUInt8(BLOCK).encode(x, tested, wire)
+        MinMaxUInt8(BLOCK).decode(wire, tested, decoded)
         assert torch.equal(decoded, torch.from_numpy(quantise(x.numpy(), (100, 10), BLOCK)))

@@ -1,4 +1,4 @@
-"""Eight ranks that are early or late at random, many steps: no hang, replicas identical."""
+"""Many steps of eight ranks with random delays: no rank hangs, and replicas are identical."""
 
 import collections
 import random

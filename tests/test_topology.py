@@ -198,7 +198,7 @@ def test_averaged_weights_are_bitwise_equal_to_the_oracle(
 
 
 def random_graph(rank: int, size: int, round: int) -> Mapping[int, float]:
-    """Pairs are drawn again in each round; the weights are those of Metropolis and Hastings."""
+    """Each round draws new pairs; the weights are those of Metropolis and Hastings."""
     draw = random.Random(round)
     edges = [(a, b) for a in range(size) for b in range(a) if draw.random() < 0.5]
     peers = {vertex: [a + b - vertex for a, b in edges if vertex in (a, b)] for vertex in range(size)}

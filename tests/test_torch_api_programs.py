@@ -91,7 +91,7 @@ def run(name):
         scheduler.step()
     print(f"{name} of rank {bagua.get_rank()}: {accuracy:.2f}", flush=True)
     assert accuracy > 0.9
-    return model  # or its end would be that of what communicates
+    return model  # keeps its attachment alive
 
 models = [run(name) for name in sys.argv[1:]]
 """

@@ -1,4 +1,4 @@
-"""Traces that end early: processes that are killed or never detach, disks that fill, two traces in one place."""
+"""Traces that end early: killed processes, processes without detach, full disks, two traces with one path."""
 
 import gc
 import signal
@@ -22,7 +22,7 @@ from torchbagua.observe.files import RankFile, find_files
 from tracing import merge_files, train_traced, write_trace
 
 
-def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
     write_trace(tmp_path)
     path = tmp_path / "rank0.jsonl.gz"
     whole = len(list(RankFile(path).events()))
@@ -46,7 +46,7 @@ tb.attach(ddp, optimizer, "bytegrad", observers=[tb.observe.PerfettoTrace(sys.ar
 for step in range(51):
     ddp(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-time.sleep(1.5)  # what is half a second old is written
+time.sleep(1.5)  # events are written when half a second old
 {end}
 """
 
@@ -55,7 +55,7 @@ time.sleep(1.5)  # what is half a second old is written
     ("end", "status"),
     [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), pytest.param("", 0, marks=pytest.mark.slow)],
 )
-def test_a_process_that_does_not_detach_loses_next_to_nothing(tmp_path: Path, end: str, status: int) -> None:
+def test_a_process_that_does_not_detach_loses_almost_nothing(tmp_path: Path, end: str, status: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(KILLED.format(end=end))
     command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
@@ -88,7 +88,7 @@ def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
     assert RankFile(tmp_path / "rank0.jsonl.gz").summary().figures.num_steps == 1
 
 
-def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
+def test_with_the_standalone_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
         traces = [tb.observe.PerfettoTrace(tmp_path), tb.observe.TensorBoardTrace(tmp_path)]
@@ -103,7 +103,7 @@ def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> N
 
     before = len(threads())
     run_ranks(2, body)
-    DistributedDataParallel._active_ddp_module = None  # torch 2.13 keeps the last one
+    DistributedDataParallel._active_ddp_module = None  # torch 2.13 keeps a reference to the last module
     deadline_s = time.monotonic() + 20
     while len(threads()) > before and time.monotonic() < deadline_s:
         gc.collect()
@@ -113,12 +113,12 @@ def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> N
         assert RankFile(tmp_path / f"rank{rank}.jsonl.gz").is_whole
 
 
-def test_what_hangs_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
+def test_a_hanging_disk_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_continue = threading.Event()
 
     class Hanging:
         def write(self, steps: list[list[CommEvent]]) -> None:
-            goes_on.wait()
+            can_continue.wait()
 
         def close(self, events: list[CommEvent]) -> None:
             pass
@@ -132,7 +132,7 @@ def test_what_hangs_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(RuntimeWarning, match="cannot write to 'a disk': .* so slow that 50 events wait"):
             (attachment,) = train_traced(1, "bytegrad", lambda group: [HangingTrace("a disk")], num_steps=60)
     finally:
-        goes_on.set()
+        can_continue.set()
     assert attachment.summary().figures.num_steps == 60
 
 
@@ -154,28 +154,28 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     attachments = train_traced(2, "bytegrad", observe, num_steps=400)
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-for one in caught:
-    if "torchbagua" in str(one.message):
-        print("WARNING", str(one.message).splitlines()[0])
+for warning in caught:
+    if "torchbagua" in str(warning.message):
+        print("WARNING", str(warning.message).splitlines()[0])
 print(attachments[0].summary())
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_warnings"), [("perfetto", 2), ("tensorboard", 1)])
-def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
-    """A limit on the size of files stands for a disk that fills: writing raises OSError in the same places."""
+def test_a_full_disk_ends_the_trace_but_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
+    """A limit on file sizes replaces a full disk: writes raise OSError in the same places."""
     script = tmp_path / "train.py"
     script.write_text(FULL)
     command = [sys.executable, str(script), kind, str(Path(__file__).parent), str(tmp_path / "trace")]
     done = programs.run(command, timeout_s=200)
-    told = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
-    assert len(told) == num_warnings, done.stdout
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == num_warnings, done.stdout
     name = {"perfetto": "PerfettoTrace", "tensorboard": "TensorBoardTrace"}[kind]
-    assert all(f"the observer {name} failed in step" in line for line in told)
+    assert all(f"the observer {name} failed in step" in line for line in warnings)
     assert f"{name} stopped in step" in done.stdout
     assert "File too large" in done.stdout
     assert "Traceback" not in done.stdout
     assert "atexit" not in done.stderr
     steps = [line.split()[1] for line in done.stdout.splitlines() if line[:6].strip() == "0"]
-    assert steps == ["400"], "training went on to its end"
+    assert steps == ["400"], "training completed"

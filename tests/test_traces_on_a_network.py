@@ -1,4 +1,4 @@
-"""Traces of real processes on an emulated network: their bytes beside those of the network interfaces."""
+"""Traces of real processes on an emulated network: their bytes compared with those of the network interfaces."""
 
 import json
 import subprocess
@@ -19,14 +19,14 @@ from namespaces import EmulatedNetwork, why_unavailable  # noqa: E402 - benchmar
 
 LIMIT_S = 120
 
-# Headers of TCP, IP and Ethernet and acknowledgements come on top, and what the ranks tell each other over the store.
+# For headers of TCP, IP and Ethernet, for acknowledgements, and for the ranks' requests to the store.
 MOST_OVERHEAD = 0.03
 
 
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
-def test_bytes_are_those_of_the_interface(tmp_path: Path, name: str) -> None:
+def test_bytes_match_those_of_the_interface(tmp_path: Path, name: str) -> None:
     if reason := why_unavailable():
         pytest.skip(f"cannot emulate a network: {reason}")
     with EmulatedNetwork([0, 0], rank_rate="500mbit") as network, ExitStack() as stack:
@@ -39,7 +39,7 @@ def test_bytes_are_those_of_the_interface(tmp_path: Path, name: str) -> None:
             for rank in range(2)
         ]
         starting = [programs.started(command, stderr=subprocess.PIPE) for command in commands]
-        for rank in [stack.enter_context(one) for one in starting]:
+        for rank in [stack.enter_context(process) for process in starting]:
             _, stderr = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode == 0, stderr
 

@@ -19,10 +19,10 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 def rows_of_your_own_loop(output: str) -> dict[str, dict[str, float]]:
     """Return loss, megabytes and milliseconds of both runs; check the claims that hold on any network."""
     held_out = [float(loss) for loss in re.findall(r"held-out loss (\S+),", output)]
-    assert len(held_out) == 4 + 4 + 2, "of the third run only what comes after the checkpoint"
+    assert len(held_out) == 4 + 4 + 2, "the third run evaluates only after the checkpoint"
     # Guessing among ten classes gives ln 10 = 2.3 nats.
     assert max(held_out[0], held_out[4]) < 2
-    assert held_out[8:] == held_out[6:8], "resumed bit for bit"
+    assert held_out[8:] == held_out[6:8], "the resumed run is bitwise equal"
     assert "ends with the same weights: True" in output
     rows = {
         name: dict(zip(("loss", "sent_mb", "step_ms"), map(float, numbers.split()), strict=True))
@@ -105,7 +105,7 @@ def rows_of_async(output: str) -> dict[str, list[float]]:
 
     # Rank 1 pauses for 0.3 s in each step. The other rank is easily ten times as fast, but machines are noisy.
     slowest = 1 / 0.3
-    assert max(rows["DDP, rank 1 slow"][:2]) < 1.02 * slowest, "under DDP the slow rank holds up both"
+    assert max(rows["DDP, rank 1 slow"][:2]) < 1.02 * slowest, "with DDP the slow rank delays both"
     fast, slow = rows["async, rank 1 slow"][:2]
     assert slow < 1.02 * slowest
     assert fast > 3 * slowest, "the other rank keeps its own speed"

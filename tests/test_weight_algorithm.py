@@ -1,4 +1,4 @@
-"""A weight algorithm of a user's own: what attach does for it, and what it refuses beside it."""
+"""A user-defined weight algorithm: the support that attach gives it, and what attach refuses alongside it."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from training import build
 
 @dataclass(frozen=True)
 class AveragingAlgorithm(tb.Algorithm):
-    """A weight algorithm: every rank takes its own steps, and weights are averaged after each."""
+    """A weight algorithm: each rank steps on its own gradients, and weights are averaged after each step."""
 
     averages_weights = True
 
@@ -50,7 +50,7 @@ class AveragingImpl(tb.AlgorithmImpl):
 
 
 def test_weight_algorithm() -> None:
-    """While it is attached DDP reduces nothing; one step from equal weights is then one step of the mean gradient."""
+    """DDP reduces nothing while attached, so one step from equal weights is one step with the mean gradient."""
     model = build(lambda: torch.nn.Linear(10, 1, bias=False))
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
@@ -76,7 +76,7 @@ def test_weight_algorithm() -> None:
 
 
 def test_weight_algorithm_with_static_graph() -> None:
-    """DDP averages no gradient, not even the first, from which it learns the graph."""
+    """DDP averages no gradient, not even in the first backward, where it records the graph."""
     model = build(lambda: torch.nn.Linear(10, 1, bias=False))
 
     def body(group: dist.ProcessGroup) -> list[bool]:
@@ -113,7 +113,7 @@ def test_half_a_weight_algorithm_is_refused() -> None:
         run_ranks(1, lambda group: HalfAlgorithm().reify(group))
 
 
-def test_an_algorithm_says_what_its_impl_averages() -> None:
+def test_an_algorithm_must_declare_that_its_impl_averages_weights() -> None:
     class Silent(AveragingAlgorithm):
         averages_weights = False
 
@@ -123,7 +123,7 @@ def test_an_algorithm_says_what_its_impl_averages() -> None:
 
 
 def test_ranks_compare_the_codec_of_an_algorithm() -> None:
-    """Also of one that is no dataclass, whose arguments are not compared: else they would send unequal lengths."""
+    """Ranks compare the codec even if the algorithm is no dataclass: otherwise they would send unequal lengths."""
 
     class Plain(AveragingAlgorithm):
         def __init__(self, codec: Any) -> None:
@@ -141,7 +141,7 @@ def test_ranks_compare_the_codec_of_an_algorithm() -> None:
             run_ranks(1, lambda group, wrong=wrong: Plain(wrong).reify(group))
 
 
-def test_an_impl_calls_the_constructor_of_its_base() -> None:
+def test_an_impl_must_call_the_constructor_of_its_base() -> None:
     class Hasty(AveragingAlgorithm):
         def make_impl(self, runner: tb.Runner) -> "HastyImpl":
             return HastyImpl()
@@ -154,7 +154,7 @@ def test_an_impl_calls_the_constructor_of_its_base() -> None:
         run_ranks(2, lambda group: Hasty().reify(group))
 
 
-def test_second_attachment_is_refused_beside_a_weight_algorithm() -> None:
+def test_a_second_attachment_alongside_a_weight_algorithm_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters())

@@ -215,7 +215,7 @@ PARTIAL_LOADS: dict[str, Callable[[DistributedDataParallel, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("way", PARTIAL_LOADS)
-def test_a_part_is_loaded(way: str) -> None:
+def test_a_partial_load_changes_only_its_parameters(way: str) -> None:
     """Parameters that are not in the state keep their shadow weights, momentum and round in flight."""
 
     def body(group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""WeightMeans: the mean of all ranks' weights, for a while or at the end, and that of other tensors."""
+"""WeightMeans: the mean of all ranks' weights, temporarily or at the end, and the mean of other tensors."""
 
 from contextlib import suppress
 from typing import Any
@@ -59,8 +59,8 @@ def test_the_mean_at_the_end() -> None:
     check_mean(on_ranks(3, body), 3)
 
 
-def test_the_mean_for_a_while_and_each_ranks_own_within() -> None:
-    """Neither leaves a trace, in the module or in the flat tensors, also where an exception ends it."""
+def test_averaged_and_own_restore_the_weights() -> None:
+    """Both restore the module and the flat tensors, even after an exception."""
 
     def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> Weights:
         means: WeightMeans = weights.means
@@ -79,10 +79,10 @@ def test_the_mean_for_a_while_and_each_ranks_own_within() -> None:
             raise ZeroDivisionError
         assert_same_weights([weights_of(module), before])
         with torch.no_grad():
-            for one in module.parameters():
-                one.add_(1)
+            for parameter in module.parameters():
+                parameter.add_(1)
         later = weights_of(module)
-        with means.own():  # it has them
+        with means.own():  # the module already has this rank's weights
             assert_same_weights([weights_of(module), later])
         assert all(bool((bucket.flat == number).all()) for number, bucket in enumerate(weights))
         return found
@@ -100,7 +100,7 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
     ]
 
 
-def test_tensors_that_are_not_the_modules() -> None:
+def test_the_mean_of_tensors_outside_the_module() -> None:
     def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> list[torch.Tensor]:
         before, tensors = weights_of(module), tensors_of(rank)
         weights.means.average_tensors(tensors, "running means")
@@ -114,7 +114,7 @@ def test_tensors_that_are_not_the_modules() -> None:
             np.testing.assert_array_equal(flat(found[index]), expected)
 
 
-def test_tensors_of_other_shapes_are_an_error_on_all_ranks() -> None:
+def test_tensors_of_different_shapes_raise_on_all_ranks() -> None:
     def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> None:
         tensors = [torch.full((2, 3), 1.0 + rank), torch.zeros(2 + rank)]
         with pytest.raises(tb.CommunicationError, match=r"in the mean of running means: .* as fingerprint of"):
@@ -124,7 +124,7 @@ def test_tensors_of_other_shapes_are_an_error_on_all_ranks() -> None:
     on_ranks(2, body)
 
 
-def test_a_rank_that_ends_while_others_go_on_is_an_error_on_all() -> None:
+def test_all_ranks_raise_if_one_ends_while_others_continue() -> None:
     def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> None:
         before = weights_of(module)
 
@@ -142,7 +142,7 @@ def test_a_rank_that_ends_while_others_go_on_is_an_error_on_all() -> None:
     on_ranks(2, body)
 
 
-def test_one_rank_has_the_mean() -> None:
+def test_a_single_rank_already_has_the_mean() -> None:
     def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> None:
         before, tensors = weights_of(module), tensors_of(rank)
         with weights.means.averaged(), weights.means.own():

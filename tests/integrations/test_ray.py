@@ -1,4 +1,4 @@
-"""Plain attach under Ray Train, in two workers: what trains, and what comes back when one of them has died."""
+"""Plain attach in two workers of Ray Train: training, and recovery after one worker has died."""
 
 import json
 import os
@@ -23,7 +23,7 @@ STEPS, STOP = 6, 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the workers of Ray have written."""
+    """Run Ray's workers; return the folder that contains their results."""
     folder = tmp_path_factory.mktemp("ray")
     command = [sys.executable, RANK_PROGRAM, str(folder), "ray"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -34,37 +34,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank has found in a plain loop that torchrun started."""
+    """The results of each rank in a plain loop that torchrun started."""
     folder = tmp_path_factory.mktemp("plain")
     rank_programs.run(RANK_PROGRAM, folder)
     return rank_programs.found_in(folder)
 
 
-def written(folder: Path, name: str) -> list[Any]:
-    """What each rank has written under a name."""
+def read_results(folder: Path, name: str) -> list[Any]:
+    """Return the file of this name of each rank, in rank order."""
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in RANKS]
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_every_step_is_heard_of(found: Found, name: str) -> None:
-    assert [one[name]["steps"] for one in found] == [STEPS, STEPS]
+def test_every_step_is_counted(found: Found, name: str) -> None:
+    assert [result[name]["steps"] for result in found] == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_weights_are_those_of_a_plain_loop(found: Found, plain: Found, name: str) -> None:
-    assert [one[name] for one in found] == [one[name] for one in plain]
+def test_weights_equal_those_of_a_plain_loop(found: Found, plain: Found, name: str) -> None:
+    assert [result[name] for result in found] == [result[name] for result in plain]
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_ranks_are_equal_in_the_end(found: Found, name: str) -> None:
-    first, second = (one[name] for one in found)
+def test_ranks_end_with_equal_weights(found: Found, name: str) -> None:
+    first, second = (result[name] for result in found)
     assert (first["during"] == second["during"]) == (name in GRADIENTS)
     assert first["weights"] == second["weights"]
 
 
-def test_workers_that_start_again_go_on_bit_for_bit(folder: Path, found: Found) -> None:
-    saved, resumed = written(folder, "saved"), written(folder, "resumed")
+def test_restarted_workers_resume_bitwise_equal(folder: Path, found: Found) -> None:
+    saved, resumed = read_results(folder, "saved"), read_results(folder, "resumed")
     assert saved[0] != saved[1]
-    assert [one["first"] for one in resumed] == [STOP, STOP]
-    assert [one["loaded"] for one in resumed] == saved
-    assert [one["during"] for one in resumed] == [one["decentralized"]["during"] for one in found]
+    assert [result["first"] for result in resumed] == [STOP, STOP]
+    assert [result["loaded"] for result in resumed] == saved
+    assert [result["during"] for result in resumed] == [result["decentralized"]["during"] for result in found]
