@@ -43,8 +43,7 @@ class Attachment:
         impl: the object with the algorithm's own code and state. With asynchronous averaging it has additional methods,
             such as `abort` and `resume`.
         runner: the object that owns the algorithm's process group, lane (the thread that communicates), buckets and
-    per-parameter state, and calls
-            `impl`.
+            per-parameter state, and calls `impl`.
     """
 
     def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
