@@ -112,9 +112,7 @@ def headline(shown: Shown) -> str:
             body.append(cells)
     networks = [network_name(title).replace(" ", SPACE) for title in titles]
     spread = (
-        f"The speed-ups of these runs differ by at most {_largest_spread(figures):.0f} %."
-        if len(figures.names) > 1
-        else ""
+        f"Between runs, speed-ups differ by at most {_largest_spread(figures):.0f} %." if len(figures.names) > 1 else ""
     )
     return paragraphs(
         table(["method", "MB sent per step and rank", *networks], body),

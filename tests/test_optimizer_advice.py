@@ -80,7 +80,7 @@ def test_a_sparse_mean_and_factors_with_adam(algorithm: tb.Algorithm, make_optim
     assert len(messages) == 2
     adam = "FusedAdam" if make_optimizer is fused_adam else make_optimizer.__name__
     assert f"{type(algorithm).__name__} with {adam} " in messages[0]
-    assert "QAdamAlgorithm in one bit" in messages[0]
+    assert "QAdamAlgorithm with one bit" in messages[0]
     assert "or train with SGD" in messages[0]
 
 

@@ -138,7 +138,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
         ("no QAdamOptimizer", r"ValueError: attach: qadam needs .* with optimizers=\(q_adam, None\)"),
         ("another optimizer", r"ValueError: .* one QAdamOptimizer, got \['SGD'\]"),
         ("too early", "RuntimeError: .*detach: the trainer is training; call it after trainer.train is done"),
-        ("missing file", r"FileNotFoundError: torchbagua: .*own 1/checkpoint-3/torchbagua_1.pt, which rank 1 has to"),
+        ("missing file", r"FileNotFoundError: torchbagua: .*own 1/checkpoint-3/torchbagua_1.pt, which rank 1 must"),
         ("plain checkpoint", "has no state of an algorithm; it starts again from these weights"),
     ],
 )

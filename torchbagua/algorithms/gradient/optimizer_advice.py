@@ -19,8 +19,8 @@ def warn_of_sparse_means(algorithm: str, optimizers: Sequence[torch.optim.Optimi
     if adam := adam_among(optimizers):
         warn_user(
             f"torchbagua: {algorithm} with {adam} trains badly: {adam} divides by the magnitude of the gradients, and "
-            "here most gradient elements are zero. Use CompressedAllReduceAlgorithm() in 4 bits or QAdamAlgorithm in "
-            "one bit, or train with SGD"
+            "here most gradient elements are zero. Use CompressedAllReduceAlgorithm() with 4 bits or QAdamAlgorithm "
+            "with one bit, or train with SGD"
         )
         return
     for optimizer in optimizers:

@@ -37,7 +37,7 @@ class PowerSGDAlgorithm(Algorithm):
     that the factors leave out and adds it to its next gradient. The result is bitwise identical on all ranks.
 
     Use it with SGD. With Adam it increases the loss: rank 4 ended 7 % above all-reduce in a run of 240 steps. With
-    Adam, QAdamAlgorithm in one bit sends about as few bytes, and ByteGradAlgorithm sends a quarter of the bytes of
+    Adam, QAdamAlgorithm with one bit sends about as few bytes, and ByteGradAlgorithm sends a quarter of the bytes of
     all-reduce, without this increase.
 
     - Vectors, and matrices whose factors are not at least `min_rate` times smaller, are sent uncompressed in the
@@ -103,7 +103,7 @@ class PowerSGDAlgorithm(Algorithm):
         if adam := adam_among(optimizers):
             warn_user(
                 f"torchbagua: PowerSGDAlgorithm with {adam} increases the loss, by 7 % in a test of 240 steps. Use "
-                "QAdamAlgorithm in one bit, CompressedAllReduceAlgorithm() or ByteGradAlgorithm(), or train with SGD"
+                "QAdamAlgorithm with one bit, CompressedAllReduceAlgorithm() or ByteGradAlgorithm(), or train with SGD"
             )
 
     def make_codec(self) -> "LowRank":
