@@ -97,7 +97,7 @@ def test_plain_module_without_a_group() -> None:
     optimizer = torch.optim.SGD(module.parameters())
     with (
         without_default_group(),
-        pytest.raises(ValueError, match=r"process_group must be given or torch.distributed.init_process_group"),
+        pytest.raises(ValueError, match=r"call torch.distributed.init_process_group first, or pass process_group"),
     ):
         tb.attach(module, optimizer, "decentralized")
     init_default_group()

@@ -341,7 +341,7 @@ def test_parameters_unfrozen_after_ddp_was_created(is_attached_first: bool) -> N
                 loop.step()
         return loop.weights()
 
-    check_one_warning(body, "2 parameters have gradients that are not averaged: 0.weight, 0.bias", "a new DDP")
+    check_one_warning(body, "the gradients of 2 parameters are not averaged: 0.weight, 0.bias", "a new DDP")
 
 
 def test_parameters_added_after_ddp_was_created() -> None:
@@ -360,7 +360,7 @@ def test_parameters_added_after_ddp_was_created() -> None:
                 loop.step()
         return loop.weights()
 
-    check_one_warning(body, "2 parameters have gradients that are not averaged: 3.weight, 3.bias")
+    check_one_warning(body, "the gradients of 2 parameters are not averaged: 3.weight, 3.bias")
 
 
 def test_no_warning_for_parameters_that_ddp_ignores_or_that_are_not_used() -> None:
@@ -440,4 +440,4 @@ def test_one_of_many_frozen_parameters_is_found() -> None:
                 loop.step()
         return loop.weights()
 
-    check_one_warning(body, "1 parameters have gradients that are not averaged: layers.129.bias")
+    check_one_warning(body, "the gradients of 1 parameters are not averaged: layers.129.bias")

@@ -102,7 +102,8 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             )
         check_observers("BaguaProcessGroup", observers)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
-            raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
+            got = f"{timeout.total_seconds():g} s" if isinstance(timeout, timedelta) else repr(timeout)
+            raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {got}")
         if transport is not None and not callable(transport):
             raise TypeError(
                 "BaguaProcessGroup: transport must be callable, such as a class of torchbagua.transport, got "

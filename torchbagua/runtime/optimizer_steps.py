@@ -36,7 +36,8 @@ def unwrap(optimizer: Any) -> Any:
 def check_optimizer(where: str, optimizer: object) -> None:
     """Raise TypeError or ValueError, which begins with `where`, unless the steps of `optimizer` can be watched."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        got = f"a {type(optimizer).__name__}" if isinstance(optimizer, torch.Tensor) else repr(optimizer)
+        raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {got}")
     if not has_step_hooks(optimizer):
         raise ValueError(
             f"{where}: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without them. Its "

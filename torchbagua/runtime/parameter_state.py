@@ -111,9 +111,9 @@ class ParameterState(Generic[S]):
         if unresolved:
             raise RuntimeError(
                 f"{self._owner}: DDP has rebuilt its buckets between two synchronized backward passes of one step, as "
-                f"it does once after its first backward. The new bucket has no state of {unresolved[0]} from the first "
-                "pass. Accumulate gradients under ddp.no_sync(), and clear the gradients of parameters that no "
-                "optimizer has with ddp.zero_grad()"
+                f"it does once after its first backward. The new bucket has no state of the parameter {unresolved[0]} "
+                "from the first pass. Accumulate gradients under ddp.no_sync(), and clear the gradients of parameters "
+                "that no optimizer has with ddp.zero_grad()"
             )
         is_new = not any(id(parameter) in known for parameter in parameters for known in (self._places, self._loaded))
         state = self._make(bucket, None if is_new else [self._local_state(parameter) for parameter in parameters])
@@ -218,8 +218,8 @@ class ParameterState(Generic[S]):
             wrong |= {name: None for name, tensor in tensors.items() if not _fits(tensor, named.get(name), shape_of)}
         if wrong or any(keys != names[0] for keys in names):
             raise ValueError(
-                f"{owner}.load_state_dict: {' and '.join(self._shapes)} must contain tensors with the same names, the "
-                "names of its parameters, in their shapes, got others" + (f": {list(wrong)[:5]}" if any(wrong) else "")
+                f"{owner}.load_state_dict: {' and '.join(self._shapes)} must contain tensors with the names and shapes "
+                "of the parameters, got others" + (f": {list(wrong)[:5]}" if any(wrong) else "")
             )
         self._places = {}
         for average in self._averages.values():

@@ -113,13 +113,16 @@ def check_module(module: torch.nn.Module) -> None:
         if isinstance(submodule, DistributedDataParallel):
             raise TypeError(
                 f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__}, which wraps "
-                f"a DistributedDataParallel ({name}); with torch.compile, attach to the DistributedDataParallel and "
-                "then call ddp.compile()"
+                f"a DistributedDataParallel ({name}); pass the DistributedDataParallel, and with torch.compile, call "
+                "ddp.compile() after attach"
             )
         if _is_sharded(submodule) and id(submodule) not in sharded_ids:
             raise TypeError(_explain_sharded(name or "the module", submodule))
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
+            raise ValueError(
+                f"attach: {name or 'the module'} has sparse=True; create it with sparse=False, because sparse "
+                "gradients are not supported"
+            )
     for name, tensor in named_tensors(inner):
         if is_lazy(tensor):
             raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
@@ -156,7 +159,7 @@ def _explain_sharded(name: str, item: torch.nn.Module | torch.Tensor) -> str:
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
     """Raise TypeError or ValueError unless there is an optimizer, and each one has parameters of `module`."""
     if not optimizers:
-        raise ValueError("attach: optimizer must be a torch.optim.Optimizer or several, got an empty sequence")
+        raise ValueError("attach: optimizer must be at least one torch.optim.Optimizer, got an empty sequence")
     for optimizer in optimizers:
         check_optimizer("attach", optimizer)
         foreign = _foreign_parameters(optimizer, module)
@@ -181,9 +184,9 @@ def check_gradient_averaging(setup: TrainingSetup) -> None:
     if setup.ddp is None:
         raise TypeError(
             "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
-            f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients (its "
-            "averages_weights is False), so wrap the module in DistributedDataParallel. Hugging Face's Trainer has it "
-            "as trainer.model_wrapped, accelerate's prepare returns it, Lightning has it as trainer.strategy.model"
+            f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients, so wrap the "
+            "module in DistributedDataParallel. Hugging Face's Trainer has it as trainer.model_wrapped, accelerate's "
+            "prepare returns it, Lightning has it as trainer.strategy.model"
         )
     if uses_python_reducer(setup.ddp):
         raise ValueError(
@@ -246,8 +249,8 @@ def check_algorithm(caller: str, algorithm: object) -> None:
     if isinstance(algorithm, str):
         get(algorithm)
     elif not isinstance(algorithm, Algorithm):
-        hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
-        raise TypeError(f"{caller}: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")
+        hint = f"construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else 'for example "bytegrad"'
+        raise TypeError(f"{caller}: algorithm must be an Algorithm or a registered name, got {algorithm!r}; {hint}")
 
 
 def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:

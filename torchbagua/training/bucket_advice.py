@@ -29,8 +29,8 @@ def warn_of_large_buckets(algorithm: str, ddp: DistributedDataParallel) -> None:
         warn_user(
             f"torchbagua: bucket_cap_mb={bucket_bytes / 2**20:g} of DistributedDataParallel puts {share:.0%} of "
             f"{total_bytes / 2**20:.0f} MiB of gradients into one bucket, and {algorithm} sends nothing before it is "
-            f"full. At 1 Gbit/s a step takes about {cost:.0%} longer than with small buckets. Leave bucket_cap_mb out, "
-            f"or give at most {0.1 * total_bytes / 2**20:.0f}"
+            f"full. At 1 Gbit/s a step takes about {cost:.0%} longer than with small buckets. Omit bucket_cap_mb, or "
+            f"pass at most {0.1 * total_bytes / 2**20:.0f}"
         )
 
 

@@ -53,7 +53,7 @@ def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | 
         consequence = (
             "ranks would skip different steps"
             if runner.averages_weights
-            else "the state between steps would not have the scale of the gradients"
+            else "residuals would be stored with a wrong scale"
         )
         stepped, algorithm = type(setup.optimizers[0]).__name__, runner.name
         warn_user(

@@ -119,8 +119,8 @@ class TrainingSetup:
             return self.ddps[0].process_group
         if not dist.is_initialized():
             raise ValueError(
-                "attach: without DistributedDataParallel, process_group must be given or "
-                "torch.distributed.init_process_group called first"
+                "attach: without DistributedDataParallel, attach needs a process group; call "
+                "torch.distributed.init_process_group first, or pass process_group"
             )
         assert dist.group.WORLD is not None
         return dist.group.WORLD

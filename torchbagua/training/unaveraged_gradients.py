@@ -102,7 +102,7 @@ class UnaveragedGradients:
             ]
             if found:
                 self._warn(
-                    f"{len(found)} parameters have gradients that are not averaged: {', '.join(found[:_NUM_NAMED])}"
+                    f"the gradients of {len(found)} parameters are not averaged: {', '.join(found[:_NUM_NAMED])}"
                     f"{', ...' if len(found) > _NUM_NAMED else ''}. DistributedDataParallel averages the parameters "
                     "that required gradients when it was created. Before you unfreeze or add parameters, call "
                     "detach(); then unfreeze them, wrap the module in a new DDP, create the optimizer, and attach again"

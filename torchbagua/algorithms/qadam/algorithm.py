@@ -104,7 +104,10 @@ class QAdamAlgorithm(Algorithm):
         own = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
         if len(own) != 1:
             names = [type(optimizer).__name__ for optimizer in optimizers]
-            raise ValueError(f"QAdamAlgorithm: attach by name needs exactly one QAdamOptimizer, got {names}")
+            raise ValueError(
+                f"QAdamAlgorithm: attach by name needs exactly one QAdamOptimizer, got {names}; create the "
+                "optimizer as torchbagua.QAdamOptimizer, or convert an Adam with QAdamOptimizer.wrap(optimizer)"
+            )
         return cls(own[0], **arguments)
 
     def arguments(self) -> dict[str, str]:

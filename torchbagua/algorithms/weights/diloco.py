@@ -98,7 +98,12 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
             check_at_least(self, argument, 0, float | int)
         if self.outer_optimizer is not None:
             if not callable(self.outer_optimizer):
-                raise TypeError(f"{name}: outer_optimizer must be a function or None, got {self.outer_optimizer!r}")
+                is_optimizer = isinstance(self.outer_optimizer, torch.optim.Optimizer)
+                got = f"the {type(self.outer_optimizer).__name__} itself" if is_optimizer else self.outer_optimizer
+                raise TypeError(
+                    f"{name}: outer_optimizer must be None or a function that takes parameters and returns an "
+                    f"optimizer, got {got}"
+                )
             stable_repr(self.outer_optimizer, f"{name}: outer_optimizer")
         check_codecs(self, "compression")
         if not self.error_feedback and needs_feedback(self.compression):
