@@ -30,7 +30,7 @@ def test_a_bucket_of_half_of_the_gradients() -> None:
     (message,) = messages_of(LARGE, "bytegrad", bucket_cap_mb=10)
     assert "bucket_cap_mb=10 of DistributedDataParallel puts 50% of 20 MiB of gradients into one bucket" in message
     assert "about 14% longer" in message
-    assert message.endswith("or give at most 2")
+    assert message.endswith("or pass at most 2")
 
 
 def test_a_bucket_of_all_gradients() -> None:

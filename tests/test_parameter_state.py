@@ -231,7 +231,7 @@ def test_a_state_of_other_shapes_is_refused() -> None:
             state = loop.attachment.runner.state_dict()
             state["factor"]["weight"] = torch.zeros(10, 3)
             with pytest.raises(
-                ValueError, match=r"residual and factor must contain .* in their shapes, got .*\['weight'\]"
+                ValueError, match=r"residual and factor must contain .* of the parameters, got .*\['weight'\]"
             ):
                 loop.attachment.runner.load_state_dict(state)
 
