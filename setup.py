@@ -78,7 +78,8 @@ def library(binary: Any, toolkit: Any = None) -> setuptools.Extension:
         folders, libraries = list(map(str, toolkit.library_folders())), ["torch_cuda"]
     return CppExtension(
         name="torchbagua.native." + RECIPE["stem"](binary, ROOT / "csrc_cuda"),
-        sources=[f"csrc_cuda/{binary.source}"],
+        # setuptools requires paths relative to this file.
+        sources=[str(path.relative_to(ROOT)) for path in RECIPE["source_files"](binary, ROOT / "csrc_cuda")],
         include_dirs=[str(ROOT / "csrc_cuda")],
         library_dirs=folders,
         libraries=libraries,

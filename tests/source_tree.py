@@ -25,6 +25,15 @@ def copy_sources(to: Path) -> Path:
     return to
 
 
+def replace_cpu_sources(csrc: Path, source: str = "// no kernels\n") -> None:
+    """Replaces the sources of the CPU library by one, which compiles quickly; `csrc` need not have any yet."""
+    for file in csrc.glob(recipe.CPU.sources):
+        file.unlink()
+    only = csrc / recipe.CPU.sources.replace("*", "only")
+    only.parent.mkdir(parents=True, exist_ok=True)
+    only.write_text(source)
+
+
 def build_empty_library(checkout: Path) -> None:
     """Builds an empty CPU library ahead of time, which `checkout` loads; otherwise, it would have to compile.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretended_cuda import pretend_cuda
-from source_tree import REPOSITORY, build_empty_library, copy_sources, run_python
+from source_tree import REPOSITORY, build_empty_library, copy_sources, replace_cpu_sources, run_python
 from torchbagua.native import cuda_toolkit, launcher, loader, nvrtc, recipe
 
 needs_nvrtc = pytest.mark.skipif(
@@ -30,8 +30,9 @@ class TestChoice:
     def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         native = tmp_path / "torchbagua" / "native"
         native.mkdir(parents=True)
-        for binary in (recipe.CPU, recipe.CUDA, recipe.NVRTC):
-            source = tmp_path / "csrc_cuda" / binary.source
+        replace_cpu_sources(tmp_path / "csrc_cuda")
+        for binary in (recipe.CUDA, recipe.NVRTC):
+            source = tmp_path / "csrc_cuda" / binary.sources
             source.parent.mkdir(parents=True, exist_ok=True)
             source.write_text("// nothing\n")
         monkeypatch.setattr(loader, "__file__", str(native / "loader.py"))
@@ -200,7 +201,7 @@ native.load()
     def test_kernels_that_do_not_compile_raise(
         self, tmp_path: Path, checkout: Path, environment: dict[str, str]
     ) -> None:
-        (checkout / "csrc_cuda" / recipe.NVRTC.source).write_text("no room for jokes\n")
+        (checkout / "csrc_cuda" / recipe.NVRTC.sources).write_text("no room for jokes\n")
         build_empty_library(checkout)
         status, out, err = run_python(LOAD, tmp_path, **environment)
         assert (status, out) == (1, "")

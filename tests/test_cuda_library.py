@@ -11,7 +11,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 import programs
 from host_kernels import CSRC, HostKernels
 from pretended_cuda import pretend_cuda
-from source_tree import COMPILER, REPOSITORY, copy_sources, run_python
+from source_tree import COMPILER, REPOSITORY, copy_sources, replace_cpu_sources, run_python
 from torchbagua.native import cuda_toolkit, recipe
 from torchbagua.native.cuda_toolkit import Unavailable
 
@@ -85,7 +85,7 @@ def test_bindings_compile_without_a_warning_and_launch_kernels_that_give_the_byt
     """They are linked with a fake runtime, which runs the kernels on the host."""
     includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in include_paths())]
     command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), *includes]
-    command += ["-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings", str(CSRC / recipe.CUDA.source), "-o", "bind.o"]
+    command += ["-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings", str(CSRC / recipe.CUDA.sources), "-o", "bind.o"]
     programs.run(command, cwd=tmp_path, timeout_s=200)
 
     runtime = Path(__file__).with_name("pretended_cuda_runtime.cpp")
@@ -129,8 +129,8 @@ def test_library_compiled_at_first_use_loads_and_refuses_with_plain_torchs_messa
 @pytest.mark.slow
 def test_wheel_built_with_a_cuda_torch_contains_both_libraries(tmp_path: Path) -> None:
     checkout = copy_sources(tmp_path / "checkout")
-    for binary, source in {recipe.CPU: "// no kernels\n", recipe.CUDA: SMALL_BINDING}.items():
-        (checkout / "csrc_cuda" / binary.source).write_text(source)
+    replace_cpu_sources(checkout / "csrc_cuda")
+    (checkout / "csrc_cuda" / recipe.CUDA.sources).write_text(SMALL_BINDING)
     # An nvcc that knows fewer architectures, as older versions do.
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()

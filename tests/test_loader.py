@@ -1,9 +1,13 @@
 """Which kernels `torchbagua.native.load` chooses: every case in separate processes, over a copy of the sources."""
 
+import io
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +21,11 @@ from source_tree import (
     fork_python,
     fork_started,
     python_started,
+    replace_cpu_sources,
 )
 from torchbagua.native import build, loader, recipe
 from torchbagua.native.build import read_sealed, seal
+from torchbagua.native.compile_progress import CompileProgress
 
 # Loads in two threads at once, then prints the chosen path and a checksum of the bytes of one operation.
 LOAD_AND_ENCODE = """
@@ -41,6 +47,8 @@ native.load()
 print(native.loader.loaded_path(native.loader.CPU))
 """
 
+COMPILING = "torchbagua: compiling the CPU kernels, once per machine\n"
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -50,7 +58,7 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def empty_checkout(checkout: Path) -> Path:
     """A copy with an empty library, which compiles quickly; for tests of how a library comes to be loaded."""
-    (checkout / "csrc_cuda" / recipe.CPU.source).write_text("// no kernels\n")
+    replace_cpu_sources(checkout / "csrc_cuda")
     return checkout
 
 
@@ -75,7 +83,7 @@ def test_processes_at_first_use_wait_for_the_compiling_process(empty_checkout: P
         forks = [stack.enter_context(fork_started(LOAD, empty_checkout, out, **variables)) for out in outs]
         results = [(fork.wait(180), fork.printed()) for fork in forks]
 
-    assert results == [(0, "jit\n")] * 2
+    assert sorted(results) == [(0, "jit\n"), (0, f"{COMPILING}jit\n")]
     assert (tmp_path / "calls").read_text() == "\n"
 
 
@@ -92,8 +100,8 @@ def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_
     assert [status for status, _ in results] == [0] * 8
     _, reference, _ = fork_python(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
     assert reference.startswith("{'reference'} ")
-    assert {printed for _, printed in results} == {reference.replace("reference", "jit")}
-    assert (tmp_path / "calls").read_text() == "\n"
+    assert {printed.removeprefix(COMPILING) for _, printed in results} == {reference.replace("reference", "jit")}
+    assert (tmp_path / "calls").read_text() == "\n" * len(recipe.source_files(recipe.CPU, checkout / "csrc_cuda"))
     (entry,) = (tmp_path / "a cache").iterdir()
     assert sorted(file.suffix for file in entry.iterdir()) == ["", ".so"], "a library, a lock and nothing left over"
 
@@ -113,7 +121,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
 
         (tmp_path / "fast").touch()
         started_s = time.monotonic()
-        assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
+        assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", COMPILING)
     assert time.monotonic() - started_s < 120, "it waited for the process that is gone"
     assert not list(cache.glob("*/build-*")), "what the killed process left is removed"
 
@@ -144,9 +152,38 @@ def test_truncated_library_in_the_cache_is_compiled_again(
     library.write_bytes(any_library.read_bytes()[:4096])  # the page with the header, which declares more pages
 
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
-    assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
+    assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", COMPILING)
 
     assert (tmp_path / "called").exists()
+
+
+def test_a_library_compiled_at_first_use_is_for_one_instruction_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_cpu_sources(tmp_path)
+    files = set()
+    for capability, name in {"AVX512": "kAvx512", "AVX2": "kAvx2", "DEFAULT": "kDefault", "SVE256": "kDefault"}.items():
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", partial(str, capability))
+        compilation = build.Build(recipe.CPU, tmp_path)
+        assert compilation.arguments()["extra_cflags"][-1] == f"-DTORCHBAGUA_INSTRUCTION_SET={name}"
+        files.add(compilation.library_file())
+    assert len(files) == 3
+
+
+def test_a_terminal_shows_the_progress_of_a_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = CompileProgress("the CPU kernels", tmp_path, 2)
+    for number in range(2):
+        (tmp_path / f"{number}.o").touch()
+        progress.show()
+    progress.end()
+    *lines, last = (line.partition(" files,")[0] for line in terminal.getvalue().split("\r"))
+    shown = "torchbagua: compiling the CPU kernels, once per machine:"
+    assert lines == ["", f"{shown} 1 of 2", f"{shown} 2 of 2"]
+    assert last == f"{shown} 2 of 2"
+    assert terminal.getvalue().endswith(" s\n")
 
 
 def test_damage_to_a_sealed_file_is_detected(tmp_path: Path) -> None:
@@ -215,8 +252,7 @@ class TestChoice:
     def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         native = tmp_path / "torchbagua" / "native"
         native.mkdir(parents=True)
-        (tmp_path / "csrc_cuda").mkdir()
-        (tmp_path / "csrc_cuda" / recipe.CPU.source).write_text("// nothing\n")
+        replace_cpu_sources(tmp_path / "csrc_cuda")
         monkeypatch.setattr(loader, "__file__", str(native / "loader.py"))
         monkeypatch.setenv("CXX", "absent-c++")
         monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
@@ -261,6 +297,6 @@ class TestChoice:
             loader.choose(loader.CPU)
 
     def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:
-        (tmp_path / "csrc_cuda" / recipe.CPU.source).unlink()
-        with pytest.raises(FileNotFoundError, match=r"bind_cpu\.cpp is missing"):
+        shutil.rmtree(tmp_path / "csrc_cuda" / "cpu")
+        with pytest.raises(FileNotFoundError, match=r"cpu/\*\.cpp is missing"):
             loader.choose(loader.CPU)

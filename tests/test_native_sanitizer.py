@@ -45,7 +45,7 @@ def compile_library(library: Path, *flags: str) -> None:
         *flags,
         *includes,
     ]
-    command += [str(csrc / recipe.CPU.source), "-o", str(library), *links]
+    command += [*map(str, recipe.source_files(recipe.CPU, csrc)), "-o", str(library), *links]
     programs.run(command, timeout_s=240)
 
 

@@ -28,7 +28,7 @@ def small(tmp_path: Path) -> Path:
     """Return sources with one empty kernel, which compiles fast, for tests of the cache."""
     folder = tmp_path / "csrc_cuda"
     (folder / "kernels").mkdir(parents=True)
-    (folder / recipe.NVRTC.source).write_text('extern "C" __global__ void torchbagua_nothing() {}\n')
+    (folder / recipe.NVRTC.sources).write_text('extern "C" __global__ void torchbagua_nothing() {}\n')
     return folder
 
 
@@ -118,7 +118,7 @@ def test_folder_that_cannot_be_written_only_warns(small: Path, cache: Path) -> N
 def test_errors_of_the_compiler_are_shown(small: Path) -> None:
     with pytest.raises(RuntimeError, match="failed for sm_1"):
         compiler_of(small).compile("sm_1")
-    (small / recipe.NVRTC.source).write_text("no room for jokes\n")
+    (small / recipe.NVRTC.sources).write_text("no room for jokes\n")
     with pytest.raises(RuntimeError, match=r"NVRTC \S+ failed for sm_90(.|\n)*no room for jokes"):
         compiler_of(small).image_for(90)
 

@@ -52,8 +52,17 @@ inline InstructionSet choose_instruction_set() {
   return best;
 }
 
-// Chosen when the library is loaded.
+// A library that is compiled at first use contains only the instructions of its machine, which torch has detected. A
+// library that is built ahead of time contains all of them, and one is chosen when it is loaded.
+#ifdef TORCHBAGUA_INSTRUCTION_SET
+constexpr InstructionSet kInstructionSet = InstructionSet::TORCHBAGUA_INSTRUCTION_SET;
+template <InstructionSet kSet>
+constexpr bool kIsCompiled = kSet == kInstructionSet;
+#else
 inline const InstructionSet kInstructionSet = choose_instruction_set();
+template <InstructionSet kSet>
+constexpr bool kIsCompiled = true;
+#endif
 
 #if TORCHBAGUA_X86_TARGETS
 // The body is inlined here, so it is compiled and vectorized for the target of the function around it.
@@ -72,16 +81,20 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void run_avx512(co
 template <typename Body>
 void run_under(InstructionSet set, const Body& body) {
 #if TORCHBAGUA_X86_TARGETS
-  switch (set) {
-    case InstructionSet::kAvx512:
+  if constexpr (kIsCompiled<InstructionSet::kAvx512>) {
+    if (set == InstructionSet::kAvx512) {
       return run_avx512(body);
-    case InstructionSet::kAvx2:
+    }
+  }
+  if constexpr (kIsCompiled<InstructionSet::kAvx2>) {
+    if (set == InstructionSet::kAvx2) {
       return run_avx2(body);
-    case InstructionSet::kDefault:
-      break;
+    }
   }
 #endif
-  body();
+  if constexpr (kIsCompiled<InstructionSet::kDefault>) {
+    body();
+  }
 }
 
 }  // namespace torchbagua::cpu

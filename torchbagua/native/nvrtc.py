@@ -86,7 +86,7 @@ class Compiler:
         Raises:
             RuntimeError: NVRTC fails; the message has its output.
         """
-        source = f'#include "{self._binary.source}"\n'.encode()
+        source = f'#include "{self._binary.sources}"\n'.encode()
         options = [f"--gpu-architecture={target}", *self._binary.nvcc_flags, f"--include-path={self._csrc}"]
         (program,) = self._call("nvrtcCreateProgram", source, b"torchbagua.cu", 0, None, None)
         try:

@@ -23,7 +23,8 @@ _CXX_FLAGS = (
     # LibTorch's stable ABI of torch 2.10: one build loads on that version and on later versions.
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 )
-# No -march: the instruction set is selected when the library is loaded, so a build runs on other machines.
+# No -march: the instruction set is selected when the library is loaded, so a build runs on other machines. build.py
+# restricts a library that is compiled at first use to the instruction set of its machine.
 
 _KERNEL_FLAGS = ("-std=c++17", "--fmad=false")
 _SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
@@ -34,20 +35,21 @@ class Binary(NamedTuple):
 
     Attributes:
         prefix: the start of the file name; the digest follows.
-        source: the file to compile, in `csrc_cuda`; it includes the other sources of the library.
+        sources: the files to compile, as a pattern in `csrc_cuda`; they include the other sources of the library.
         cxx_flags: the flags of the C++ compiler.
         nvcc_flags: the flags of nvcc or NVRTC.
         ldflags: the flags of the linker.
     """
 
     prefix: str
-    source: str
+    sources: str
     cxx_flags: tuple[str, ...] = ()
     nvcc_flags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
 
 
-CPU = Binary("libtorchbagua_cpu_", "bind_cpu.cpp", cxx_flags=_CXX_FLAGS)
+# One file for each codec, so that a compilation uses all cores.
+CPU = Binary("libtorchbagua_cpu_", "cpu/*.cpp", cxx_flags=_CXX_FLAGS)
 
 CUDA = Binary(
     "libtorchbagua_cuda_",
@@ -82,6 +84,14 @@ def gencode_flags(architectures: Sequence[int]) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
 
+def source_files(binary: Binary, csrc: Path) -> list[Path]:
+    """Return the files to compile. Raises FileNotFoundError if `csrc` contains none."""
+    files = sorted(csrc.glob(binary.sources))
+    if not files:
+        raise FileNotFoundError(f"the native sources of torchbagua are not in {csrc}: {binary.sources} is missing")
+    return files
+
+
 def stem(binary: Binary, csrc: Path) -> str:
     """Return the name, without its suffix, of the file that `binary` is compiled to.
 
@@ -94,10 +104,9 @@ def stem(binary: Binary, csrc: Path) -> str:
         csrc: the folder `csrc_cuda`, in a checkout or as installed.
 
     Raises:
-        FileNotFoundError: `csrc` does not contain the source.
+        FileNotFoundError: `csrc` does not contain the sources.
     """
-    if not (csrc / binary.source).is_file():
-        raise FileNotFoundError(f"the native sources of torchbagua are not in {csrc}: {binary.source} is missing")
+    source_files(binary, csrc)
     digest = hashlib.sha256("\0".join((*binary.cxx_flags, *binary.nvcc_flags, *binary.ldflags)).encode())
     for path in sorted(path for path in csrc.rglob("*") if path.suffix in _SUFFIXES):
         digest.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

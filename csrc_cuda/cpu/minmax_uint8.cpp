@@ -1,7 +1,6 @@
 // MinMaxUInt8 on the CPU.
-#pragma once
-
 #include "element/minmax_uint8.h"
+
 #include "minmax.h"
 
 namespace torchbagua::cpu {

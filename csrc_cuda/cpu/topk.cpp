@@ -1,7 +1,6 @@
 // TopK: selects the elements of a block with the largest magnitudes.
-#pragma once
-
 #include "element/topk.h"
+
 #include "sparse.h"
 
 namespace torchbagua::cpu {

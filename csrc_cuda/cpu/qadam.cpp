@@ -1,6 +1,4 @@
 // QAdam on the CPU: loops over element/qadam.h, on several threads.
-#pragma once
-
 #include "parallel.h"
 #include "qadam_ops.h"
 

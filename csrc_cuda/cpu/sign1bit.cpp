@@ -1,9 +1,8 @@
 // The loops of Sign1Bit over blocks: one pass packs the signs and sums the magnitudes. Signs are processed 32 at a
 // time, as a word: bit i is the sign of element i, and its lowest byte comes first in the wire.
-#pragma once
+#include "element/sign1bit.h"
 
 #include "codec.h"
-#include "element/sign1bit.h"
 #include "float16.h"
 
 namespace torchbagua::cpu {

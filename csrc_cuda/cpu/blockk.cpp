@@ -1,7 +1,6 @@
 // BlockK: selects the run of elements of a block with the largest sum of squares.
-#pragma once
-
 #include "element/blockk.h"
+
 #include "sparse.h"
 
 namespace torchbagua::cpu {

@@ -1,7 +1,5 @@
 // Low-rank gradients on the CPU: loops over element/low_rank.h, on several threads, like the matrix products around
 // them. Tables are checked before anything is written.
-#pragma once
-
 #include <torch/csrc/stable/ops.h>
 
 #include <cstring>

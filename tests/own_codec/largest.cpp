@@ -1,6 +1,4 @@
-// The loops of tests/own_codec/largest.py over blocks, as somebody else would add them: csrc_cuda/cpu/largest.h.
-#pragma once
-
+// The loops of tests/own_codec/largest.py over blocks, as somebody else would add them: csrc_cuda/cpu/largest.cpp.
 #include "codec.h"
 
 namespace torchbagua::cpu {

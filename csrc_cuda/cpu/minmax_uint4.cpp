@@ -1,7 +1,6 @@
 // MinMaxUInt4 on the CPU.
-#pragma once
-
 #include "element/minmax_uint4.h"
+
 #include "minmax.h"
 
 namespace torchbagua::cpu {

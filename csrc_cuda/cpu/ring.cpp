@@ -1,11 +1,10 @@
 // The ring of compressed differences on the dispatcher, over LibTorch's stable ABI, for CPUs: loops over
 // element/ring.h. torchbagua/native/ring.py documents the operations.
-#pragma once
+#include "element/ring.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
-#include "element/ring.h"
 #include "parallel.h"
 
 namespace torchbagua::cpu {
