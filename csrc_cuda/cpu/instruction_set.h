@@ -54,7 +54,7 @@ inline InstructionSet choose_instruction_set() {
 
 // A library that is compiled at first use contains only the instructions of its machine, which torch has detected. A
 // library that is built ahead of time contains all of them, and one is chosen when it is loaded.
-#ifdef TORCHBAGUA_INSTRUCTION_SET
+#if defined(TORCHBAGUA_INSTRUCTION_SET) && TORCHBAGUA_X86_TARGETS
 constexpr InstructionSet kInstructionSet = InstructionSet::TORCHBAGUA_INSTRUCTION_SET;
 template <InstructionSet kSet>
 constexpr bool kIsCompiled = kSet == kInstructionSet;
