@@ -184,6 +184,11 @@ test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the document
 wheels: $(STAMPS)/release ## build the wheel and the source distribution in dist/; ARGS='--machine x86_64 aarch64' cross-compiles
 	$(BIN)/python release/wheels.py $(ARGS)
 
+.PHONY: release
+release: $(STAMPS)/dev $(STAMPS)/release ## make a release: changelog, saved states, wheels, commit, tag; VERSION=0.1.0 OWNER=name
+	@test -n "$(VERSION)" || { echo 'make release: VERSION must be the version to release, such as VERSION=0.1.0'; exit 1; }
+	$(BIN)/python release/release.py $(VERSION) $(if $(OWNER),--owner $(OWNER))
+
 .PHONY: clean
 clean: ## remove .venv and all build outputs
 	rm -rf .venv .venv-integrations .venv-horovod .venv-torch-* build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
