@@ -78,7 +78,8 @@ def run_seconds(binaries: Path, arguments: tuple[str, ...]) -> float:
     """Run the environment's Python, with no other program on PATH, and return its wall-clock time."""
     # One thread per rank: with more, the ranks of a small machine wait for each other.
     environment = os.environ | {"PATH": str(binaries), "TORCHBAGUA_NATIVE": "aot", "OMP_NUM_THREADS": "1"}
-    environment.pop("CXX", None)
+    for variable in ("CXX", "PYTHONPATH"):
+        environment.pop(variable, None)
     start = time.perf_counter()
     subprocess.run([binaries / "python", *arguments], check=True, env=environment)
     return time.perf_counter() - start

@@ -1,6 +1,6 @@
 """Small runs on two ranks that are saved in the middle and resumed, from files of this or an earlier release.
 
-`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt for each name in MAKE_ALGORITHM, unless the file
+`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt for each name in MAKE_ALGORITHM, unless it
 exists. Every release adds its own files, and keeps the older files, which later releases load.
 
 All arithmetic after STOP is elementwise, and products that are added are exact, so that a run continues bitwise from a
