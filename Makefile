@@ -63,8 +63,8 @@ TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded
 
 # The package is built against that torch and installed; `python -m pytest` would import the working tree instead.
 .PHONY: test-torch
-test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run the tests of torch's private names with another torch: VERSION=2.12.0; needs 5 GB
-	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION must be a version of torch, such as VERSION=2.12.0'; exit 1; }
+test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run the tests of torch's private names with another torch: VERSION=2.12.0 or nightly; needs 5 GB
+	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION must be a version of torch, such as VERSION=2.12.0, or nightly'; exit 1; }
 	.venv-torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
 	.venv-torch-$(VERSION)/bin/pytest -m 'not gpu' $(ARGS) $(TORCH_TESTS)
 
@@ -216,11 +216,13 @@ $(STAMPS)/horovod: $(STAMPS)/dev tests/build_horovod.sh
 	touch $@
 
 # One environment per version of torch. pip resolves torch's own dependencies: CUDA's packages, which are most of the 5 GB,
-# and setuptools.
+# and setuptools. A nightly build is first installed from its index alone: given two indexes, pip could choose a release.
+# Remove .venv-torch-nightly to install a newer build.
 .venv-torch-%/stamp: constraints.txt
 	$(PYTHON) -m venv .venv-torch-$*
 	sed -E '/^(torch|setuptools|cuda-|nvidia-)/d' constraints.txt > .venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$*/constraints.txt $(PIP_ARGS) torch==$* filelock hypothesis ninja numpy pytest 'setuptools>=77' tensorboard wheel
+	$(if $(filter nightly,$*),.venv-torch-$*/bin/python -m pip install --disable-pip-version-check --pre --no-deps --index-url https://download.pytorch.org/whl/nightly/cpu torch)
+	.venv-torch-$*/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$*/constraints.txt $(PIP_ARGS) torch$(addprefix ==,$(filter-out nightly,$*)) filelock hypothesis ninja numpy pytest 'setuptools>=77' tensorboard wheel
 	touch $@
 
 # The documentation tools need a newer Python than the package.
