@@ -87,11 +87,12 @@ docs-serve: $(STAMPS)/docs ## serve the documentation on localhost:8000, and reb
 	$(BIN)/zensical serve $(ARGS)
 
 .PHONY: lint
-lint: $(STAMPS)/dev ## run ruff, mypy, import-linter, clang-format and the word check
+lint: $(STAMPS)/dev ## run ruff, mypy, import-linter, actionlint, clang-format and the word check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict torchbagua
 	$(BIN)/lint-imports
+	$(BIN)/actionlint
 	$(BIN)/python docs_build/words.py
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
