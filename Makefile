@@ -27,7 +27,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name help; do printf '  make %-17s %s\n' "$$name" "$$help"; done
 	@echo
 	@echo "  PYTHON=python3.12     the Python that creates .venv (3.10 or newer); remove .venv to change it"
-	@echo "  PIP_ARGS='...'        extra arguments for pip, such as --index-url or --find-links with a CPU build of torch"
+	@echo "  PIP_ARGS='...'        extra arguments for pip, such as --extra-index-url or --find-links with a CPU build of torch"
 	@echo "  ARGS='...'            extra arguments for the command that the target runs"
 
 .PHONY: demo
@@ -66,8 +66,8 @@ PACKAGE ?= .
 
 # `python -m pytest` would import the working tree instead of the installed package.
 .PHONY: test-torch
-test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run the tests of torch's private names with another torch: VERSION=2.12.0; needs 5 GB
-	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION must be a version of torch, such as VERSION=2.12.0'; exit 1; }
+test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run the tests of torch's private names with another torch: VERSION=2.12.0 or nightly; needs 5 GB
+	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION must be a version of torch, such as VERSION=2.12.0, or nightly'; exit 1; }
 	.venv-torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall $(PACKAGE)
 	.venv-torch-$(VERSION)/bin/pytest -m 'not gpu' $(ARGS) $(TORCH_TESTS)
 
@@ -90,11 +90,12 @@ docs-serve: $(STAMPS)/docs ## serve the documentation on localhost:8000, and reb
 	$(BIN)/zensical serve $(ARGS)
 
 .PHONY: lint
-lint: $(STAMPS)/dev ## run ruff, mypy, import-linter, clang-format and the word check
+lint: $(STAMPS)/dev ## run ruff, mypy, import-linter, actionlint, clang-format and the word check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict torchbagua
 	$(BIN)/lint-imports
+	$(BIN)/actionlint
 	$(BIN)/python docs_build/words.py
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
@@ -129,8 +130,8 @@ bench-startup: $(STAMPS)/package ## measure the cost of attach with 8 to 64 rank
 	$(BIN)/python benchmarks/startup.py $(ARGS)
 
 .PHONY: bench-first-step
-bench-first-step: wheels ## time from pip install of the wheel to the first training step, without a compiler
-	$(BIN)/python benchmarks/first_step.py dist/*_$$(uname -m).whl $(ARGS)
+bench-first-step: $(STAMPS)/package ## time from pip install of the wheel of make wheels to the first step, without a compiler
+	$(BIN)/python benchmarks/first_step.py $(ARGS)
 
 .PHONY: bench-optimizer
 bench-optimizer: $(STAMPS)/package ## time QAdam's update against torch's fused Adam
@@ -236,11 +237,13 @@ $(STAMPS)/release: $(STAMPS)/torch
 	touch $@
 
 # One environment per version of torch. pip resolves torch's own dependencies: CUDA's packages, which are most of the 5 GB,
-# and setuptools.
+# and setuptools. A nightly build is first installed from its index alone: given two indexes, pip could choose a release.
+# Remove .venv-torch-nightly to install a newer build.
 .venv-torch-%/stamp: constraints.txt
 	$(PYTHON) -m venv .venv-torch-$*
 	sed -E '/^(torch|setuptools|cuda-|nvidia-)/d' constraints.txt > .venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$*/constraints.txt $(PIP_ARGS) torch==$* filelock hypothesis ninja numpy pytest 'setuptools>=77' tensorboard wheel
+	$(if $(filter nightly,$*),.venv-torch-$*/bin/python -m pip install --disable-pip-version-check --pre --no-deps --index-url https://download.pytorch.org/whl/nightly/cpu torch)
+	.venv-torch-$*/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$*/constraints.txt $(PIP_ARGS) torch$(addprefix ==,$(filter-out nightly,$*)) filelock hypothesis ninja numpy pytest 'setuptools>=77' tensorboard wheel
 	touch $@
 
 # The documentation tools need a newer Python than the package.

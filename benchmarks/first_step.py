@@ -1,6 +1,6 @@
 """Measures the time from `pip install` to the first training step, in an empty environment without a C++ compiler.
 
-    python benchmarks/first_step.py WHEEL [--torch 2.13.0] [--rounds 3] [--json PATH]
+    python benchmarks/first_step.py [WHEEL] [--torch 2.13.0] [--rounds 3] [--json PATH]
 
 Each round creates a virtual environment, installs torch, then the wheel, and runs a script of two processes until its
 first optimizer step, with plain DDP and with ByteGrad on native kernels. PATH has nothing but that environment. The
@@ -8,6 +8,7 @@ cost of torchbagua is the time of the second `pip install`, and the difference o
 """
 
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 
-from environment import make_parser, write_record
+from environment import REPOSITORY, make_parser, write_record
 from table import table
 
 SCRIPT = """
@@ -42,13 +43,15 @@ dist.destroy_process_group()
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=3)
-    parser.add_argument("wheel", help="the wheel to install: a path, or another argument of pip install")
+    parser.add_argument("wheel", nargs="?", help="what pip installs (default: this machine's wheel in dist/)")
     parser.add_argument(
         "--torch", default=metadata.version("torch").partition("+")[0], help="version (default: here's)"
     )
     options = parser.parse_args()
+    built = sorted((REPOSITORY / "dist").glob(f"*_{platform.machine()}.whl"))
+    wheel = options.wheel or (str(built[-1]) if built else parser.error("dist/ has no wheel: run `make wheels`"))
 
-    rounds = [measure(options.wheel, options.torch) for _ in range(options.rounds)]
+    rounds = [measure(wheel, options.torch) for _ in range(options.rounds)]
 
     medians = {name: median(round[name] for round in rounds) for name in rounds[0]}
     added = medians["pip install WHEEL"] + medians["first step, ByteGrad"] - medians["first step, plain DDP"]

@@ -293,7 +293,8 @@ def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights() -> Non
     with torch.no_grad():
         module(torch.ones(2, 4))
     tb.fsdp.align_blocks(module)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         module(torch.ones(2, 4)).sum().backward()
 
 

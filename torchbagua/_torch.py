@@ -93,25 +93,32 @@ COLLECTIVES_WITH_GIL = tuple(
     name
     for name in (
         "allgather",
-        "all_gather_single_coalesced",
         "allgather_into_tensor_coalesced",
+        "all_gather_single",
+        "all_gather_single_coalesced",
         "allreduce",
         "allreduce_coalesced",
-        "all_to_all_single",
+        "alltoall",
         "alltoall_base",
+        "all_to_all_single",
         "barrier",
         "broadcast",
+        "gather",
         "recv",
+        "recv_anysource",
+        "reduce",
         "reduce_scatter",
+        "reduce_scatter_single",
         "reduce_scatter_single_coalesced",
         "reduce_scatter_tensor_coalesced",
+        "scatter",
         "send",
     )
     if hasattr(dist.ProcessGroup, name)
 )
 """The operations that a process group written in Python must define itself if it has C++ backends.
 
-If such a group inherits an operation, torch holds the GIL while a backend starts it (PyProcessGroup.hpp, torch 2.13). A
+If such a group inherits an operation, torch holds the GIL while a backend starts it (PyProcessGroup.hpp, torch 2.15). A
 gloo thread that frees a tensor needs the GIL while it holds the lock that gloo takes at the start: a deadlock.
 """
 
@@ -316,9 +323,8 @@ def fsdp_all_gather(param_group: Any) -> tuple[Any, bool]:
 
 def fsdp_gathered_dtypes(param_group: Any) -> set[torch.dtype]:
     """Return the dtypes in which its parameters are gathered; if there are several, they are gathered as bytes."""
-    cast = param_group.mp_policy.param_dtype
-    dtypes = {param.sharded_param.dtype for param in param_group.fsdp_params}
-    return {cast if cast is not None and dtype.is_floating_point else dtype for dtype in dtypes}
+    pairs = {(param.sharded_param.dtype, param.mp_policy.param_dtype) for param in param_group.fsdp_params}
+    return {cast if cast is not None and dtype.is_floating_point else dtype for dtype, cast in pairs}
 
 
 def fsdp_own_gathers(param_group: Any) -> list[tuple[torch.nn.Parameter, type]]:
