@@ -174,7 +174,7 @@ def test_loopback_is_explained_and_unusable_kernels_are_reported(
 
     assert status == 1
     output, errors = capsys.readouterr()
-    assert "Network: loopback, so steps are not faster. This machine emulates no network: no root." in output
+    assert "Network: loopback, so steps are not faster. This machine cannot emulate a network: no root." in output
     assert "torchbagua demo: TORCHBAGUA_NATIVE='no such path' is not allowed" in errors
 
 

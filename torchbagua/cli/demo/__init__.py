@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "traces").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --output: got {str(options.output)!r}, allowed: a folder to write to; {error}")
 
@@ -135,9 +135,9 @@ def _choose_network(parser: argparse.ArgumentParser, rate_mbit: int | None) -> t
         return rate_mbit, f"{rate_mbit} Mbit/s for each rank, emulated"
     if rate_mbit is not None:
         parser.error(
-            f"argument --rate: got '{rate_mbit}', allowed: 0, since this machine emulates no network: {reason}"
+            f"argument --rate: got '{rate_mbit}', allowed: 0, since this machine cannot emulate a network: {reason}"
         )
-    return 0, f"loopback, so steps are not faster. This machine emulates no network: {reason}"
+    return 0, f"loopback, so steps are not faster. This machine cannot emulate a network: {reason}"
 
 
 def _integer(lowest: int, highest: int) -> Callable[[str], int]:
