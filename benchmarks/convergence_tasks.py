@@ -15,6 +15,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 SPLIT_SEED = 0  # the held-out digits do not depend on the seed of the training
 
 HELD_OUT_SEQUENCES = 256
+SEQUENCES_PER_RANK = 8
 DIGITS_BATCH_SIZE = 32
 NUM_HELD_OUT_DIGITS = 898  # half
 
@@ -60,7 +61,7 @@ def load_text() -> Data:
     train, rest = text[:num_train], text[num_train:]
     starts = torch.linspace(0, len(rest) - CONTEXT - 1, HELD_OUT_SEQUENCES).long().unsqueeze(1)
     windows = rest[starts + torch.arange(CONTEXT + 1)].long()
-    return Data(lambda generator: next_batch(train, generator), (windows[:, :-1], windows[:, 1:]))
+    return Data(lambda generator: next_batch(train, generator, SEQUENCES_PER_RANK), (windows[:, :-1], windows[:, 1:]))
 
 
 def load_digits() -> Data:

@@ -19,10 +19,10 @@ from convergence_sweep import save
 from convergence_tasks import TASKS
 from convergence_times_rank import Settings
 from environment import RESULTS, note_environment
-from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
 from network import RANK_ENVIRONMENT
 from processes import Limits, RankFailure, Stopped, run_ranks
 from report import bits_per_second
+from torchbagua.cli.namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
 
 StepMs = dict[str, dict[str, list[float]]]  # of each round, by task and contestant
 

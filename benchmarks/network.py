@@ -24,7 +24,6 @@ from contestants import (
     STRAGGLER_CONTESTANTS,
 )
 from environment import RESULTS, dated, write_record
-from namespaces import BURST, SMALL_BURST, EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 from rank import SLOWDOWN, Settings
 from report import (
@@ -34,6 +33,14 @@ from report import (
     summarise,
     summarise_straggler,
     table_of,
+)
+from torchbagua.cli.namespaces import (
+    BURST,
+    SMALL_BURST,
+    EmulatedNetwork,
+    NetworkError,
+    remove_stale_namespaces,
+    why_unavailable,
 )
 
 RANK_ENVIRONMENT = {

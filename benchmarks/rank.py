@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from contestants import COMPUTE_ONLY, CONTESTANTS, Contestant, Entry, Setup, build_batch, build_model
-from namespaces import Traffic, read_loopback_traffic, read_traffic
 from processes import begin_rank, leave_process_group, report_progress
 from schedule import choose_schedule
+from traffic import Traffic, read_loopback_traffic, read_traffic
 
 MAX_ROUNDS = 40
 SLOWDOWN = 3

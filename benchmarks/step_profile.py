@@ -15,12 +15,12 @@ from pathlib import Path
 from bucket_times import BucketTimes, table_of_buckets
 from contestants import CONTESTANTS
 from environment import write_record
-from namespaces import EmulatedNetwork
 from network import RANK_ENVIRONMENT, add_compute_arguments, burst_of, check_compute_arguments
 from processes import Limits, RankFailure, Stopped, run_ranks
 from report import bits_per_second
 from step_profile_rank import Settings
 from table import table
+from torchbagua.cli.namespaces import EmulatedNetwork
 
 
 def main() -> int:

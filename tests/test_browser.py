@@ -84,8 +84,8 @@ def wait_until_nothing(find: Callable[[], object]) -> None:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the demo; return the folder that it tells users of TensorBoard to open."""
     output = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "torchbagua.cli", "demo", "--steps", str(STEPS), "--output", str(output)]
-    done = programs.run(command, timeout_s=LIMIT_S)
+    command = [sys.executable, "-m", "torchbagua.cli", "demo", "--steps", str(STEPS), "--rate", "0"]
+    done = programs.run([*command, "--output", str(output)], timeout_s=LIMIT_S)
     advice = re.search(r"tensorboard --logdir (\S+)", done.stdout)
     assert advice
     return Path(advice[1])

@@ -18,7 +18,8 @@ from torchbagua.cli import demo
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.report import Comparison, describe
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
-from torchbagua.cli.demo.train import summarise
+from torchbagua.cli.demo.train import Settings, summarise
+from torchbagua.cli.namespaces import existing_namespaces, why_unavailable
 from torchbagua.observe.files import find_files
 
 STEPS = 12
@@ -27,19 +28,31 @@ COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]
 TIMEOUT_S = 150
 
 
+@pytest.fixture(params=[0, pytest.param(200, marks=pytest.mark.network)], ids=["loopback", "emulated"])
+def rate(request: pytest.FixtureRequest) -> int:
+    """The value of --rate."""
+    rate: int = request.param
+    if rate and (reason := why_unavailable()):
+        pytest.skip(f"cannot emulate a network: {reason}")
+    return rate
+
+
 @pytest.mark.slow
-def test_demo_trains_and_reports(tmp_path: Path) -> None:
-    command = [*COMMAND, "--nproc", "2", "--steps", str(STEPS), "--seed", "7", "--output", str(tmp_path / "a" / "b")]
+def test_demo_trains_and_reports(rate: int, tmp_path: Path) -> None:
+    command = [*COMMAND, "--nproc", "2", "--steps", str(STEPS), "--seed", "7", "--rate", str(rate)]
+    command += ["--output", str(tmp_path / "a" / "b")]
 
     run = programs.run(command, timeout_s=TIMEOUT_S)
 
     results = json.loads((tmp_path / "a" / "b" / "results.json").read_text(encoding="utf-8"))
     plain, bytegrad = results["runs"]
     (traces,) = (tmp_path / "a" / "b" / "traces").iterdir()
-    assert results["settings"] == {"nproc": 2, "steps": STEPS, "seed": 7, "traces": str(traces)}
+    assert Settings(**results["settings"]) == Settings(
+        nproc=2, steps=STEPS, seed=7, rate_mbit=rate, traces=str(traces), with_tensorboard=True
+    )
     assert (plain["name"], bytegrad["name"]) == ("plain DDP", "ByteGrad")
     for summary in plain, bytegrad:
-        assert len(summary["losses"]) == len(summary["sent_bytes"]) == STEPS
+        assert len(summary["losses"]) == len(summary["sent_bytes"]) == len(summary["seconds"]) == STEPS
         assert summary["losses"][-1] < summary["losses"][0] - 1, "it learns"
         assert summary["step_ms"] > 0
     assert plain["losses"][0] == bytegrad["losses"][0], "same weights, same batches"
@@ -60,7 +73,11 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
     assert f"{bytegrad['final_loss']:.4f}" in run.stdout
     assert "less than 1%" in run.stdout
     assert "ring all-reduce" in run.stdout, "it explains where plain DDP's bytes come from"
-    assert f"{STEPS}/{STEPS}" in run.stderr, "the progress bar"
+    assert f"plain DDP {STEPS}/{STEPS} steps" in run.stderr
+    assert f"ByteGrad  {STEPS}/{STEPS} steps" in run.stderr
+    assert "Warning" not in run.stderr
+    assert ("Network: 200 Mbit/s for each rank, emulated." if rate else "Network: loopback.") in run.stdout
+    assert ("times faster at 200 Mbit/s" in run.stdout) == bool(rate)
 
     for line in (
         f"torchbagua trace show {traces}",
@@ -74,13 +91,15 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
 
 
 def test_table_reports_losses_that_disagree() -> None:
-    plain = summarise("plain DDP", [5.0, 1.9], None, 3.5, num_elements=100, nproc=4)
-    bytegrad = summarise("ByteGrad", [5.0, 2.0], [60, 120], 3.5, num_elements=100, nproc=4)
+    settings = Settings(nproc=4, steps=2, seed=0, rate_mbit=50, traces="", with_tensorboard=False)
+    plain = summarise("plain DDP", [5.0, 1.9], None, [0.9, 1.8], num_elements=100, nproc=4)
+    bytegrad = summarise("ByteGrad", [5.0, 2.0], [60, 120], [0.3, 0.6], num_elements=100, nproc=4)
 
     comparison = Comparison(plain, bytegrad)
 
     assert not comparison.losses_agree
-    assert "differ by 5.26%, NOT less than 1%" in describe(comparison)
+    assert "differ by 5.26%, NOT less than 1%" in describe(comparison, settings)
+    assert "10.00 times fewer bytes, and its steps are 3.0 times faster at 50 Mbit/s" in describe(comparison, settings)
     # 2 (n-1)/n x 4 bytes x elements, n = 4
     assert plain.sent_bytes == [600, 1200]
     assert (plain.ratio, bytegrad.ratio) == (1, 10)
@@ -122,6 +141,7 @@ def test_missing_text_is_named(tmp_path: Path) -> None:
         ("--steps", "0", "an integer from 1 to 1000000"),
         ("--steps", "1.5", "an integer from 1 to 1000000"),
         ("--seed", "-1", "an integer from 0 to 4294967296"),
+        ("--rate", "fast", "an integer from 0 to 100000"),
         ("--output", os.devnull, "a folder to write to"),
     ],
 )
@@ -132,36 +152,67 @@ def test_bad_options_are_named(option: str, value: str, allowed: str, capsys: py
     assert f"argument {option}: got '{value}', allowed: {allowed}" in capsys.readouterr().err
 
 
-def test_missing_extra_is_named(
+def test_a_rate_that_the_machine_cannot_emulate_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Python's import system treats a module that is None as missing.
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(demo, "why_unavailable", lambda: "no root")
 
     with pytest.raises(SystemExit, match="2"):
-        demo.main(["--output", str(tmp_path)])
+        demo.main(["--rate", "50", "--output", str(tmp_path)])
 
-    assert "matplotlib is not installed: pip install 'torchbagua[demo]'" in capsys.readouterr().err
+    assert "argument --rate: got '50', allowed: 0" in (error := capsys.readouterr().err)
+    assert "no root" in error
+
+
+def test_loopback_is_explained_and_unusable_kernels_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "why_unavailable", lambda: "no root")
+    monkeypatch.setenv("TORCHBAGUA_NATIVE", "no such path")
+
+    status = demo.main(["--output", str(tmp_path)])
+
+    assert status == 1
+    output, errors = capsys.readouterr()
+    assert "Network: loopback, so steps are not faster. This machine cannot emulate a network: no root." in output
+    assert "torchbagua demo: TORCHBAGUA_NATIVE='no such path' is not allowed" in errors
+
+
+@pytest.mark.slow
+def test_without_the_extra_only_pictures_are_missing(tmp_path: Path) -> None:
+    extra = ("matplotlib", "numpy", "tensorboard", "tqdm")
+    # Python's import system treats a module that is None as missing.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({extra}))\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    command = [*COMMAND, "--steps", str(STEPS), "--rate", "0", "--output", str(tmp_path / "output")]
+    run = programs.run(command, env=environment, timeout_s=TIMEOUT_S)
+
+    assert "install matplotlib and tensorboard: pip install 'torchbagua[demo]'" in run.stdout
+    assert "less than 1%" in run.stdout
+    written = {path.name for path in (tmp_path / "output").rglob("*") if path.is_file()}
+    assert {"results.json", "merged.json.gz"} <= written
+    assert "loss.png" not in written
 
 
 @pytest.mark.slow
 def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCHBAGUA_NATIVE": "no such path"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "missing0"}
 
-    command = [*COMMAND, "--steps", "1", "--output", str(tmp_path)]
+    command = [*COMMAND, "--steps", "1", "--rate", "0", "--output", str(tmp_path)]
     run = programs.run(command, env=environment, timeout_s=TIMEOUT_S, check=False)
 
     assert run.returncode == 1
     assert "a rank failed" in run.stderr
-    assert "ValueError" in run.stderr
-    assert "no such path" in run.stderr
+    assert "RuntimeError" in run.stderr
+    assert "missing0" in run.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @contextlib.contextmanager
-def _run_demo(folder: Path) -> "Iterator[subprocess.Popen[str]]":
+def _run_demo(folder: Path, rate: int) -> "Iterator[subprocess.Popen[str]]":
     """Run a demo that trains, under nohup, for at least a minute; its stderr goes to folder/stderr."""
-    command = ["nohup", *COMMAND, "--steps", "1000", "--output", str(folder)]
+    command = ["nohup", *COMMAND, "--steps", "1000", "--rate", str(rate), "--output", str(folder)]
     with (
         (folder / "stderr").open("wb") as stderr,
         programs.started(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr) as process,
@@ -178,13 +229,21 @@ def _children(process_id: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
 
 
+def _namespaces(process_id: int) -> list[str]:
+    return [name for name in existing_namespaces() if name.startswith(f"tbnet-{process_id}-")]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
-def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
-    with _run_demo(tmp_path) as process:
+def test_a_signal_ends_all_processes(rate: int, victim: str, tmp_path: Path) -> None:
+    with _run_demo(tmp_path, rate) as process:
         ranks = _children(process.pid)
         assert len(ranks) == 2
+        namespaces = _namespaces(process.pid) if rate else []
+        assert len(namespaces) == (3 if rate else 0), "the switch and two ranks"
+        for rank in ranks if rate else []:
+            assert os.stat(f"/proc/{rank}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
         process.send_signal(signal.SIGHUP)  # which nohup makes it ignore
         if victim == "launcher":
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
@@ -202,3 +261,5 @@ def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
         assert status == 1
         assert f"Signal 9 (SIGKILL) received by PID {ranks[1]}" in stderr
     assert not left
+    if rate:
+        assert not _namespaces(process.pid)

@@ -15,6 +15,7 @@ import pytest
 
 import programs
 import warm_python
+from torchbagua.cli.namespaces import existing_namespaces, remove_stale_namespaces, why_unavailable
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = [
@@ -35,14 +36,8 @@ LIMIT_S = 60
 pytestmark = pytest.mark.slow
 
 
-def run_python(code: str) -> str:
-    """Return the output of `code` in an interpreter that can import the benchmark's modules."""
-    return warm_python.run(["-c", code], cwd=BENCHMARKS).stdout.strip()
-
-
 def namespaces_of(pid: int) -> list[str]:
-    names = run_python("import namespaces; print(*namespaces.existing_namespaces())").split()
-    return [name for name in names if name.startswith(f"tbnet-{pid}-")]
+    return [name for name in existing_namespaces() if name.startswith(f"tbnet-{pid}-")]
 
 
 def pids_inside(namespace: str) -> list[int]:
@@ -60,8 +55,7 @@ def wait_until(condition: Callable[[], Any], awaited: str) -> Any:
 
 @pytest.fixture(scope="module")
 def _emulation() -> None:
-    reason = run_python("import namespaces; print(namespaces.why_unavailable() or '')")
-    if reason:
+    if reason := why_unavailable():
         pytest.skip(f"cannot emulate a network: {reason}")
 
 
@@ -185,8 +179,7 @@ def test_killed_benchmark_is_cleaned_up_by_the_next(start: Callable[..., subproc
     benchmark.communicate(timeout=LIMIT_S)
     assert len(left) == 3  # the switch and two ranks
     wait_until(lambda: not any(map(is_alive, ranks)), "ranks end with their parent")
-    removed = run_python("import namespaces; print(*namespaces.remove_stale_namespaces())")
-    assert left <= set(removed.split())
+    assert left <= set(remove_stale_namespaces())
     assert_nothing_left(benchmark, ranks)
 
 

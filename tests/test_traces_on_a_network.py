@@ -10,12 +10,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import programs
+from torchbagua.cli.namespaces import EmulatedNetwork, why_unavailable
 from torchbagua.observe.files import find_files
 from torchbagua.observe.perfetto import merge
 
 TESTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(TESTS.parent / "benchmarks"))
-from namespaces import EmulatedNetwork, why_unavailable  # noqa: E402 - benchmarks are no package
 
 LIMIT_S = 120
 

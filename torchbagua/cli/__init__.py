@@ -2,4 +2,5 @@
 
 May import everything; nothing imports it.
 Begin with __main__.py, which imports and runs the subcommand; then trace.py.
+namespaces.py, which is no subcommand, emulates networks for the demo and for the benchmarks.
 """

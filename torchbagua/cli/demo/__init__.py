@@ -12,35 +12,47 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-_EXTRA = ("matplotlib", "tensorboard", "tqdm")  # of pyproject.toml
+from torchbagua import native
+from torchbagua.cli.namespaces import why_unavailable
+from torchbagua.observe.files import find_files
+from torchbagua.observe.perfetto import merge
+
+_EXTRA = ("matplotlib", "tensorboard")  # of pyproject.toml
+_DEFAULT_RATE_MBIT = 200
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Trains, prints the table, and writes `results.json`, `loss.png` and traces of the ByteGrad run.
+    """Trains, prints the table, and writes `results.json`, traces of the ByteGrad run, and `loss.png`.
+
+    Without the packages of `torchbagua[demo]` it writes neither the picture nor traces for TensorBoard.
 
     Returns:
         0 if the losses agree, 1 if they do not or a rank failed, 128 + the signal if a signal ended the demo.
 
     Raises:
-        SystemExit: an option is invalid, or a package of `torchbagua[demo]` is missing; the message names it.
+        SystemExit: an option is invalid; the message names it.
     """
     parser = argparse.ArgumentParser(prog="torchbagua demo", description=__doc__)
     parser.add_argument("--nproc", type=_integer(2, 64), default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
-        "--steps", type=_integer(1, 10**6), default=500, metavar="N", help="steps of each run (default: 500)"
+        "--steps", type=_integer(1, 10**6), default=100, metavar="N", help="steps of each run (default: 100)"
     )
     parser.add_argument(
         "--seed", type=_integer(0, 2**32), default=0, metavar="N", help="seed of the weights and batches (default: 0)"
     )
     parser.add_argument(
+        "--rate",
+        type=_integer(0, 100_000),
+        metavar="N",
+        help="Mbit/s of an emulated network, which needs root; 0: loopback "
+        f"(default: {_DEFAULT_RATE_MBIT} if this machine can emulate a network, else 0)",
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder (default: runs/demo)"
     )
     options = parser.parse_args(arguments)
-    for name in _EXTRA:
-        if importlib.util.find_spec(name) is None:
-            parser.error(f"{name} is not installed: pip install 'torchbagua[demo]'")
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "traces").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --output: got {str(options.output)!r}, allowed: a folder to write to; {error}")
 
@@ -58,38 +70,74 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    # Not at the top: these modules need the extra, but `--help` does not.
+    # Not at the top: when ranks run train.py, this package must not have imported it already.
     from torchbagua.cli.demo.launch import launch
     from torchbagua.cli.demo.report import Comparison, describe, write
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
-    from torchbagua.observe.files import find_files
-    from torchbagua.observe.perfetto import merge
 
     try:
         text_mb = len(read_standard_library()) / 1e6
     except FileNotFoundError as error:
         parser.error(str(error))
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     # One folder per run, so that TensorBoard shows the runs side by side.
     traces = options.output / "traces" / time.strftime("%Y%m%d-%H%M%S")
-    settings = Settings(nproc=options.nproc, steps=options.steps, seed=options.seed, traces=str(traces))
-    print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources", flush=True)
-    comparison = Comparison(*launch(settings))
-    print(f"\n{describe(comparison)}\n")
-    for path in (*write(comparison, settings, options.output), traces):
-        print(f"wrote {path}")
+    rate_mbit, network = _choose_network(parser, options.rate)
+    settings = Settings(
+        nproc=options.nproc,
+        steps=options.steps,
+        seed=options.seed,
+        rate_mbit=rate_mbit,
+        traces=str(traces),
+        with_tensorboard=not missing,
+    )
+    print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources.")
+    print(f"Network: {network}.", flush=True)
+    try:
+        native.load()  # before the ranks do, since it may compile
+        comparison = Comparison(*launch(settings))
+    except (RuntimeError, ValueError) as error:
+        print(f"torchbagua demo: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{describe(comparison, settings)}\n")
+    print(f"wrote {write(comparison, settings, options.output)}")
+    if not missing:
+        from torchbagua.cli.demo.picture import draw
+
+        draw(comparison, settings).savefig(options.output / "loss.png")
+        print(f"wrote {options.output / 'loss.png'}")
     try:
         merged = merge(find_files(traces).files, traces / "merged.json.gz").path
     except (ValueError, OSError) as error:
         print(f"torchbagua demo: the trace is incomplete: {error}", file=sys.stderr)
         return 1
+    print(f"wrote {traces}")
     print(
         "\nTo see the cost of ByteGrad's communication over time:"
         f"\n  torchbagua trace show {shlex.quote(str(traces))}"
-        f"\n  tensorboard --logdir {shlex.quote(str(traces.parent))}"
         f"\n  open {merged} in https://ui.perfetto.dev"
     )
+    if missing:
+        print(f"\nFor a picture and for TensorBoard, install {' and '.join(missing)}: pip install 'torchbagua[demo]'")
+    else:
+        print(f"  tensorboard --logdir {shlex.quote(str(traces.parent))}")
     return 0 if comparison.losses_agree else 1
+
+
+def _choose_network(parser: argparse.ArgumentParser, rate_mbit: int | None) -> tuple[int, str]:
+    """Returns the rate of the network, 0 for loopback, and a description. `rate_mbit` is None if none was given."""
+    if rate_mbit == 0:
+        return 0, "loopback"
+    reason = why_unavailable()
+    if reason is None:
+        rate_mbit = rate_mbit or _DEFAULT_RATE_MBIT
+        return rate_mbit, f"{rate_mbit} Mbit/s for each rank, emulated"
+    if rate_mbit is not None:
+        parser.error(
+            f"argument --rate: got '{rate_mbit}', allowed: 0, since this machine cannot emulate a network: {reason}"
+        )
+    return 0, f"loopback, so steps are not faster. This machine cannot emulate a network: {reason}"
 
 
 def _integer(lowest: int, highest: int) -> Callable[[str], int]:

@@ -1,5 +1,6 @@
 """Starts the ranks of the demo with torchrun's launcher."""
 
+import contextlib
 import json
 import logging
 import signal
@@ -10,13 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchbagua.cli.demo import train
+from torchbagua.cli.namespaces import SMALL_BURST, EmulatedNetwork, remove_stale_namespaces
 
 
 def launch(settings: train.Settings) -> list[train.Run]:
     """Runs `python -m torchbagua.cli.demo.train` in `settings.nproc` processes, as `torchrun --standalone` would.
+
+    If `settings.rate_mbit` is not 0, each process runs in a network namespace.
 
     Returns:
         the result of `train_rank`.
@@ -24,6 +29,7 @@ def launch(settings: train.Settings) -> list[train.Run]:
     Raises:
         ChildFailedError: a rank raised or died; the error contains its traceback. The other ranks have exited.
         KeyboardInterrupt, SignalException: this process received a signal. All ranks have exited.
+        NetworkError: the network could not be emulated.
     """
     logging.disable(logging.WARNING)  # after Ctrl-C, the launcher would report each process that it ends
     # Except signals that this process ignores from the start, such as SIGHUP after nohup. SIGINT is not listed: the
@@ -32,7 +38,12 @@ def launch(settings: train.Settings) -> list[train.Run]:
     handled = [
         name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     ]
-    with tempfile.TemporaryDirectory(prefix="torchbagua-demo-") as folder:
+    network, prefix = None, []
+    if settings.rate_mbit:
+        remove_stale_namespaces()
+        network = EmulatedNetwork([0] * settings.nproc, rank_rate=f"{settings.rate_mbit}mbit", burst=SMALL_BURST)
+        prefix = _enter(network)
+    with tempfile.TemporaryDirectory(prefix="torchbagua-demo-") as folder, network or contextlib.nullcontext():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -46,5 +57,24 @@ def launch(settings: train.Settings) -> list[train.Run]:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         output = Path(folder, "runs.json")
-        elastic_launch(config, sys.executable)("-m", train.__name__, json.dumps(asdict(settings)), str(output))
+        program = [sys.executable, "-m", train.__name__, json.dumps(asdict(settings)), str(output)]
+        entrypoint, *arguments = [*prefix, *program]
+        elastic_launch(config, entrypoint)(*arguments)
         return [train.Run(**run) for run in json.loads(output.read_text(encoding="utf-8"))]
+
+
+def _enter(network: EmulatedNetwork) -> list[str]:
+    """Returns the words before Python in the command of a rank, which then runs in its namespace.
+
+    `ip` and `env` replace themselves by the program that they run, so the launcher supervises that program.
+    """
+    variables = {
+        # From its namespace, a rank does not reach the launcher's store. Instead, rank 0 creates a store.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise the store warns that it cannot look up the name of an address
+    }
+    inside = ["ip", "netns", "exec", network.namespace(macros.local_rank)]
+    return [*inside, "env", *(f"{name}={value}" for name, value in variables.items())]

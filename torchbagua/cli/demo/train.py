@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 
 import torchbagua as tb
 from torchbagua._environment import usable_cores
@@ -27,7 +27,7 @@ from torchbagua.cli.demo.model import GPT, VOCABULARY
 from torchbagua.cli.demo.text import read_standard_library
 
 CONTEXT = 64
-SEQUENCES_PER_RANK = 8
+SEQUENCES_PER_RANK = 4
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 20
 TIMEOUT = timedelta(seconds=60)
@@ -40,7 +40,9 @@ class Settings:
     nproc: int
     steps: int
     seed: int
+    rate_mbit: int  # of each rank's emulated network, per second; 0: loopback
     traces: str  # the folder for traces of the ByteGrad run
+    with_tensorboard: bool  # whether TensorBoardTrace is one of the traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Run:
     name: str
     num_elements: int  # gradient elements
     losses: list[float]  # nats per byte, before the step, mean over the ranks
+    seconds: list[float]  # since the start, on one rank
     sent_bytes: list[int]  # per rank since the start, mean over the ranks
     sent_bytes_measured: bool  # if False, they are the volume of a float32 ring
     final_loss: float  # mean over the last tenth of the steps
@@ -60,7 +63,13 @@ class Run:
 
 
 def summarise(
-    name: str, losses: list[float], sent_bytes: list[float] | None, step_ms: float, *, num_elements: int, nproc: int
+    name: str,
+    losses: list[float],
+    sent_bytes: list[float] | None,
+    seconds: list[float],
+    *,
+    num_elements: int,
+    nproc: int,
 ) -> Run:
     """Returns the `Run` with these observations. `sent_bytes` is None if nothing measured them."""
     num_steps = len(losses)
@@ -72,11 +81,12 @@ def summarise(
         name=name,
         num_elements=num_elements,
         losses=losses,
+        seconds=seconds,
         sent_bytes=[round(value) for value in by_step],
         sent_bytes_measured=sent_bytes is not None,
         final_loss=statistics.fmean(losses[-num_final_steps(num_steps) :]),
         step_sent_bytes=step_sent_bytes,
-        step_ms=step_ms,
+        step_ms=1e3 * statistics.median(end - start for start, end in pairwise([0.0, *seconds])),
         bits_per_element=32 * step_sent_bytes / ring_bytes,
         ratio=ring_bytes / step_sent_bytes,
     )
@@ -97,14 +107,16 @@ def train_rank(settings: Settings) -> list[Run]:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         plain = _train("plain DDP", None, (), text, settings)
-        traces = tb.observe.TensorBoardTrace(settings.traces), tb.observe.PerfettoTrace(settings.traces)
+        traces: list[tb.Observer] = [tb.observe.PerfettoTrace(settings.traces)]
+        if settings.with_tensorboard:
+            traces.append(tb.observe.TensorBoardTrace(settings.traces))
         return [plain, _train("ByteGrad", tb.ByteGradAlgorithm(), traces, text, settings)]
     finally:
         dist.destroy_process_group()
 
 
 def _train(
-    name: str, algorithm: tb.Algorithm | None, traces: tuple[tb.Observer, ...], text: Tensor, settings: Settings
+    name: str, algorithm: tb.Algorithm | None, traces: Sequence[tb.Observer], text: Tensor, settings: Settings
 ) -> Run:
     torch.manual_seed(settings.seed)
     rank = dist.get_rank()
@@ -114,36 +126,42 @@ def _train(
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
     recorder = tb.observe.Recorder()
     total_sent_bytes = 0
-    losses, step_ms, sent_bytes = [], [], []
+    losses, seconds, sent_bytes = [], [], []
 
-    with (
-        nullcontext() if algorithm is None else tb.attach(ddp, optimizer, algorithm, observers=(recorder, *traces)),
-        tqdm(total=settings.steps, desc=f"{name:9}", unit="step", mininterval=0.5, disable=rank != 0) as progress,
-    ):
-        for _ in range(settings.steps):
-            start = time.perf_counter()
-            inputs_bt, targets_bt = next_batch(text, batches)
+    with nullcontext() if algorithm is None else tb.attach(ddp, optimizer, algorithm, observers=(recorder, *traces)):
+        start_s = time.perf_counter()
+        for step in range(settings.steps):
+            inputs_bt, targets_bt = next_batch(text, batches, SEQUENCES_PER_RANK)
             loss = F.cross_entropy(ddp(inputs_bt).view(-1, VOCABULARY), targets_bt.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step_ms.append((time.perf_counter() - start) * 1e3)
             schedule.step()
             losses.append(loss.item())
+            seconds.append(time.perf_counter() - start_s)
             total_sent_bytes += recorder.bytes_sent
             recorder.clear()
             sent_bytes.append(total_sent_bytes)
-            progress.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
-            progress.update()
+            if rank == 0:
+                _show_progress(name, step + 1, settings.steps, seconds[-1], losses[-1])
 
     return summarise(
         name,
         mean_over_ranks(losses),
         None if algorithm is None else mean_over_ranks(sent_bytes),
-        statistics.median(step_ms),
+        seconds,
         num_elements=sum(parameter.numel() for parameter in ddp.parameters()),
         nproc=settings.nproc,
     )
+
+
+def _show_progress(name: str, num_done: int, num_steps: int, seconds: float, loss: float) -> None:
+    """Shows the progress on stderr: a line that changes on a terminal, else a line at first and for every tenth."""
+    line = f"{name:9} {num_done:{len(str(num_steps))}}/{num_steps} steps, {seconds:3.0f} s, loss {loss:.3f}"
+    if sys.stderr.isatty():
+        print(f"\r{line}", end="\n" if num_done == num_steps else "", file=sys.stderr, flush=True)
+    elif num_done == 1 or num_done % num_final_steps(num_steps) == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def mean_over_ranks(values: Sequence[float]) -> list[float]:
@@ -154,9 +172,9 @@ def mean_over_ranks(values: Sequence[float]) -> list[float]:
     return means
 
 
-def next_batch(text: Tensor, batches: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns random windows: inputs and targets, each [SEQUENCES_PER_RANK, CONTEXT] int64, targets one byte later."""
-    starts = torch.randint(len(text) - CONTEXT, (SEQUENCES_PER_RANK, 1), generator=batches)
+def next_batch(text: Tensor, batches: torch.Generator, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """Returns random windows: inputs and targets, each [num_sequences, CONTEXT] int64, targets one byte later."""
+    starts = torch.randint(len(text) - CONTEXT, (num_sequences, 1), generator=batches)
     windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
