@@ -1,0 +1,74 @@
+"""`make release`: the edits of the working tree, and what it refuses. The wheels are in test_packaging.py."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from source_tree import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "release"))
+import release
+
+CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- New.\n\n## [0.9.0] - 2026-01-01\n\n- Old.\n"
+
+
+@pytest.fixture
+def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Calls git in a repository with one commit, which `release` then works on."""
+
+    def run(*arguments: str) -> None:
+        identity = ("-c", "user.name=tests", "-c", "user.email=tests@example.org")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    run("init", "--initial-branch=main")
+    (tmp_path / "page.md").write_text("https://github.com/OWNER/torchbagua, https://OWNER.github.io/torchbagua, _OWNER")
+    (tmp_path / "code.py").write_text('_OWNER = "https://github.com/OWNER/torchbagua"')
+    run("add", "--all")
+    run("commit", "--message=start")
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    return run
+
+
+def test_changelog_gets_a_section_of_the_release() -> None:
+    assert release.cut_changelog(CHANGELOG, "1.0.0", "2026-02-03") == (
+        "# Changelog\n\n## [Unreleased]\n\n## [1.0.0] - 2026-02-03\n\n### Added\n\n- New.\n\n"
+        "## [0.9.0] - 2026-01-01\n\n- Old.\n"
+    )
+
+
+def test_changelog_without_changes_is_refused() -> None:
+    nothing_new = CHANGELOG.replace("### Added\n\n- New.\n\n", "")
+    with pytest.raises(ValueError, match=r"the changes of 1.0.0 after the line '## \[Unreleased\]'"):
+        release.cut_changelog(nothing_new, "1.0.0", "2026-02-03")
+
+
+def test_versions_increase(git: Callable[..., None]) -> None:
+    assert release.find_obstacle("0.1.0") is None
+    git("tag", "v0.9.0")
+    git("tag", "v0.10.0")
+    assert release.find_obstacle("0.10.1") is None
+    for version in ("0.9.1", "0.10.0"):
+        assert f"got '{version}', allowed: a version after 0.10.0" in str(release.find_obstacle(version))
+    for version in ("1.0", "v1.0.0", "1.0.0rc1", ""):
+        assert f"got {version!r}, allowed: three numbers" in str(release.find_obstacle(version))
+
+
+@pytest.mark.usefixtures("git")
+def test_uncommitted_change_is_named(tmp_path: Path) -> None:
+    (tmp_path / "new.py").touch()
+    assert "no uncommitted change, got\n?? new.py" in str(release.find_obstacle("0.1.0"))
+
+
+@pytest.mark.usefixtures("git")
+def test_owner_is_named_in_texts(tmp_path: Path) -> None:
+    assert release.placeholders() == [tmp_path / "page.md"]
+    assert "the placeholders in page.md" in release.left_to_do("0.1.0")[0]
+    release.edit(tmp_path / "page.md", lambda text: release.PLACEHOLDER.sub("me", text))
+    assert (tmp_path / "page.md").read_text() == (
+        "https://github.com/me/torchbagua, https://me.github.io/torchbagua, _OWNER"
+    )
+    assert release.placeholders() == []
+    assert "placeholders" not in "".join(release.left_to_do("0.1.0"))
