@@ -3,6 +3,7 @@
 # The Python that creates .venv, and extra arguments for pip (an index with CPU builds of torch, for example).
 PYTHON ?= python3
 PIP_ARGS ?=
+export PIP_ARGS
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,7 +32,7 @@ help: ## list the targets
 	@echo "  ARGS='...'            extra arguments for the command that the target runs"
 
 .PHONY: demo
-demo: $(STAMPS)/package ## train a small GPT on 2 processes with plain DDP and with ByteGrad; takes a minute, as root on Linux at 200 Mbit/s
+demo: $(STAMPS)/package ## train a small GPT on 2 processes with plain DDP and with ByteGrad; takes a minute; as root on Linux, over an emulated network of 200 Mbit/s
 	$(BIN)/torchbagua demo $(ARGS)
 
 .PHONY: test
@@ -188,7 +189,7 @@ wheels: $(STAMPS)/release ## build the wheel and the source distribution in dist
 .PHONY: release
 release: $(STAMPS)/dev $(STAMPS)/release ## make a release: changelog, saved states, wheels, commit, tag; VERSION=0.1.0 OWNER=name
 	@test -n "$(VERSION)" || { echo 'make release: VERSION must be the version to release, such as VERSION=0.1.0'; exit 1; }
-	$(BIN)/python release/release.py $(VERSION) $(if $(OWNER),--owner $(OWNER))
+	$(BIN)/python release/release.py $(VERSION) $(if $(filter command line,$(origin OWNER)),--owner '$(OWNER)')
 
 .PHONY: clean
 clean: ## remove .venv and all build outputs

@@ -3,12 +3,15 @@
     python benchmarks/first_step.py [WHEEL] [--torch 2.13.0] [--rounds 3] [--json PATH]
 
 Each round creates a virtual environment, installs torch, then the wheel, and runs a script of two processes until its
-first optimizer step, with plain DDP and with ByteGrad on native kernels. PATH has nothing but that environment. The
-cost of torchbagua is the time of the second `pip install`, and the difference of the scripts' times.
+first optimizer step, with plain DDP and with ByteGrad on native kernels. PATH contains only that environment. The cost
+of torchbagua is the time of the second `pip install`, and the difference of the scripts' times. An unmeasured run of
+each script comes first: the first start in a new environment reads torch from the disk, and compiles Python files.
 """
 
+import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -40,13 +43,14 @@ if sys.argv[1] == "ByteGrad":
 dist.barrier()
 os._exit(0)  # plain torch sometimes aborts if a process ends so soon: "terminate called without an active exception"
 """
+PIP_ARGS = shlex.split(os.environ.get("PIP_ARGS", ""))
 
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=3)
-    parser.add_argument("wheel", nargs="?", help="what pip installs (default: this machine's wheel in dist/)")
+    parser.add_argument("wheel", nargs="?", help="the wheel to install (default: this machine's in dist/)")
     parser.add_argument(
-        "--torch", default=metadata.version("torch").partition("+")[0], help="version (default: here's)"
+        "--torch", default=metadata.version("torch").partition("+")[0], help="version (default: this environment's)"
     )
     options = parser.parse_args()
     built = sorted((REPOSITORY / "dist").glob(f"*_{platform.machine()}.whl"))
@@ -54,11 +58,12 @@ def main() -> None:
 
     rounds = [measure(wheel, options.torch) for _ in range(options.rounds)]
 
-    medians = {name: median(round[name] for round in rounds) for name in rounds[0]}
+    medians = {name: median(parts[name] for parts in rounds) for name in rounds[0]}
     added = medians["pip install WHEEL"] + medians["first step, ByteGrad"] - medians["first step, plain DDP"]
     rows = [[name, f"{seconds:.1f}"] for name, seconds in medians.items()]
     print(table([f"torch {options.torch}", "seconds"], [*rows, ["**added by torchbagua**", f"**{added:.1f}**"]]))
-    write_record(options.json, {"torch": options.torch, "rounds": rounds, "added_s": added})
+    built = {"wheel": Path(wheel).name, "sha256": hashlib.sha256(Path(wheel).read_bytes()).hexdigest()}
+    write_record(options.json, {"torch": options.torch, **built, "rounds": rounds, "added_s": added})
 
 
 def measure(wheel: str, torch: str) -> dict[str, float]:
@@ -69,9 +74,11 @@ def measure(wheel: str, torch: str) -> dict[str, float]:
         script.write_text(SCRIPT)
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
         parts = {
-            # numpy, which torchbagua does not need, spares torch's warning.
-            "pip install torch": ("-m", "pip", "install", "-q", f"torch=={torch}", "numpy"),
+            # numpy, which torchbagua does not need, avoids a warning of torch.
+            "pip install torch": ("-m", "pip", "install", "-q", *PIP_ARGS, f"torch=={torch}", "numpy"),
             "pip install WHEEL": ("-m", "pip", "install", "-q", wheel),
+            "cold start": (*torchrun, "plain DDP"),
+            "cold start, ByteGrad": (*torchrun, "ByteGrad"),
             "first step, plain DDP": (*torchrun, "plain DDP"),
             "first step, ByteGrad": (*torchrun, "ByteGrad"),
         }

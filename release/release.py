@@ -2,12 +2,11 @@
 
     python release/release.py 0.1.0 [--owner NAME]
 
-Pushes nothing, and needs a network only for pip. Prints a check-list of what it did, and of what is left to do.
+Pushes nothing, and needs a network only for pip. Prints a checklist of what it did, and of what is left to do.
 """
 
 import argparse
 import datetime
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ UNRELEASED = "## [Unreleased]\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Releases. Raises SystemExit if the working tree cannot be released, and CalledProcessError if a step fails."""
+    """Makes the release. Raises SystemExit if the working tree cannot be released, or the error of a failed step."""
     parser = argparse.ArgumentParser(prog="release/release.py", description="make a release, without pushing it")
     parser.add_argument("version", help="the version to release, such as 0.1.0")
     parser.add_argument("--owner", help="the owner of the repository on GitHub, instead of the placeholder OWNER")
@@ -30,18 +29,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if obstacle:
         parser.error(obstacle)
 
+    before = git("rev-parse", "HEAD").strip()
     try:
         done = list(prepare(options.version, options.owner))
+        git("add", "--all")
+        git("commit", "--quiet", "--message", f"Release {options.version}")
+        git("tag", "--annotate", f"v{options.version}", "--message", f"torchbagua {options.version}")
+        done.append(f"commit and tag v{options.version}")
     except BaseException:
-        print("\nNothing was committed. `git restore . && git clean -fd tests/data` undoes the edits.", file=sys.stderr)
+        undo = f"git add --all && git reset --hard {before}"
+        print(f"\nThe release failed, and no tag was created. `{undo}` undoes its edits.", file=sys.stderr)
         raise
-    git("add", "--all")
-    git("commit", "--quiet", "--message", f"Release {options.version}")
-    git("tag", "--annotate", f"v{options.version}", "--message", f"torchbagua {options.version}")
-    done.append(f"commit and tag v{options.version}")
 
     print(f"\nRelease {options.version}:")
-    print("\n".join([*(f"  [x] {step}" for step in done), *(f"  [ ] {step}" for step in left_to_do(options.version))]))
+    left = left_to_do(options.version, before)
+    print("\n".join([*(f"  [x] {step}" for step in done), *(f"  [ ] {step}" for step in left)]))
 
 
 def find_obstacle(version: str) -> str | None:
@@ -51,7 +53,8 @@ def find_obstacle(version: str) -> str | None:
     changed = git("status", "--porcelain")
     if changed:
         return f"the working tree must have no uncommitted change, got\n{changed}"
-    released = [tuple(map(int, tag[1:].split("."))) for tag in git("tag", "--list", "v*.*.*").split()]
+    tags = (re.fullmatch(r"v(\d+)\.(\d+)\.(\d+)", tag) for tag in git("tag", "--list").split())
+    released = [tuple(map(int, tag.groups())) for tag in tags if tag]
     if tuple(map(int, version.split("."))) <= max(released, default=()):
         newest = ".".join(map(str, max(released)))
         return f"argument version: got {version!r}, allowed: a version after {newest}, the last release"
@@ -66,7 +69,8 @@ def prepare(version: str, owner: str | None) -> Iterator[str]:
             edit(path, lambda text: PLACEHOLDER.sub(owner, text))
         yield f"owner {owner} in {len(paths)} files"
     edit(ROOT / "torchbagua" / "version.py", lambda text: re.sub(r'(?<=__version__ = ").*(?=")', version, text))
-    yield f"version {version} in torchbagua/version.py"
+    edit(ROOT / "CITATION.cff", lambda text: re.sub(r"(?m)(?<=^version: ).*", version, text))
+    yield f"version {version} in torchbagua/version.py and CITATION.cff"
     today = datetime.datetime.now(datetime.timezone.utc).date()
     edit(ROOT / "CHANGELOG.md", lambda text: cut_changelog(text, version, today.isoformat()))
     yield f"CHANGELOG.md: section {version}"
@@ -97,26 +101,31 @@ def placeholders() -> list[Path]:
     return [path for path in tracked if path.suffix in texts and PLACEHOLDER.search(path.read_text(encoding="utf-8"))]
 
 
-def left_to_do(version: str) -> list[str]:
-    """Returns the steps that need a network or a decision."""
+def left_to_do(version: str, before: str) -> list[str]:
+    """Returns the steps that need a network or a decision. `before` is the commit before the release."""
     unnamed = [str(path.relative_to(ROOT)) for path in placeholders()]
     return [
-        *([f"make release OWNER=name, for the placeholders in {', '.join(unnamed)}"] if unnamed else []),
+        *([name_owner(version, before, unnamed)] if unnamed else []),
         "test this commit: `.ci/run`, and `make test-torch VERSION=...` with every supported torch",
-        f"`git push origin main v{version}`: the release workflow builds the wheels again and publishes them",
+        f"`git push origin HEAD v{version}`: the release workflow builds the wheels again and publishes them",
     ]
+
+
+def name_owner(version: str, before: str, files: Sequence[str]) -> str:
+    undo = f"git tag --delete v{version} && git reset --hard {before[:12]}"
+    return f"replace the placeholder in {', '.join(files)}: `{undo}`, then `make release VERSION={version} OWNER=name`"
 
 
 def edit(path: Path, change: Callable[[str], str]) -> None:
     path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def run(*arguments: str, **environment: str) -> None:
-    subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT, env=os.environ | environment)
+def run(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT)
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    return subprocess.run(["git", *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
     python release/wheels.py [--machine x86_64 aarch64]
 
 A wheel contains the CPU library, which loads with every supported torch, since it uses only LibTorch's stable ABI, and
-with every Python, since it includes no Python header. It contains no CUDA library: nvcc or NVRTC compile the CUDA
+with every Python, since it does not use Python's C API. It contains no CUDA library: nvcc or NVRTC compile the CUDA
 kernels at first use. For a machine other than this one, Debian's cross compiler builds it.
+
+The compiler must be GCC 12 or older: with GCC 13, the library needs a newer libstdc++ than the wheel's tag promises.
 """
 
 import argparse
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,10 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", nargs="+", choices=MACHINES, default=[here], help=f"(default: {here})")
     machines = parser.parse_args(arguments).machine
     for machine in machines:
+        if machine not in MACHINES:
+            parser.error(f"argument --machine: this machine is {machine}, allowed: {' and '.join(MACHINES)}")
         if not can_compile_for(machine):
-            parser.error(
-                f"argument --machine: {machine} needs {compiler(machine)}: apt install g++-{machine}-linux-gnu"
-            )
+            package = f"g++-{machine.replace('_', '-')}-linux-gnu"
+            parser.error(f"argument --machine: {machine} needs {compiler(machine)}: install {package}")
 
     shutil.rmtree(DIST, ignore_errors=True)
     run("-m", "build", "--sdist", "--no-isolation", "--outdir", str(DIST), str(ROOT))
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build_wheel(sdist: Path, machine: str, folder: Path) -> Path:
     """Builds the wheel from the source distribution, so that this also shows that the sources are complete."""
-    environment = dict(os.environ)
+    environment = os.environ | {"CUDA_HOME": str(folder)}  # no nvcc is there, so no CUDA library is built
     if machine != platform.machine():
         environment |= {
             "CXX": compiler(machine),
@@ -74,7 +78,15 @@ def fetch_torch_libraries(machine: str, folder: Path) -> Path:
     """Downloads the installed torch for another machine, and returns a folder with the libraries to link with."""
     torch = f"torch=={metadata.version('torch').partition('+')[0]}"
     options = ("--no-deps", "--only-binary=:all:", "--platform", f"{MANYLINUX}_{machine}", "--dest", str(folder))
-    run("-m", "pip", "download", "--disable-pip-version-check", *options, torch)
+    run(
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        *shlex.split(os.environ.get("PIP_ARGS", "")),
+        *options,
+        torch,
+    )
     (wheel,) = folder.glob("torch-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         for name in TORCH_LIBRARIES:
@@ -94,13 +106,13 @@ def repair(wheel: Path, machine: str) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Raises RuntimeError if the wheel is too large, or has any other library than that for the CPU."""
+    """Raises RuntimeError if the wheel is too large, or contains a library other than the CPU library."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = [name for name in archive.namelist() if name.endswith(".so")]
     if len(libraries) != 1 or not libraries[0].startswith("torchbagua/native/libtorchbagua_cpu_"):
-        raise RuntimeError(f"{wheel.name} must contain the CPU library and no other, got {libraries}")
+        raise RuntimeError(f"{wheel.name} must contain the CPU library and no other library, got {libraries}")
     if wheel.stat().st_size > MAX_WHEEL_BYTES:
-        raise RuntimeError(f"{wheel.name} has {wheel.stat().st_size} bytes, at most {MAX_WHEEL_BYTES} are allowed")
+        raise RuntimeError(f"{wheel.name} is {wheel.stat().st_size} bytes; the limit is {MAX_WHEEL_BYTES}")
 
 
 def can_compile_for(machine: str) -> bool:

@@ -1,7 +1,7 @@
 """Small runs on two ranks that are saved in the middle and resumed, from files of this or an earlier release.
 
-`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt for each name in MAKE_ALGORITHM, unless it
-exists. Every release adds its own files, and keeps the older files, which later releases load.
+`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt for each name in MAKE_ALGORITHM. Every
+release adds its own files, and keeps the older files, which later releases load.
 
 All arithmetic after STOP is elementwise, and products that are added are exact, so that a run continues bitwise from a
 file on any machine. Only PowerSGD multiplies matrices.
@@ -128,5 +128,4 @@ def saved_file(label: str, name: str) -> Path:
 if __name__ == "__main__":
     (label,) = sys.argv[1:]
     for name in MAKE_ALGORITHM:
-        if not saved_file(label, name).exists():
-            torch.save(train_and_save(name), saved_file(label, name))
+        torch.save(train_and_save(name), saved_file(label, name))

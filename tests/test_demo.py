@@ -263,3 +263,23 @@ def test_a_signal_ends_all_processes(rate: int, victim: str, tmp_path: Path) -> 
     assert not left
     if rate:
         assert not _namespaces(process.pid)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_a_signal_while_the_network_is_built_removes_it(tmp_path: Path) -> None:
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    command = [*COMMAND, "--output", str(tmp_path)]
+    with programs.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not _namespaces(process.pid):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in stderr
+    assert not _namespaces(process.pid)

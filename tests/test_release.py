@@ -1,4 +1,4 @@
-"""`make release`: the edits of the working tree, and what it refuses. The wheels are in test_packaging.py."""
+"""`make release`: the edits of the working tree, and what it refuses."""
 
 import subprocess
 import sys
@@ -49,6 +49,7 @@ def test_versions_increase(git: Callable[..., None]) -> None:
     assert release.find_obstacle("0.1.0") is None
     git("tag", "v0.9.0")
     git("tag", "v0.10.0")
+    git("tag", "v1.0.0rc1")
     assert release.find_obstacle("0.10.1") is None
     for version in ("0.9.1", "0.10.0"):
         assert f"got '{version}', allowed: a version after 0.10.0" in str(release.find_obstacle(version))
@@ -65,10 +66,10 @@ def test_uncommitted_change_is_named(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("git")
 def test_owner_is_named_in_texts(tmp_path: Path) -> None:
     assert release.placeholders() == [tmp_path / "page.md"]
-    assert "the placeholders in page.md" in release.left_to_do("0.1.0")[0]
+    assert "replace the placeholder in page.md" in release.left_to_do("0.1.0", "abc")[0]
     release.edit(tmp_path / "page.md", lambda text: release.PLACEHOLDER.sub("me", text))
     assert (tmp_path / "page.md").read_text() == (
         "https://github.com/me/torchbagua, https://me.github.io/torchbagua, _OWNER"
     )
     assert release.placeholders() == []
-    assert "placeholders" not in "".join(release.left_to_do("0.1.0"))
+    assert "placeholder" not in "".join(release.left_to_do("0.1.0", "abc"))

@@ -17,11 +17,12 @@ import torch.distributed.checkpoint as dcp
 
 import torchbagua as tb
 from ranks import run_ranks
-from saved_states import END, FOLDER, STOP, Trainer, saved_file
+from saved_states import END, FOLDER, MAKE_ALGORITHM, STOP, Trainer, saved_file
 from torchbagua.codecs import Sign1Bit
 
 SAVED = [(label, name) for label, name in (path.stem.split("-")[1:] for path in sorted(FOLDER.glob("state-*.pt")))]
 """The label and the name of each file."""
+assert {name for _, name in SAVED} == MAKE_ALGORITHM.keys()
 
 LESS_THAN_A_TENSOR_MB = 1e-6
 # Arguments on which a state does not depend, with values that differ from the saved ones.
@@ -33,6 +34,7 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
     "diloco": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
     "qadam": [{"hierarchical": False, "compression": Sign1Bit(64)}],
 }
+assert HARMLESS.keys() <= MAKE_ALGORITHM.keys()
 
 
 def load_saved(label: str, name: str) -> dict[str, Any]:

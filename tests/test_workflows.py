@@ -13,7 +13,9 @@ TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"\$\((\w+)\)", MAKEFILE))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
 
-RUN = re.compile(r" *(?:- )?run: make(?P<targets>(?: [a-z-]+)+)(?P<variables>(?: \w+=(?:[\w.]+|\$\{\{ [\w.]+ \}\}))*)")
+RUN = re.compile(
+    r" *(?:- )?run: make(?P<targets>(?: [a-z-]+)+)(?P<variables>(?: \w+=(?:[\w.]+|\$\{\{ matrix\.\w+ \}\}))*)"
+)
 USES = re.compile(r" *(?:- )?uses: (?P<action>[\w-]+/[\w-]+)@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 
 
@@ -48,6 +50,7 @@ PIN = "0123456789abcdef0123456789abcdef01234567"
         ("- run: make test test-absent", "no target test-absent"),
         ("- run: make test-torch VERSIONS=2.12.0", "no variable VERSIONS"),
         ("- run: make test-torch VERSIONS=${{ matrix.torch }}", "no variable VERSIONS"),
+        ("- run: make test-torch VERSION=${{ github.event.issue.title }}", "not a call"),
         ("- run: make", "not a call"),
         ("- run: make test && pytest", "not a call"),
         ("- run: pytest", "not a call"),

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 PREFIX = "tbnet"
@@ -28,9 +29,12 @@ class NetworkError(RuntimeError):
 
 def run_command(*command: str) -> str:
     """Run `command` in a separate session, so that Ctrl-C does not interrupt a cleanup, and return its output."""
-    finished = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S, start_new_session=True
-    )
+    try:
+        finished = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S, start_new_session=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NetworkError(f"`{' '.join(command)}` did not end within {COMMAND_TIMEOUT_S} s") from error
     if finished.returncode != 0:
         raise NetworkError(f"`{' '.join(command)}` failed: {finished.stderr.strip() or finished.returncode}")
     return finished.stdout
@@ -48,8 +52,9 @@ def remove_stale_namespaces() -> list[str]:
     for name in existing_namespaces():
         match = re.match(rf"{PREFIX}-(\d+)-", name)
         if match and not os.path.exists(f"/proc/{match[1]}"):
-            run_command("ip", "netns", "delete", name)
-            stale.append(name)
+            with suppress(NetworkError):  # another run may delete it at the same time
+                run_command("ip", "netns", "delete", name)
+                stale.append(name)
     return stale
 
 

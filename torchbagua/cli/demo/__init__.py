@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from torchbagua import native
-from torchbagua.cli.namespaces import why_unavailable
+from torchbagua.cli.namespaces import NetworkError, why_unavailable
 from torchbagua.observe.files import find_files
 from torchbagua.observe.perfetto import merge
 
@@ -71,10 +72,13 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # Not at the top: when ranks run train.py, this package must not have imported it already.
-    from torchbagua.cli.demo.launch import launch
+    from torchbagua.cli.demo.launch import handled_signals, launch
     from torchbagua.cli.demo.report import Comparison, describe, write
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
+
+    for number in handled_signals():
+        signal.signal(number, _raise_signal)  # until the launcher installs its own, which raises the same
 
     try:
         text_mb = len(read_standard_library()) / 1e6
@@ -90,19 +94,23 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         seed=options.seed,
         rate_mbit=rate_mbit,
         traces=str(traces),
-        with_tensorboard=not missing,
+        with_tensorboard="tensorboard" not in missing,
     )
     print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources.")
     print(f"Network: {network}.", flush=True)
     try:
         native.load()  # before the ranks do, since it may compile
-        comparison = Comparison(*launch(settings))
     except (RuntimeError, ValueError) as error:
+        print(f"torchbagua demo: {error}", file=sys.stderr)
+        return 1
+    try:
+        comparison = Comparison(*launch(settings))
+    except NetworkError as error:
         print(f"torchbagua demo: {error}", file=sys.stderr)
         return 1
     print(f"\n{describe(comparison, settings)}\n")
     print(f"wrote {write(comparison, settings, options.output)}")
-    if not missing:
+    if "matplotlib" not in missing:
         from torchbagua.cli.demo.picture import draw
 
         draw(comparison, settings).savefig(options.output / "loss.png")
@@ -123,6 +131,10 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     else:
         print(f"  tensorboard --logdir {shlex.quote(str(traces.parent))}")
     return 0 if comparison.losses_agree else 1
+
+
+def _raise_signal(number: int, _: FrameType | None) -> None:
+    raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
 def _choose_network(parser: argparse.ArgumentParser, rate_mbit: int | None) -> tuple[int, str]:

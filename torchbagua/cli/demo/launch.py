@@ -32,12 +32,6 @@ def launch(settings: train.Settings) -> list[train.Run]:
         NetworkError: the network could not be emulated.
     """
     logging.disable(logging.WARNING)  # after Ctrl-C, the launcher would report each process that it ends
-    # Except signals that this process ignores from the start, such as SIGHUP after nohup. SIGINT is not listed: the
-    # launcher would forward it to the ranks, and each would print a traceback. Python's default handler ends the
-    # launcher, which then ends the ranks with SIGTERM.
-    handled = [
-        name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
-    ]
     network, prefix = None, []
     if settings.rate_mbit:
         remove_stale_namespaces()
@@ -53,14 +47,26 @@ def launch(settings: train.Settings) -> list[train.Run]:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",  # by default ranks rendezvous at this machine's host name, which may not resolve
             max_restarts=0,
-            signals_to_handle=",".join(handled),
+            signals_to_handle=",".join(name.name for name in handled_signals()),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         output = Path(folder, "runs.json")
-        program = [sys.executable, "-m", train.__name__, json.dumps(asdict(settings)), str(output)]
-        entrypoint, *arguments = [*prefix, *program]
-        elastic_launch(config, entrypoint)(*arguments)
+        # In arguments, the launcher replaces names after a dollar sign.
+        written = json.dumps(asdict(settings)).replace("$", "$$")
+        command: list[str] = [*prefix, sys.executable, "-m", train.__name__, written, str(output)]
+        elastic_launch(config, command[0])(*command[1:])
         return [train.Run(**run) for run in json.loads(output.read_text(encoding="utf-8"))]
+
+
+def handled_signals() -> list[signal.Signals]:
+    """Returns the signals after which the demo ends its ranks, and deletes their network.
+
+    Not those that this process ignores from the start, such as SIGHUP after nohup. SIGINT is not one of them: the
+    launcher would forward it to the ranks, and each would print a traceback. Python's default handler ends the
+    launcher, which then ends the ranks with SIGTERM.
+    """
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    return [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _enter(network: EmulatedNetwork) -> list[str]:
@@ -69,7 +75,7 @@ def _enter(network: EmulatedNetwork) -> list[str]:
     `ip` and `env` replace themselves by the program that they run, so the launcher supervises that program.
     """
     variables = {
-        # From its namespace, a rank does not reach the launcher's store. Instead, rank 0 creates a store.
+        # From its namespace, a rank cannot reach the launcher's store. Instead, rank 0 creates a store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": "29500",

@@ -37,8 +37,8 @@ def describe(comparison: Comparison, settings: Settings) -> str:
     """Returns the comparison as text: a table with one row per run, the results, and the meaning of the columns."""
     plain, bytegrad = comparison.plain, comparison.bytegrad
     head = [
-        ["", "final loss", "MB sent", "ratio", "ms", "bits per"],
-        ["", "nats/byte", "per step", "", "per step", "element"],
+        ["", "final loss", "MB sent", "ratio", "ms", "floor", "bits per"],
+        ["", "nats/byte", "per step", "", "per step", "ms", "element"],
     ]
     rows = [
         [
@@ -47,11 +47,12 @@ def describe(comparison: Comparison, settings: Settings) -> str:
             f"{run.step_sent_bytes / 1e6:.3f}",
             f"{run.ratio:.2f}x",
             f"{run.step_ms:.0f}",
+            f"{run.step_sent_bytes * 8 / settings.rate_mbit / 1e3:.0f}" if settings.rate_mbit else "-",
             f"{run.bits_per_element:.2f}",
         ]
         for run in (plain, bytegrad)
     ]
-    faster, network = "", "without a network"
+    faster, network = "", "over loopback"
     if settings.rate_mbit:
         faster = f", and its steps are {comparison.speed_up:.1f} times faster at {settings.rate_mbit} Mbit/s"
         network = "that emulates the network"
@@ -63,7 +64,8 @@ def describe(comparison: Comparison, settings: Settings) -> str:
 ByteGrad sends {bytegrad.ratio:.2f} times fewer bytes{faster}.
 The losses differ by {comparison.loss_difference:.2%}, {verdict} {LOSS_TOLERANCE:.0%}.
 
-Loss: mean over the last {num_final} steps and over all ranks. ms: median, on one machine {network}.
+Loss: mean over the last {num_final} steps and over all ranks. ms: median, on one machine {network}. floor: the time to
+send the bytes at the rate of the network.
 MB: sent by each rank for {plain.num_elements:,} gradient elements. torchbagua.observe.Recorder measures
 ByteGrad's bytes. Plain DDP's bytes are the volume of gloo's ring all-reduce, 2 (n-1)/n x 4 bytes x elements
 for n ranks; `make bench-network` verifies this volume at the network interface."""
