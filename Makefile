@@ -187,7 +187,7 @@ wheels: $(STAMPS)/release ## build the wheel and the source distribution in dist
 	$(BIN)/python release/wheels.py $(ARGS)
 
 .PHONY: release
-release: $(STAMPS)/dev $(STAMPS)/release ## make a release: changelog, saved states, wheels, commit, tag; VERSION=0.1.0 OWNER=name
+release: $(if $(VERSION),$(STAMPS)/dev $(STAMPS)/release) ## make a release: changelog, saved states, wheels, commit, tag; VERSION=0.1.0 OWNER=name
 	@test -n "$(VERSION)" || { echo 'make release: VERSION must be the version to release, such as VERSION=0.1.0'; exit 1; }
 	$(BIN)/python release/release.py $(VERSION) $(if $(filter command line,$(origin OWNER)),--owner '$(OWNER)')
 

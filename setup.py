@@ -7,6 +7,7 @@ its nvcc, the CUDA library. If a compiler exists but fails, the build fails.
 """
 
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -66,6 +67,15 @@ def configure_build() -> dict[str, Any]:
     return {"ext_modules": libraries, "cmdclass": {"build_ext": BuildLibrary}}
 
 
+def readme() -> str:
+    """Returns README.md with absolute links, since the package index has no other files."""
+    found = re.search(r'^Source = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r'(!\[[^]]*\]\(|src="|srcset=")(?!http)', rf"\g<1>{found[1]}/raw/main/", text)
+    return re.sub(r"(\]\()(?!http|#)", rf"\g<1>{found[1]}/blob/main/", text)
+
+
 def library(binary: Any, toolkit: Any = None) -> setuptools.Extension:
     """Returns the extension that builds `binary`; CUDA needs a toolkit."""
     # Not CUDAExtension: it links the CUDA runtime as a shared library, which ties the build to one CUDA version.
@@ -99,6 +109,8 @@ ahead = configure_build()
 # setuptools packs everything in its build folder. A persistent folder would contain files deleted from the sources.
 with tempfile.TemporaryDirectory() as build_folder:
     setup(
+        long_description=readme(),
+        long_description_content_type="text/markdown",
         packages=[*find_packages(include=["torchbagua", "torchbagua.*"]), "torchbagua._csrc"],
         # Every wheel contains the C++ sources, as the data of a package without Python code.
         package_dir={"torchbagua._csrc": "csrc_cuda"},

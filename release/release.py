@@ -20,12 +20,12 @@ UNRELEASED = "## [Unreleased]\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes the release. Raises SystemExit if the working tree cannot be released, or the error of a failed step."""
+    """Makes the release. Raises SystemExit if the working tree cannot be released, or a step fails."""
     parser = argparse.ArgumentParser(prog="release/release.py", description="make a release, without pushing it")
     parser.add_argument("version", help="the version to release, such as 0.1.0")
     parser.add_argument("--owner", help="the owner of the repository on GitHub, instead of the placeholder OWNER")
     options = parser.parse_args(arguments)
-    obstacle = find_obstacle(options.version)
+    obstacle = find_obstacle(options.version, options.owner)
     if obstacle:
         parser.error(obstacle)
 
@@ -36,23 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         git("commit", "--quiet", "--message", f"Release {options.version}")
         git("tag", "--annotate", f"v{options.version}", "--message", f"torchbagua {options.version}")
         done.append(f"commit and tag v{options.version}")
-    except BaseException:
+    except (subprocess.CalledProcessError, ValueError, KeyboardInterrupt) as error:
         undo = f"git add --all && git reset --hard {before}"
-        print(f"\nThe release failed, and no tag was created. `{undo}` undoes its edits.", file=sys.stderr)
-        raise
+        sys.exit(f"\nThe release failed: {error or 'interrupted'}\nNo tag was created. `{undo}` undoes all edits.")
 
     print(f"\nRelease {options.version}:")
     left = left_to_do(options.version, before)
     print("\n".join([*(f"  [x] {step}" for step in done), *(f"  [ ] {step}" for step in left)]))
 
 
-def find_obstacle(version: str) -> str | None:
+def find_obstacle(version: str, owner: str | None = None) -> str | None:
     """Returns why `version` cannot be released from this working tree, or None."""
+    if owner is not None and not re.fullmatch(r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*", owner):
+        return f"argument --owner: got {owner!r}, allowed: letters, digits and single hyphens"
+    if git("branch", "--show-current").strip() != "main":
+        return "the branch must be main: run `git switch main`"
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         return f"argument version: got {version!r}, allowed: three numbers, such as 0.1.0"
     changed = git("status", "--porcelain")
     if changed:
-        return f"the working tree must have no uncommitted change, got\n{changed}"
+        return f"the working tree must have no uncommitted change; commit or stash\n{changed}"
     tags = (re.fullmatch(r"v(\d+)\.(\d+)\.(\d+)", tag) for tag in git("tag", "--list").split())
     released = [tuple(map(int, tag.groups())) for tag in tags if tag]
     if tuple(map(int, version.split("."))) <= max(released, default=()):
@@ -63,6 +66,9 @@ def find_obstacle(version: str) -> str | None:
 
 def prepare(version: str, owner: str | None) -> Iterator[str]:
     """Edits the files of the release and builds its wheels; yields a line for each step that it has done."""
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    edit(ROOT / "CHANGELOG.md", lambda text: cut_changelog(text, version, today.isoformat()))
+    yield f"CHANGELOG.md: section {version}"
     if owner is not None:
         paths = placeholders()
         for path in paths:
@@ -71,9 +77,6 @@ def prepare(version: str, owner: str | None) -> Iterator[str]:
     edit(ROOT / "torchbagua" / "version.py", lambda text: re.sub(r'(?<=__version__ = ").*(?=")', version, text))
     edit(ROOT / "CITATION.cff", lambda text: re.sub(r"(?m)(?<=^version: ).*", version, text))
     yield f"version {version} in torchbagua/version.py and CITATION.cff"
-    today = datetime.datetime.now(datetime.timezone.utc).date()
-    edit(ROOT / "CHANGELOG.md", lambda text: cut_changelog(text, version, today.isoformat()))
-    yield f"CHANGELOG.md: section {version}"
 
     run("tests/saved_states.py", version)
     run("-m", "pytest", "--quiet", "tests/test_saved_states.py")
@@ -106,6 +109,7 @@ def left_to_do(version: str, before: str) -> list[str]:
     unnamed = [str(path.relative_to(ROOT)) for path in placeholders()]
     return [
         *([name_owner(version, before, unnamed)] if unnamed else []),
+        "write `pip install torchbagua` in README.md and docs/get-started.md, if this is the first release",
         "test this commit: `.ci/run`, and `make test-torch VERSION=...` with every supported torch",
         f"`git push origin HEAD v{version}`: the release workflow builds the wheels again and publishes them",
     ]

@@ -60,7 +60,18 @@ def test_versions_increase(git: Callable[..., None]) -> None:
 @pytest.mark.usefixtures("git")
 def test_uncommitted_change_is_named(tmp_path: Path) -> None:
     (tmp_path / "new.py").touch()
-    assert "no uncommitted change, got\n?? new.py" in str(release.find_obstacle("0.1.0"))
+    assert "no uncommitted change; commit or stash\n?? new.py" in str(release.find_obstacle("0.1.0"))
+
+
+@pytest.mark.usefixtures("git")
+@pytest.mark.parametrize("owner", ["", "some/body", "a b", "-a", "a--b"])
+def test_owner_must_be_a_name_of_github(owner: str) -> None:
+    assert f"argument --owner: got {owner!r}" in str(release.find_obstacle("0.1.0", owner))
+
+
+def test_other_branch_is_refused(git: Callable[..., None]) -> None:
+    git("switch", "--create", "side")
+    assert "the branch must be main" in str(release.find_obstacle("0.1.0"))
 
 
 @pytest.mark.usefixtures("git")

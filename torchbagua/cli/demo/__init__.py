@@ -2,7 +2,9 @@
 
 import argparse
 import importlib.util
+import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -87,6 +89,9 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     # One folder per run, so that TensorBoard shows the runs side by side.
     traces = options.output / "traces" / time.strftime("%Y%m%d-%H%M%S")
+    if traces.exists():
+        traces = traces.with_name(f"{traces.name}-{os.getpid()}")
+    traces.mkdir()
     rate_mbit, network = _choose_network(parser, options.rate)
     settings = Settings(
         nproc=options.nproc,
@@ -96,7 +101,8 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         traces=str(traces),
         with_tensorboard="tensorboard" not in missing,
     )
-    print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources.")
+    print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources: first with")
+    print("plain DDP, then with ByteGrad, which sends gradients in 8 bits.")
     print(f"Network: {network}.", flush=True)
     try:
         native.load()  # before the ranks do, since it may compile
@@ -123,14 +129,19 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     print(f"wrote {traces}")
     print(
         "\nTo see the cost of ByteGrad's communication over time:"
-        f"\n  torchbagua trace show {shlex.quote(str(traces))}"
-        f"\n  open {merged} in https://ui.perfetto.dev"
+        f"\n  {_program('torchbagua')} trace show {shlex.quote(str(traces))}"
+        f"\n  open {shlex.quote(str(merged))} in https://ui.perfetto.dev"
     )
     if missing:
         print(f"\nFor a picture and for TensorBoard, install {' and '.join(missing)}: pip install 'torchbagua[demo]'")
     else:
-        print(f"  tensorboard --logdir {shlex.quote(str(traces.parent))}")
+        print(f"  {_program('tensorboard')} --logdir {shlex.quote(str(traces.parent))}")
     return 0 if comparison.losses_agree else 1
+
+
+def _program(name: str) -> str:
+    """Returns how the user calls a program of this environment, which may not be on PATH."""
+    return name if shutil.which(name) else shlex.quote(str(Path(sys.executable).with_name(name)))
 
 
 def _raise_signal(number: int, _: FrameType | None) -> None:

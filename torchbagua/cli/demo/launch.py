@@ -19,7 +19,7 @@ from torchbagua.cli.namespaces import SMALL_BURST, EmulatedNetwork, remove_stale
 
 
 def launch(settings: train.Settings) -> list[train.Run]:
-    """Runs `python -m torchbagua.cli.demo.train` in `settings.nproc` processes, as `torchrun --standalone` would.
+    """Runs `torchbagua/cli/demo/train.py` in `settings.nproc` processes, as `torchrun --standalone` would.
 
     If `settings.rate_mbit` is not 0, each process runs in a network namespace.
 
@@ -53,7 +53,8 @@ def launch(settings: train.Settings) -> list[train.Run]:
         output = Path(folder, "runs.json")
         # In arguments, the launcher replaces names after a dollar sign.
         written = json.dumps(asdict(settings)).replace("$", "$$")
-        command: list[str] = [*prefix, sys.executable, "-m", train.__name__, written, str(output)]
+        # Not with -m, which would import a package in the current folder, such as that of a clone.
+        command: list[str] = [*prefix, sys.executable, train.__file__, written, str(output)]
         elastic_launch(config, command[0])(*command[1:])
         return [train.Run(**run) for run in json.loads(output.read_text(encoding="utf-8"))]
 
