@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchbagua import _concurrency
 from torchbagua.observe import Recorder, clocks
 from torchbagua.observe.clocks import HostClock, TimedPhase, TimedStep
 from torchbagua.observe.events import CommEvent, Details
@@ -44,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     simulated = SimulatedGpu()
     monkeypatch.setattr(clocks.GpuClock, "now", lambda clock: SimulatedEvent(simulated))
     monkeypatch.setattr(clocks.GpuClock, "fetch", lambda clock, values: values)
-    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: START_NS)
+    monkeypatch.setattr(_concurrency, "perf_counter_ns", lambda: START_NS)
     return simulated
 
 

@@ -186,7 +186,7 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     ranks_of_threads: dict[str, int] = {f"rank {rank}": rank for rank in range(3)}
     skewed = SkewedTime({0: 1.0, 1: 1.001, 2: 0.999}, {0: 0.0, 1: 1000.0, 2: -3.5})
-    monkeypatch.setattr(clock, "time", skewed)
+    monkeypatch.setattr(clock, "_concurrency", skewed)
     monkeypatch.setattr(process_group, "clock_of_machine", lambda: threading.current_thread().name)
 
     def body(group: dist.ProcessGroup) -> tuple[int, list[ClockOffset]]:

@@ -1,11 +1,11 @@
 """Offsets between the clocks of ranks, for traces on a common time axis."""
 
-import time
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua.observe.events import ClockOffset
 from torchbagua.transport.communicator import Communicator
 
@@ -40,20 +40,20 @@ def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOf
                 _receive(communicator, asker)
                 _send(communicator, asker)
     if communicator.rank not in askers:
-        return ClockOffset(time.perf_counter_ns(), 0, 0)
+        return ClockOffset(_concurrency.perf_counter_ns(), 0, 0)
     communicator.connect([0], _PURPOSE)
     answers = []
     for _ in range(_NUM_QUESTIONS):
         asked_ns = _send(communicator, 0)
         theirs_ns = _receive(communicator, 0)
-        now_ns = time.perf_counter_ns()
+        now_ns = _concurrency.perf_counter_ns()
         answers.append(ClockOffset(now_ns, theirs_ns - (asked_ns + now_ns) // 2, (now_ns - asked_ns + 1) // 2))
     return min(answers, key=lambda answer: answer.error_ns)
 
 
 def _send(communicator: Communicator, peer: int) -> int:
     """Send this rank's time to a peer, and return it."""
-    now_ns = time.perf_counter_ns()
+    now_ns = _concurrency.perf_counter_ns()
     communicator.post("sending to", peer, torch.tensor([now_ns]), tag=_TAG, purpose=_PURPOSE)
     communicator.wait("sending to", peer, tag=_TAG, purpose=_PURPOSE)
     return now_ns

@@ -1,8 +1,8 @@
 """Times the first runs of an operation that sends in pieces, to decide whether pieces pay off."""
 
 import math
-import time
 
+from torchbagua import _concurrency
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.transport.communicator import Communicator
 
@@ -43,8 +43,8 @@ class FirstRuns:
         return not all_reduce_max(self._communicator, [is_slow], self._purpose)[0]
 
     def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
+        self._start_s = _concurrency.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._shortest_s = min(self._shortest_s, time.perf_counter() - self._start_s)
+        self._shortest_s = min(self._shortest_s, _concurrency.perf_counter() - self._start_s)
         self._num_runs += 1

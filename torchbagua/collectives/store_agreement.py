@@ -7,13 +7,13 @@ requests, and all summaries together have O(n log n) bytes: a value that is equa
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.collectives.nodes import number_by_first_appearance
 from torchbagua.transport.store_requests import read_texts
@@ -85,7 +85,7 @@ class _Agreement:
         self._rank = rank
         self._size = size
         self._timeout_s = timeout.total_seconds()
-        self._deadline_s = time.monotonic() + self._timeout_s
+        self._deadline_s = _concurrency.monotonic() + self._timeout_s
 
     def reach(self, own: Introduction) -> Verdict:
         self._store.set(f"own/{self._rank}", _encode(own._asdict()))
@@ -152,7 +152,7 @@ class _Agreement:
         """Return the values of these keys when all keys exist; raise TimeoutError if that takes too long."""
         while True:
             try:
-                left_s = max(self._deadline_s - time.monotonic(), _POLL_S)
+                left_s = max(self._deadline_s - _concurrency.monotonic(), _POLL_S)
                 self._store.wait(keys, timedelta(seconds=left_s))
                 has_come = True
             except RuntimeError:
@@ -161,15 +161,20 @@ class _Agreement:
                 has_come = self._store.check(keys)
             if has_come and all(texts := read_texts(self._store, keys)):
                 return [_decode(text) for text in texts]
-            late_s = time.monotonic() - self._deadline_s
+            late_s = _concurrency.monotonic() - self._deadline_s
             # If all ranks have arrived, the last one only just now, the others are still computing the verdict.
             if late_s > 0 and ((missing := self._missing()) or late_s > self._timeout_s):
                 self._withdraw(missing)
-            time.sleep(_POLL_S if late_s < 0 else _LAST_POLL_S)
+            _concurrency.sleep(_POLL_S if late_s < 0 else _LAST_POLL_S)
 
     def _withdraw(self, missing: list[int]) -> NoReturn:
         self._store.add("withdrawals", 1)
         self._store.set(f"own/{self._rank}", _WITHDRAWN)
+        if not missing:
+            raise TimeoutError(
+                f"torchbagua: timed out after {self._timeout_s:g} s waiting for ranks {self._stopped()} of "
+                f"{self._size} to finish comparing settings: they have died or are blocked"
+            )
         raise TimeoutError(
             f"torchbagua: timed out after {self._timeout_s:g} s waiting for ranks {missing} of {self._size}: every "
             "rank of the group must call reify or attach, or construct its groups, in the same order"
@@ -190,6 +195,13 @@ class _Agreement:
             return sorted(missing)
         texts = read_texts(self._store, [f"own/{rank}" for rank in range(self._size)])
         return [rank for rank, text in enumerate(texts) if text == _WITHDRAWN]
+
+    def _stopped(self) -> list[int]:
+        """Return the ranks that could have written their summary, or the verdict, and have not."""
+        inner = [rank for rank in range(self._size) if self._summary_key(rank).startswith("subtree")] or [0]
+        written = {rank for rank in inner if self._store.check(["verdict" if rank == 0 else self._summary_key(rank)])}
+        waiting = {rank for rank in inner if {*_children(rank, self._size)} & {*inner} - written}
+        return sorted({*inner} - written - waiting)
 
 
 def _children(rank: int, size: int) -> Iterator[int]:

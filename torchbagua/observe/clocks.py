@@ -1,11 +1,11 @@
 """The times of phases: on the host known at once, on a GPU known later, without waiting for the GPU."""
 
-import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Details, Phase
 
 Timestamp = int | torch.cuda.Event
@@ -70,7 +70,7 @@ class HostClock:
         self._early: list[TimedPhase] = []  # phases of the next step
 
     def now(self) -> int:
-        return time.perf_counter_ns()
+        return _concurrency.perf_counter_ns()
 
     def fetch(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return values
@@ -116,7 +116,7 @@ class GpuClock:
         self._device = device
         self._base = self.now()
         self._base.synchronize()
-        self._base_ns = self._step_start_ns = time.perf_counter_ns()
+        self._base_ns = self._step_start_ns = _concurrency.perf_counter_ns()
         self._early: list[TimedPhase] = []  # phases of the next step
 
     def now(self) -> torch.cuda.Event:

@@ -1,9 +1,9 @@
 """Collects the figures of all ranks on one rank, without blocking any rank."""
 
 import json
-import time
 from collections.abc import Mapping
 
+from torchbagua import _concurrency
 from torchbagua.observe.events import Run
 
 # How many times a rank may publish between two reads by the collecting rank.
@@ -58,8 +58,8 @@ class OverRanks:
         is_alone = self._board is None or self._board.get(_PRESENCE) is None
         if self._board is not None and is_alone:
             self._run.failures.append("TensorBoardTrace: not every rank has one, so charts over ranks are missing")
-        deadline_s = time.monotonic() + (0.0 if is_alone else _LAST_WAIT_S)
-        while self._awaited and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        deadline_s = _concurrency.monotonic() + (0.0 if is_alone else _LAST_WAIT_S)
+        while self._awaited and _concurrency.monotonic() < deadline_s:
+            _concurrency.sleep(0.01)
             complete += self.collect()
         return complete

@@ -1,7 +1,5 @@
 """The tracer: it converts the phases of an algorithm's work into events, and passes them to observers."""
 
-import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch.autograd import profiler
 
+from torchbagua import _concurrency
 from torchbagua._environment import environment
 from torchbagua._torch import is_profiling
 from torchbagua._warnings import warn_user_during_error
@@ -77,7 +76,7 @@ class Tracer:
         self._observers = tuple({id(observer): observer for observer in observers}.values())
         self.failures: list[str] = []
         self._unreported: list[tuple[str, int, Exception]] = []
-        self._lock = threading.Lock()  # guards the observers: only one thread notifies them at a time
+        self._lock = _concurrency.Lock()  # guards the observers: only one thread notifies them at a time
         self._clock: Clock = HostClock()
         self._pending: deque[TimedPhase] = deque()  # threads append to it without a lock
         self._unresolved: deque[TimedStep] = deque()
@@ -119,7 +118,7 @@ class Tracer:
 
     def now(self, *, on_host: bool = False) -> Timestamp:
         """Return the current timestamp: of the GPU's current stream if a GPU is used and `on_host` is not set."""
-        return time.perf_counter_ns() if on_host else self._clock.now()
+        return _concurrency.perf_counter_ns() if on_host else self._clock.now()
 
     def end(self) -> None:
         """Report the remaining phases and the end of the run to the observers, and release them."""

@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua._torch import future_of
 from torchbagua.transport.streams import LaneStream
 
@@ -67,7 +68,7 @@ class Job(ABC, Generic[T]):
         work fails later, the `poll` of the lane detects it, and this method raises the error from then on.
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
-            self._done.wait()  # on a GPU, this thread's stream waits too
+            _concurrency.wait_for(self._done)
         if (failure := self._worker.late_failure) is not None:
             raise failure
         return self._outcome()

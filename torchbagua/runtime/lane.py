@@ -2,7 +2,6 @@
 
 import atexit
 import queue
-import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua.runtime.job import InSteps, Job, JobInSteps, JobOfFunction
 from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream
 
@@ -48,8 +48,8 @@ class Lane:
         self._worker = _Worker(on_failure, waiting, poll)
         self._side: LaneStream | None = None
         self._name = name
-        self._lock = threading.Lock()  # ensures that no job is queued after the stop
-        self._thread: threading.Thread | None = None
+        self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
+        self._thread: _concurrency.Thread | None = None
         # With a standalone hook, nobody calls close. Garbage collection of the lane then stops the thread, so the
         # thread refers to the worker only, not to the lane.
         self._stop = weakref.finalize(self, self._worker.stop)
@@ -124,7 +124,7 @@ class Lane:
             if not self._stop.alive:
                 raise RuntimeError(f"{self._name} is closed")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._worker.work, name=self._name, daemon=True)
+                self._thread = _concurrency.Thread(target=self._worker.work, name=self._name, daemon=True)
                 self._thread.start()
                 atexit.register(self._close_at_exit)
             if interrupt is not None:
@@ -185,8 +185,8 @@ class _Worker:
         self.waiting = waiting
         self._poll = poll
         self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
-        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # ensures that no job is queued after a failure
+        self._jobs: _concurrency.SimpleQueue[Job[Any] | None] = _concurrency.SimpleQueue()
+        self._lock = _concurrency.Lock()  # ensures that no job is queued after a failure
         self.failure: BaseException | None = None
         self.late_failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None

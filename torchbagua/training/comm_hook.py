@@ -8,6 +8,7 @@ instead of `attach`. The runner then knows neither the module nor the parameters
 import torch
 import torch.distributed as dist
 
+from torchbagua import _concurrency
 from torchbagua._torch import is_in_backward
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.runner import Runner
@@ -85,5 +86,5 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
             return launched
         future = state.lane.submit_steps(work).future()
     if bucket.is_last() and state.has_joined:
-        future.wait()  # DDP waits for it now, but ignores its error
+        _concurrency.wait_for(future)  # DDP waits for it now, but ignores its error
     return future

@@ -1,7 +1,6 @@
 """A communicator: a group of ranks that exchange tensors, over one transport for each device type."""
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn
@@ -9,6 +8,7 @@ from typing import Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from torchbagua import _concurrency
 from torchbagua.observe.tracer import Span, Tracer
 from torchbagua.transport.base import (
     COLLECTIVES,
@@ -164,7 +164,7 @@ class Communicator(NamedRanks):
             launch = self._launches.first_unfinished()
         except RuntimeError as error:
             raise self.failure(f"an operation of {name}", cause_of(error)) from error
-        if launch is not None and time.monotonic() > launch.at_s + self._timeout_s:
+        if launch is not None and _concurrency.monotonic() > launch.at_s + self._timeout_s:
             cause = f"{name} did not finish within {self._timeout_s:g} s: a rank died or is blocked"
             raise self.failure(launch.purpose, cause)
         return launch is not None
@@ -323,7 +323,9 @@ class Communicator(NamedRanks):
         self._check_open(purpose)
         key = (tag, direction, peer)
         transport = self._transport(tensor.device)
-        self._pending[key] = _Pending(transport, tensor, time.perf_counter())  # the clock starts before data can arrive
+        self._pending[key] = _Pending(
+            transport, tensor, _concurrency.perf_counter()
+        )  # the clock starts before data can arrive
         try:
             if direction == "receiving from":
                 transport.post_receive(peer, tensor, tag)
@@ -353,7 +355,7 @@ class Communicator(NamedRanks):
             cause = str(error)
         else:
             if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
-                rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
+                rate = pending.tensor.nbytes / (_concurrency.perf_counter() - pending.posted_s)
                 self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
             return
         self._fail(purpose, cause, direction, peer)

@@ -1,8 +1,6 @@
 """Rounds of model averaging that the lane runs concurrently with training, which never waits for them."""
 
 import math
-import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.observe.events import Details
@@ -33,7 +32,7 @@ class WaitClock(Protocol):
         """Return the seconds since an arbitrary reference time."""
         ...
 
-    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
+    def wait(self, changed: _concurrency.Condition, timeout_s: float) -> None:
         """Wait until `changed` is notified, at most `timeout_s`."""
         ...
 
@@ -43,9 +42,9 @@ class MonotonicWaitClock:
 
     def now(self) -> float:
         """Return `time.monotonic()`."""
-        return time.monotonic()
+        return _concurrency.monotonic()
 
-    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
+    def wait(self, changed: _concurrency.Condition, timeout_s: float) -> None:
         """Wait until `changed` is notified, at most `timeout_s`."""
         changed.wait(timeout_s)
 
@@ -140,7 +139,7 @@ class BackgroundRounds:
         self._loads_differ_since_s: float | None = None
         # Guards everything below. The training thread owns the buckets' snapshots while the lane asks for them, and the
         # lane owns them otherwise.
-        self._changed = threading.Condition()
+        self._changed = _concurrency.Condition()
         self._phase: RoundPhase = "pause"
         self._vote = Vote()
         self._loads = weights.lockstep.loads.mark
@@ -252,7 +251,7 @@ class BackgroundRounds:
             self._weights.add(DIFFERENCE, self._pending_info.buffers.__getitem__)
             staleness = self._num_steps - self._pending_info.step
             self._pending_info = None
-            now_ns = time.perf_counter_ns()
+            now_ns = _concurrency.perf_counter_ns()
             values = {"rounds": self.num_rounds, "staleness in steps": staleness}
             self._tracer.tell("apply", now_ns, now_ns, Details(values=values))
         if self._phase == "asked":

@@ -1,11 +1,11 @@
 """Runs the communication of a sharded module on several threads, and closes all groups when one thread fails."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua._torch import queue_callback
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.job import Job
@@ -23,7 +23,7 @@ class FirstFailure:
 
     def __init__(self, groups: Sequence[BaguaProcessGroup]) -> None:
         self._groups = groups
-        self._lock = threading.Lock()
+        self._lock = _concurrency.Lock()
         self._error: Exception | None = None
 
     @contextmanager

@@ -1,0 +1,27 @@
+"""Threads, locks, waits and clocks of the whole package; a simulation replaces them.
+
+Use them as `_concurrency.Lock()`, and never import them by name: `torchbagua.simulation` sets the attributes of this
+module for the duration of a run, so that one thread runs at a time and time is virtual.
+"""
+
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+
+Thread = threading.Thread
+Lock = threading.Lock
+Condition = threading.Condition
+Event = threading.Event
+SimpleQueue = queue.SimpleQueue
+monotonic = time.monotonic
+perf_counter = time.perf_counter
+perf_counter_ns = time.perf_counter_ns
+sleep = time.sleep
+
+
+def wait_for(future: "torch.futures.Future[Any]") -> None:
+    """Wait until `future` is complete. On a GPU, the current stream waits too."""
+    future.wait()
