@@ -172,6 +172,10 @@ gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of 
 	@$(PYTHON) -c 'import torch, pytest, hypothesis, numpy, tqdm, tensorboard' || { echo 'make gpu: PYTHON must be a Python with a CUDA torch and the packages that its tests need'; exit 1; }
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
+.PHONY: simulate
+simulate: $(STAMPS)/dev ## run thousands of trainings with faults in a simulated network; ARGS='--seeds 10000'
+	$(BIN)/python -W ignore tests/simulate.py $(ARGS)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## run the soak tests, which take minutes
 	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)

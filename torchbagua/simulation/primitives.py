@@ -1,0 +1,202 @@
+"""Threads, locks, queues and clocks in virtual time, with the interfaces of Python's that `_concurrency` has."""
+
+import math
+import queue
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from torchbagua.simulation.scheduler import Scheduler, SimulatedThread
+
+T = TypeVar("T")
+
+
+class Primitives:
+    """The attributes of `torchbagua._concurrency` in a simulation, made for its scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def replacements(self) -> dict[str, Any]:
+        """Return the simulated attributes by name."""
+        scheduler = self.scheduler
+
+        def bound(kind: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *arguments, **named: kind(scheduler, *arguments, **named)
+
+        return {
+            "Thread": bound(Thread),
+            "Lock": bound(Lock),
+            "Condition": bound(Condition),
+            "Event": bound(Event),
+            "SimpleQueue": bound(SimpleQueue),
+            "monotonic": lambda: scheduler.now_s,
+            "perf_counter": lambda: scheduler.now_s,
+            "perf_counter_ns": lambda: round(scheduler.now_s * 1e9),
+            "sleep": self.sleep,
+            "wait_for": self.wait_for,
+        }
+
+    def sleep(self, seconds: float) -> None:
+        self.scheduler.block(lambda: False, seconds)
+
+    def wait_for(self, future: "torch.futures.Future[Any]") -> None:
+        self.scheduler.block(future.done)
+        future.wait()
+
+
+class Lock:
+    """`threading.Lock`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_locked = False
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        is_free = self._scheduler.block(
+            lambda: not self._is_locked, 0 if not blocking else math.inf if timeout < 0 else timeout
+        )
+        if is_free:
+            self._is_locked = True
+        return is_free
+
+    def release(self) -> None:
+        self._is_locked = False
+
+    def locked(self) -> bool:
+        return self._is_locked
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Condition(Lock):
+    """`threading.Condition`, with its own lock, which is reentrant."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._owner: SimulatedThread | None = None
+        self._depth = 0
+        self._waiting: deque[list[bool]] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        thread = self._scheduler.current
+        if self._depth and self._owner is thread:
+            self._depth += 1
+            return True
+        if super().acquire(blocking, timeout):
+            self._owner, self._depth = thread, 1
+            return True
+        return False
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            super().release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        notified = [False]
+        self._waiting.append(notified)
+        depth, self._depth = self._depth, 1
+        self.release()
+        try:
+            return self._scheduler.block(lambda: notified[0], math.inf if timeout is None else timeout)
+        finally:
+            if not notified[0]:
+                self._waiting.remove(notified)
+            self.acquire()
+            self._depth = depth
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        end_s = math.inf if timeout is None else self._scheduler.now_s + timeout
+        while not (result := predicate()) and (left_s := end_s - self._scheduler.now_s) > 0:
+            self.wait(None if left_s == math.inf else left_s)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiting))):
+            self._waiting.popleft()[0] = True
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class Event:
+    """`threading.Event`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._scheduler.block(self.is_set, math.inf if timeout is None else timeout)
+
+
+class SimpleQueue(Generic[T]):
+    """`queue.SimpleQueue`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._items: deque[T] = deque()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        wait_s = 0 if not block else math.inf if timeout is None else timeout
+        if not self._scheduler.block(lambda: bool(self._items), wait_s):
+            raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> T:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+
+class Thread:
+    """`threading.Thread`, of the rank whose thread creates it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        target: Callable[..., object],
+        name: str,
+        args: tuple[Any, ...] = (),
+        daemon: bool = True,
+    ) -> None:
+        self._scheduler = scheduler
+        self._target = target
+        self._arguments = args
+        self._thread: SimulatedThread | None = None
+        self.name = name
+
+    def start(self) -> None:
+        parent = self._scheduler.current
+        assert parent is not None, "a thread of a rank starts it"
+        self._thread = self._scheduler.start(self.name, parent.rank, lambda: self._target(*self._arguments))
+
+    def join(self, timeout: float | None = None) -> None:
+        self._scheduler.block(lambda: not self.is_alive(), math.inf if timeout is None else timeout)
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and not self._thread.is_done

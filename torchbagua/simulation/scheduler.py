@@ -1,0 +1,191 @@
+"""The scheduler of a simulation: threads of which one runs at a time, in virtual time, in an order given by a seed.
+
+A thread runs until it blocks. It then gives the turn to a thread that is ready, which the seed selects. If none is
+ready, time jumps to the next event or deadline. FoundationDB's simulator and Neon's desim work in this way.
+"""
+
+import hashlib
+import math
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+
+class Deadlock(RuntimeError):
+    """Every thread waits for another one without a deadline, or waits again and again. Contains the stack of each."""
+
+
+class Ended(BaseException):
+    """Unwinds a thread when the simulation ends. Not an Exception: code that handles errors does not catch it."""
+
+
+class SimulatedThread:
+    """A thread of a rank, which runs while it has the turn.
+
+    Attributes:
+        name: for messages.
+        rank: the rank.
+        is_done: whether its function has returned or raised.
+        is_dead: whether its rank has died, so that it never runs again.
+    """
+
+    def __init__(self, name: str, rank: int, function: Callable[[], object]) -> None:
+        self.name = name
+        self.rank = rank
+        self.is_done = False
+        self.is_dead = False
+        self.is_ready: Callable[[], bool] = lambda: True
+        self.deadline_s = math.inf
+        self.turn = threading.Semaphore(0)
+        self.os_thread = threading.Thread(target=function, name=name, daemon=True)
+
+
+class Scheduler:
+    """Runs threads one at a time.
+
+    Args:
+        seed: determines which of the ready threads runs.
+
+    Attributes:
+        now_s: the virtual time, in seconds.
+        random: the generator for everything that the seed determines.
+        digest: a hash of all that has happened: which thread ran, and when.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.now_s = 0.0
+        self.random = random.Random(seed)
+        self.digest = hashlib.sha256()
+        self._threads: list[SimulatedThread] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._current: SimulatedThread | None = None
+        self._is_over: Callable[[], bool] = lambda: True
+        self._limit_s = math.inf
+        self._ends = False
+        self._end = threading.Semaphore(0)
+        self._failure: BaseException | None = None
+
+    # For the code that runs the simulation.
+
+    def run(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        """Run all threads until `is_over`, then end the threads that remain.
+
+        Raises:
+            Deadlock: it is not over at the virtual time `limit_s`, or no thread will ever run again.
+        """
+        self._is_over = is_over
+        self._limit_s = limit_s
+        self._give_turn(None)
+        self._end.acquire()
+        self._ends = True
+        for thread in [*self._threads]:  # an ending thread starts no thread
+            if not thread.is_done:
+                self._current = thread
+                thread.turn.release()
+            thread.os_thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def kill(self, rank: int) -> None:
+        """Stop all threads of a rank for ever, as the death of its process does."""
+        for thread in self._threads:
+            thread.is_dead = thread.is_dead or thread.rank == rank
+        if self._current is not None and self._current.is_dead:
+            self.block(lambda: False)
+
+    def call_at(self, at_s: float, event: Callable[[], None]) -> None:
+        """Call `event`, which must not block, at a virtual time."""
+        heappush(self._events, (at_s, next(self._numbers), event))
+
+    def living_threads(self) -> list[SimulatedThread]:
+        """Return the threads that have not ended, and whose ranks live."""
+        return [thread for thread in self._threads if not thread.is_done and not thread.is_dead]
+
+    # For simulated primitives.
+
+    @property
+    def current(self) -> SimulatedThread | None:
+        """The thread that runs, if it is the caller; None for a thread outside of the simulation."""
+        running = self._current
+        return running if running is not None and running.os_thread is threading.current_thread() else None
+
+    def start(self, name: str, rank: int, function: Callable[[], object]) -> SimulatedThread:
+        """Start a thread. It runs later."""
+
+        def work() -> None:
+            thread.turn.acquire()
+            try:
+                if not self._ends:
+                    function()
+            except Ended:
+                pass
+            finally:
+                thread.is_done = True
+                if not self._ends:
+                    self._give_turn(thread)
+
+        if self._ends:
+            raise Ended
+        thread = SimulatedThread(name, rank, work)
+        self._threads.append(thread)
+        thread.os_thread.start()
+        return thread
+
+    def block(self, is_ready: Callable[[], bool], timeout_s: float = math.inf) -> bool:
+        """Block the calling thread until `is_ready`, for at most `timeout_s`; return whether it is.
+
+        Other threads may run even if it is ready at once. A thread outside of the simulation never blocks.
+        """
+        thread = self.current
+        if thread is None:
+            return is_ready()
+        if self._ends:
+            raise Ended
+        thread.is_ready = is_ready
+        thread.deadline_s = self.now_s + timeout_s
+        self._give_turn(thread)
+        return is_ready()
+
+    def _give_turn(self, thread: SimulatedThread | None) -> None:
+        """Let the next thread run, and wait for the next turn of `thread`, unless it is done."""
+        following = None if self._is_over() else self._next_thread()
+        self.digest.update(f"{self.now_s!r} {following and following.name}\n".encode())
+        if following is not thread or following is None:
+            self._current = following
+            (self._end if following is None else following.turn).release()
+            if thread is None or thread.is_done:
+                return
+            thread.turn.acquire()
+        if self._ends:
+            raise Ended
+
+    def _next_thread(self) -> SimulatedThread | None:
+        """Return a ready thread. If none is ready, advance the time. None if none will ever be ready."""
+        while True:
+            living = self.living_threads()
+            if ready := [thread for thread in living if thread.deadline_s <= self.now_s or thread.is_ready()]:
+                return self.random.choice(ready) if len(ready) > 1 else ready[0]
+            event_s = self._events[0][0] if self._events else math.inf
+            next_s = min([event_s, *(thread.deadline_s for thread in living)])
+            if next_s > self._limit_s:
+                when = f"after {self._limit_s:g} s" if next_s < math.inf else "for ever"
+                self._failure = Deadlock(f"threads wait {when}:\n{self.stacks()}")
+                return None
+            self.now_s = max(self.now_s, next_s)
+            while self._events and self._events[0][0] <= self.now_s:
+                heappop(self._events)[2]()
+
+    def stacks(self) -> str:
+        """Return the stack of every thread that has not ended."""
+        frames = sys._current_frames()
+        texts = []
+        for thread in self.living_threads():
+            frame = frames.get(thread.os_thread.ident or 0)
+            lines = traceback.format_stack(frame)[:-2] if frame is not None else []
+            texts.append(f"{thread.name} of rank {thread.rank}:\n{''.join(lines)}")
+        return "\n".join(texts)

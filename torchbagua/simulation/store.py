@@ -1,0 +1,72 @@
+"""The store of a simulation."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from torchbagua.simulation.scheduler import Scheduler
+
+_DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+class SimulatedStore(dist.Store):
+    """A key-value store that all ranks share. Every request takes a round trip.
+
+    Args:
+        scheduler: of the simulation.
+        latency_s: of a message to the store, or from it.
+    """
+
+    def __init__(self, scheduler: Scheduler, latency_s: float) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._round_trip_s = 2 * latency_s
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._travel()
+        self._values[key] = _as_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._travel()
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        self._travel()
+        if self._values.get(key, b"") == _as_bytes(expected):
+            self._values[key] = _as_bytes(desired)
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._travel()
+        return self._values.keys() >= {*keys}
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        self._travel()
+        if not self._scheduler.block(lambda: self._values.keys() >= {*keys}, timeout.total_seconds()):
+            raise dist.DistStoreError(f"timed out after {timeout.total_seconds():g} s waiting for keys")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._values[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self._travel()
+        self._values |= {key: _as_bytes(value) for key, value in zip(keys, values, strict=True)}
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def _travel(self) -> None:
+        self._scheduler.block(lambda: False, self._round_trip_s)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
