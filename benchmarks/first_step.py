@@ -62,8 +62,8 @@ def main() -> None:
     added = medians["pip install WHEEL"] + medians["first step, ByteGrad"] - medians["first step, plain DDP"]
     rows = [[name, f"{seconds:.1f}"] for name, seconds in medians.items()]
     print(table([f"torch {options.torch}", "seconds"], [*rows, ["**added by torchbagua**", f"**{added:.1f}**"]]))
-    built = {"wheel": Path(wheel).name, "sha256": hashlib.sha256(Path(wheel).read_bytes()).hexdigest()}
-    write_record(options.json, {"torch": options.torch, **built, "rounds": rounds, "added_s": added})
+    installed = {"wheel": Path(wheel).name, "sha256": hashlib.sha256(Path(wheel).read_bytes()).hexdigest()}
+    write_record(options.json, {"torch": options.torch, **installed, "rounds": rounds, "added_s": added})
 
 
 def measure(wheel: str, torch: str) -> dict[str, float]:

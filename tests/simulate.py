@@ -30,7 +30,7 @@ def run_seed(seed: int) -> Report | tuple[int, str]:
     algorithm, kind, size = case(seed)
     try:
         return run_training(algorithm, kind, size, seed)
-    except BaseException as error:
+    except Exception as error:
         return seed, repr(error)
 
 

@@ -14,7 +14,6 @@ import torch
 Thread = threading.Thread
 Lock = threading.Lock
 Condition = threading.Condition
-Event = threading.Event
 SimpleQueue = queue.SimpleQueue
 monotonic = time.monotonic
 perf_counter = time.perf_counter

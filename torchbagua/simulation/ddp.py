@@ -30,9 +30,6 @@ class GradientBucket:
     def parameters(self) -> list[nn.Parameter]:
         return self.owned
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [part.view_as(owner) for part, owner in zip(self.parts(), self.owned, strict=True)]
-
     def is_last(self) -> bool:
         return self.ends_backward
 

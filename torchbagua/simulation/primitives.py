@@ -31,7 +31,6 @@ class Primitives:
             "Thread": bound(Thread),
             "Lock": bound(Lock),
             "Condition": bound(Condition),
-            "Event": bound(Event),
             "SimpleQueue": bound(SimpleQueue),
             "monotonic": lambda: scheduler.now_s,
             "perf_counter": lambda: scheduler.now_s,
@@ -65,9 +64,6 @@ class Lock:
 
     def release(self) -> None:
         self._is_locked = False
-
-    def locked(self) -> bool:
-        return self._is_locked
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -127,26 +123,6 @@ class Condition(Lock):
 
     def notify_all(self) -> None:
         self.notify(len(self._waiting))
-
-
-class Event:
-    """`threading.Event`."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._scheduler.block(self.is_set, math.inf if timeout is None else timeout)
 
 
 class SimpleQueue(Generic[T]):

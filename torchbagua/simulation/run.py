@@ -111,7 +111,6 @@ class Simulation:
                 outcome.value = body(Rank(number, self.size, self, group))
             except Exception as error:
                 outcome.error = error
-                outcome.is_done = True
                 self.network.kill(number)  # its process ends
             outcome.is_done = True
 

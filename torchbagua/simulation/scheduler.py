@@ -92,11 +92,9 @@ class Scheduler:
             raise self._failure
 
     def kill(self, rank: int) -> None:
-        """Stop all threads of a rank for ever, as the death of its process does."""
+        """Give no turn to the threads of a rank any more, as after the death of its process."""
         for thread in self._threads:
             thread.is_dead = thread.is_dead or thread.rank == rank
-        if self._current is not None and self._current.is_dead:
-            self.block(lambda: False)
 
     def call_at(self, at_s: float, event: Callable[[], None]) -> None:
         """Call `event`, which must not block, at a virtual time."""
@@ -153,7 +151,7 @@ class Scheduler:
 
     def _give_turn(self, thread: SimulatedThread | None) -> None:
         """Let the next thread run, and wait for the next turn of `thread`, unless it is done."""
-        following = None if self._is_over() else self._next_thread()
+        following = self._next_thread()
         self.digest.update(f"{self.now_s!r} {following and following.name}\n".encode())
         if following is not thread or following is None:
             self._current = following
@@ -165,8 +163,8 @@ class Scheduler:
             raise Ended
 
     def _next_thread(self) -> SimulatedThread | None:
-        """Return a ready thread. If none is ready, advance the time. None if none will ever be ready."""
-        while True:
+        """Return a ready thread. If none is ready, advance the time. None at the end, or if none will ever be ready."""
+        while not self._is_over():  # an event may end the last rank
             living = self.living_threads()
             if ready := [thread for thread in living if thread.deadline_s <= self.now_s or thread.is_ready()]:
                 return self.random.choice(ready) if len(ready) > 1 else ready[0]
@@ -179,6 +177,7 @@ class Scheduler:
             self.now_s = max(self.now_s, next_s)
             while self._events and self._events[0][0] <= self.now_s:
                 heappop(self._events)[2]()
+        return None
 
     def stacks(self) -> str:
         """Return the stack of every thread that has not ended."""
