@@ -1,79 +1,171 @@
-"""Runs thousands of simulated trainings with faults: `make simulate ARGS='--seeds 10000'`."""
+"""Runs thousands of simulated trainings with faults: `make simulate ARGS='--seeds 10000'`.
+
+`--replay SEED` runs one of them again, prints what became of each rank, and writes a trace. `--every-operation` fails
+the n-th operation of every rank, for every n, of every algorithm with two and with three ranks.
+"""
 
 import argparse
 import gc
 import multiprocessing
-import random
+import os
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from simulated import ALGORITHMS, FAULTS, Report, run_training
+from past_bugs import PAST_BUGS
+from simulated import CONTESTANTS, case, without_fault
 from torchbagua._text_table import table as text_table
+from torchbagua.simulation.faults import FAULTS, Fault
+from torchbagua.simulation.scheduler import Deadlock
+from torchbagua.simulation.trace import SimulationTrace
+from torchbagua.simulation.trial import Trial, run_trial, simulate
 
 SEEDS_PER_PROCESS = 200
+# Enough to see the shape of a failure.
+MOST_PRINTED = 20
 
 
-def case(seed: int) -> tuple[str, str, int]:
-    """Return the algorithm, the fault and the number of ranks of a seed."""
-    names = list(ALGORITHMS)
-    algorithm, kind = names[seed % len(names)], FAULTS[seed // len(names) % len(FAULTS)]
-    sizes = (2, 4) if algorithm == "shift_one" else (2, 3, 4)
-    return algorithm, kind, random.Random(seed).choice(sizes)
-
-
-def run_seed(seed: int) -> Report | tuple[int, str]:
-    algorithm, kind, size = case(seed)
+def violations_of(trial: Trial) -> list[str]:
+    """Run a trial; return what was wrong."""
     try:
-        return run_training(algorithm, kind, size, seed)
+        return run_trial(trial).violations
+    except Deadlock as error:
+        return [str(error).splitlines()[0]]
     except Exception as error:
-        return seed, repr(error)
+        return [repr(error)]
+
+
+def run_seed(seed: int, bug: str | None) -> tuple[str, str, str, list[str]]:
+    """Return the contestant, the fault and the command of a seed, and its violations."""
+    name, trial = case(seed)
+    with ExitStack() as stack:
+        if bug is not None:
+            stack.enter_context(PAST_BUGS[bug]())
+        return name, trial.fault.kind, f"--replay {seed}{f' --bug {bug}' if bug else ''}", violations_of(trial)
+
+
+def run_failing_operation(which: tuple[str, int, int, int]) -> tuple[str, str, str, list[str]]:
+    """Do the same for the failure of one operation: of a contestant, a number of ranks, a rank and a number."""
+    name, size, rank, number = which
+    trial = replace(without_fault(name, 0, size), fault=Fault("failed operation", rank=rank, operation=number))
+    return name, f"{size} ranks", f"--operation {name} {size} {rank} {number}", violations_of(trial)
+
+
+def every_operation() -> Iterator[tuple[str, int, int, int]]:
+    """Yield every operation of every rank, in a run without faults."""
+    for name, contestant in CONTESTANTS.items():
+        for size in (2, 3):
+            if size in contestant.sizes:
+                simulation = simulate(without_fault(name, 0, size))
+                run_trial(without_fault(name, 0, size), simulation)
+                for rank, count in sorted(simulation.network.num_operations.items()):
+                    yield from ((name, size, rank, number) for number in range(1, count + 1))
 
 
 def prepare() -> None:
+    """Prepare a process of the pool: one core, since its threads run one at a time, and few objects to collect."""
+    cores = sorted(os.sched_getaffinity(0))
+    (number,) = multiprocessing.current_process()._identity or (0,)
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # objects of the imports, among which the package would search for referrers
+
+
+def replay(trial: Trial, path: Path) -> int:
+    """Run one trial; print what became of each rank, and where threads wait; write a trace."""
+    print(trial)
+    simulation = simulate(trial)
+    trace = SimulationTrace(simulation)
+    violations: Sequence[str]
+    try:
+        report = run_trial(trial, simulation)
+    except Deadlock as error:
+        print(error)
+        violations = ["a deadlock"]
+    else:
+        violations = report.violations
+        for rank, (outcome, record) in enumerate(zip(report.outcomes, report.records, strict=True)):
+            state = "died" if rank in simulation.dead else "raised" if outcome.error else "ended"
+            print(f"\nrank {rank} attached at {record.attached_s} s, took {len(record.weights)} steps")
+            print(f"and {state} at {outcome.ended_s:.6f} s")
+            if outcome.error is not None:
+                print("".join(traceback.format_exception(outcome.error)))
+        print(f"{report.num_turns} turns, digest {report.digest}")
+    trace.write(path)
+    print(f"trace for https://ui.perfetto.dev, in virtual time: {path}")
+    for violation in violations:
+        print(f"violation: {violation}")
+    return int(bool(violations))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of runs (default: 1000)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)")
+    parser.add_argument("--bug", choices=PAST_BUGS, help="put a bug of the past back, and stop when it is found")
+    parser.add_argument("--every-operation", action="store_true", help="fail each operation in turn")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed, and print what happens")
+    parser.add_argument(
+        "--operation", nargs=4, metavar=("ALGORITHM", "RANKS", "RANK", "N"), help="replay the failure of an operation"
+    )
+    parser.add_argument("--trace", type=Path, default=Path("simulation.json"), help="the trace's file, for a replay")
     options = parser.parse_args()
+    if options.replay is not None:
+        with PAST_BUGS[options.bug]() if options.bug else ExitStack():
+            return replay(case(options.replay)[1], options.trace)
+    if options.operation is not None:
+        name, size, rank, number = options.operation
+        fault = Fault("failed operation", rank=int(rank), operation=int(number))
+        return replay(replace(without_fault(name, 0, int(size)), fault=fault), options.trace)
+    if options.every_operation:
+        cases = list(tqdm(every_operation(), desc="counting operations"))
+        return run_all(cases, run_failing_operation, ["2 ranks", "3 ranks"])
     seeds = range(options.first, options.first + options.seeds)
+    return run_all(seeds, partial(run_seed, bug=options.bug), FAULTS, stops=options.bug is not None)
+
+
+def run_all(cases: Sequence[object], run: object, columns: Sequence[str], *, stops: bool = False) -> int:
+    """Run all cases in a pool of processes; print violations with their commands, and a table."""
     runs, bad = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     start_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with context.Pool(initializer=prepare, maxtasksperchild=SEEDS_PER_PROCESS) as pool:
-        for seed, report in zip(seeds, tqdm(pool.imap(run_seed, seeds, chunksize=1), total=len(seeds)), strict=True):
-            algorithm, kind, _ = case(seed)
-            runs[algorithm, kind] += 1
-            violations = report.violations if isinstance(report, Report) else [report[1]]
-            for violation in violations:
-                bad[algorithm, kind] += 1
-                tqdm.write(f"seed {seed}: {algorithm}, {kind}: {violation}")
-    print(table(runs, bad))
-    print(f"{len(seeds)} runs in {time.monotonic() - start_s:.0f} s, {sum(bad.values())} violations")
+        for name, column, command, violations in tqdm(
+            pool.imap(run, cases, chunksize=1), total=len(cases), mininterval=1
+        ):
+            runs[name, column] += 1
+            if violations:
+                bad[name, column] += 1
+                if sum(bad.values()) <= MOST_PRINTED:
+                    tqdm.write(f"{name}, {column}: {'; '.join(violations)}\n  make simulate ARGS='{command}'")
+                if stops:
+                    break
+    print(table(runs, bad, columns))
+    seconds = time.monotonic() - start_s
+    print(f"{sum(runs.values())} runs in {seconds:.0f} s, {sum(bad.values())} with violations")
     return int(bool(bad))
 
 
-def table(runs: Counter[tuple[str, str]], bad: Counter[tuple[str, str]]) -> str:
-    def cells() -> Iterator[list[str]]:
-        for algorithm in ALGORITHMS:
-            yield [
-                algorithm,
-                *(
-                    f"{runs[algorithm, kind]}" + (f" ({bad[algorithm, kind]} bad)" if bad[algorithm, kind] else "")
-                    for kind in FAULTS
-                ),
-            ]
-
-    return text_table([["", *FAULTS], *cells()], num_head_rows=1)
+def table(runs: Counter[tuple[str, str]], bad: Counter[tuple[str, str]], columns: Sequence[str]) -> str:
+    """Return the number of runs, and of bad ones, of each algorithm and fault."""
+    rows = [["", *columns]]
+    for name in CONTESTANTS:
+        cells = [
+            f"{runs[name, column]}" + (f" ({bad[name, column]} bad)" if bad[name, column] else "") for column in columns
+        ]
+        rows.append([name, *cells])
+    return text_table(rows, num_head_rows=1)
 
 
 if __name__ == "__main__":

@@ -1,62 +1,172 @@
-"""Training in a simulated network: the bits of gloo, the same events for the same seed, and faults."""
+"""Trainings in a simulated network: the bits of gloo, the same events for the same seed, faults, and past bugs."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from past_bugs import PAST_BUGS, job_is_queued_after_the_stop
 from ranks import run_ranks
-from simulate import case
-from simulated import ALGORITHMS, Fault, run_training, train
+from simulated import CONTESTANTS, case, without_fault
 from source_tree import REPOSITORY, run_python
 from torchbagua import _concurrency
+from torchbagua.runtime.lane import Lane
+from torchbagua.simulation.cluster import Cluster
+from torchbagua.simulation.faults import FAULTS, Fault, UserCode
+from torchbagua.simulation.program import Program, Record
 from torchbagua.simulation.run import Rank, Simulation
 from torchbagua.simulation.scheduler import Deadlock
+from torchbagua.simulation.trial import Trial, draw_trial, run_trial, simulate
 from transports import group_like_the_oracle
 
-NO_FAULT = Fault("none", 0, 0, 0, 0)
-SAMPLE = 60
+# Trainings with faults give all of the package's warnings.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEEDS_OF_A_BUG = 10_000
+
+
+def violations(trial: Trial) -> list[str]:
+    return run_trial(trial).violations
+
+
+def trials_of(name: str, kind: str, num_seeds: int) -> Iterator[Trial]:
+    """Yield the trials of the first seeds with this contestant and this fault."""
+    seed = list(CONTESTANTS).index(name) + len(CONTESTANTS) * FAULTS.index(kind)
+    for number in range(num_seeds):
+        own_name, trial = case(seed + number * len(CONTESTANTS) * len(FAULTS))
+        assert own_name == name
+        yield trial
 
 
 class GlooRank(Rank):
     """A rank over gloo, as a thread of this process."""
 
-    def group(self, nodes: list[int] | None = None) -> tb.BaguaProcessGroup:
+    def group(self, **options: Any) -> tb.BaguaProcessGroup:
         return group_like_the_oracle(self.torch_group)
+
+    def ddp(self, module: torch.nn.Module, **arguments: Any) -> DistributedDataParallel:  # type: ignore[override]
+        del arguments["backward_s"]
+        return DistributedDataParallel(module, process_group=self.torch_group, **arguments)
 
     def compute(self, seconds: float) -> None:
         pass
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "async"])
-def test_results_are_those_of_gloo(algorithm: str) -> None:
-    simulation = Simulation(4, seed=1)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", [name for name in CONTESTANTS if name != "async"])  # which depends on times
+def test_results_are_those_of_gloo(name: str, accumulates: bool) -> None:
+    num_backwards = 2 if accumulates else 1
+    program = Program(num_backwards=num_backwards, has_scaler=accumulates, backward_s=0.0, forward_s=0.0)
+    trial = replace(without_fault(name, 1, 4), program=program)
+    contestant = trial.contestant
 
-    def over_gloo(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-        return train(GlooRank(group.rank(), group.size(), simulation, group), algorithm, NO_FAULT)
+    def over_gloo(group: dist.ProcessGroup) -> Record:
+        rank, record = GlooRank(group.rank(), group.size(), simulate(trial), group), Record()
+        user = UserCode(Fault(), rank)
+        contestant.train(rank, program, user, record, contestant.make_optimizer, contestant.make)
+        return record
 
-    simulated = simulation.run(lambda rank: train(rank, algorithm, NO_FAULT))
+    report = run_trial(trial)
 
-    for own, expected in zip(simulated, run_ranks(4, over_gloo), strict=True):
-        assert own.value is not None, own.error
-        for name, weight in expected.items():
-            assert torch.equal(own.value[name], weight), name
+    assert report.violations == []
+    for own, expected in zip(report.records, run_ranks(4, over_gloo), strict=True):
+        assert own.result is not None
+        assert expected.result is not None
+        assert torch.equal(own.result, expected.result)
 
 
-@pytest.mark.parametrize("seed", range(SAMPLE))
-def test_faults_end_with_an_error_that_names_ranks(seed: int) -> None:
-    algorithm, kind, size = case(seed)
-    assert run_training(algorithm, kind, size, seed).violations == []
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults(kind: str) -> None:
+    for name in list(CONTESTANTS)[FAULTS.index(kind) % 2 :: 2]:
+        for trial in trials_of(name, kind, 1):
+            assert violations(trial) == [], (name, trial.seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_more_faults(name: str, kind: str) -> None:
+    for trial in trials_of(name, kind, 6):
+        assert violations(trial) == [], trial.seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "rows", "diloco", "async"])
+def test_each_operation_that_fails(name: str) -> None:
+    """`make simulate ARGS=--every-operation` fails all of them, of all algorithms."""
+    trial = without_fault(name, 0, 2)
+    trial = replace(trial, program=replace(trial.program, num_steps=2))
+    simulation = simulate(trial)
+    run_trial(trial, simulation)
+    for operation in range(1, simulation.network.num_operations[0] + 1):
+        fault = Fault("failed operation", rank=0, operation=operation)
+        assert violations(replace(trial, fault=fault)) == [], operation
+
+
+BUGS = {
+    "group_closes_while_others_connect": ("4_bits", "none"),
+    "search_for_inf_sends_one_number": ("local_sgd", "early end"),
+    "qadam_compares_only_during_the_warmup": ("qadam_1_bit", "other state"),
+    "residual_counts_twice": ("bytegrad_feedback", "none"),
+    "rounds_restart_after_an_error": ("async", "error"),
+    "failed_attach_cannot_be_retried": ("gradient_allreduce", "late attach"),
+    "error_of_a_closed_group_has_no_cause": ("rows", "failed operation"),
+    "loaded_weights_are_lost_at_the_next_round": ("diloco", "none"),
+    "loaded_weights_are_changed_by_the_outer_round": ("fragments", "none"),
+    "loaded_weights_are_changed_by_background_rounds": ("async", "none"),
+    "calls_are_not_compared": ("diloco", "other call"),
+    "late_open_names_no_rank": ("all", "long stall"),
+    "skipped_step_leaves_a_load_pending": ("async", "overflow"),
+    "errors_of_node_gradients_name_ranks_of_the_node": ("local_sgd", "long stall"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_of_the_past_is_found(bug: str) -> None:
+    name, kind = BUGS[bug]
+    num_seeds = SEEDS_OF_A_BUG // (len(CONTESTANTS) * len(FAULTS))
+    found = None
+    with PAST_BUGS[bug]():
+        for trial in trials_of(name, kind, num_seeds):
+            if violations(trial):
+                found = trial
+                break
+    assert found is not None
+    assert violations(found) == []
+
+
+def test_the_error_of_one_operation_reaches_all_ranks() -> None:
+    trial = replace(without_fault("bytegrad", 0, 3), fault=Fault("failed operation", rank=1, operation=20))
+    report = run_trial(trial)
+    assert report.violations == []
+    assert "operation 20 of rank 1" in str(report.outcomes[1].error)
+    assert all(isinstance(outcome.error, RuntimeError) for outcome in report.outcomes)
 
 
 @pytest.mark.slow
 def test_a_seed_determines_all_events_in_another_process() -> None:
-    code = "from simulated import run_training; print(run_training('async', 'death', 4, 3).digest)"
-    folder, tests = REPOSITORY, str(REPOSITORY / "tests")
-    runs = [run_python(code, folder, PYTHONPATH=tests, PYTHONHASHSEED=seed) for seed in ("1", "2")]
-    assert {out for _, out, _ in runs} == {run_training("async", "death", 4, 3).digest + "\n"}, runs
+    _, trial = case(1000)
+    code = "from simulated import case; from torchbagua.simulation.trial import run_trial; "
+    code += "print(run_trial(case(1000)[1]).digest)"
+    runs = [
+        run_python(code, REPOSITORY, PYTHONPATH=str(REPOSITORY / "tests"), PYTHONHASHSEED=seed) for seed in ("1", "2")
+    ]
+    assert {out for _, out, _ in runs} == {run_trial(trial).digest + "\n"}, runs
+
+
+@pytest.mark.parametrize("name", ["fragments", "async", "rows"])
+def test_a_seed_determines_all_events(name: str) -> None:
+    trial = draw_trial(CONTESTANTS[name], 7, "death")
+    first, second = run_trial(trial), run_trial(trial)
+    assert first.digest == second.digest
+    assert first.digest != run_trial(replace(trial, seed=8)).digest
 
 
 def test_time_is_virtual() -> None:
@@ -66,7 +176,7 @@ def test_time_is_virtual() -> None:
         return _concurrency.monotonic() - start_s
 
     simulation = Simulation(2, seed=0, limit_s=4000)
-    assert [outcome.value for outcome in simulation.run(body)] == [3600, 3600]
+    assert [outcome.value for outcome in simulation.run(body)] == pytest.approx([3600, 3600])
 
 
 def test_a_deadlock_has_the_stack_of_every_thread() -> None:
@@ -93,13 +203,101 @@ def test_a_loop_of_waits_is_reported() -> None:
         Simulation(1, seed=0, limit_s=50).run(wait_again_and_again)
 
 
+def close_while_a_job_is_submitted(seed: int) -> None:
+    """Submit a job of a lane on one thread and close the lane on another; the job runs, or is refused."""
+
+    def body(rank: Rank) -> None:
+        lane = Lane("a lane", on_failure=lambda: None)
+        lane.submit(lambda: None).result()
+        closing = _concurrency.Thread(target=lane.close, name="closing")
+        closing.start()
+        try:
+            lane.submit(lambda: None).result()
+        finally:
+            closing.join()
+
+    (outcome,) = Simulation(1, seed).run(body)
+    assert outcome.error is None or "is closed" in str(outcome.error)
+
+
+def is_deadlocked(seed: int) -> bool:
+    try:
+        close_while_a_job_is_submitted(seed)
+    except Deadlock:
+        return True
+    return False
+
+
+def test_a_lane_that_closes_while_a_job_is_submitted() -> None:
+    for seed in range(20):
+        close_while_a_job_is_submitted(seed)
+    with job_is_queued_after_the_stop():
+        assert any(is_deadlocked(seed) for seed in range(20))
+
+
 def test_a_rank_that_dies_while_settings_are_compared_is_named() -> None:
     timeout = timedelta(seconds=5)
     simulation = Simulation(3, seed=0, timeout=timeout)
-    simulation.kill_at(5e-4, 0)  # rank 0 has introduced itself, and has not decided
+    # Rank 0 has introduced itself, and has not decided.
+    simulation.scheduler.call_at(5e-4, lambda: simulation.kill(0))
 
     outcomes = simulation.run(lambda rank: rank.group())
 
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, TimeoutError)
         assert "waiting for ranks [0] of 3 to finish comparing settings: they have died" in str(outcome.error)
+
+
+def test_exit_handlers_run_when_a_rank_ends() -> None:
+    ended = []
+
+    def body(rank: Rank) -> None:
+        _concurrency.at_exit(lambda: ended.append(("first", rank.number)))
+        _concurrency.at_exit(lambda: ended.append(("last", rank.number)))
+        lane = Lane("a lane", on_failure=lambda: None)
+        lane.submit(lambda: rank.compute(1))
+        kept.append(lane)
+
+    kept: list[Lane] = []
+    simulation = Simulation(1, seed=0)
+    (outcome,) = simulation.run(body)
+    assert ended == [("last", 0), ("first", 0)]
+    assert outcome.threads == ["a lane"]  # it was not closed; the exit handler waits for its job
+    assert simulation.scheduler.now_s == pytest.approx(1)
+
+
+def test_messages_share_the_links_between_nodes() -> None:
+    """Two streams over one network card take twice as long; messages within a node do not slow them down."""
+    num_bytes = 1_000_000
+
+    def body(rank: Rank) -> float:
+        group = rank.group()
+        group.open()
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        start_s = _concurrency.monotonic()
+        peer = (rank.number + len(group.nodes) // 2) % len(group.nodes)
+        group.world.post("sending to", peer, tensor, tag=0, purpose="a send")
+        group.world.post("receiving from", peer, torch.zeros_like(tensor), tag=0, purpose="a receive")
+        group.world.wait("receiving from", peer, tag=0, purpose="a receive")
+        seconds = _concurrency.monotonic() - start_s
+        rank.compute(1)
+        group.close()
+        return seconds
+
+    for nodes, num_cards, expected_s in (((0, 1), 1, 0.1), ((0, 0, 1, 1), 1, 0.2), ((0, 0, 1, 1), 2, 0.1)):
+        cluster = Cluster(nodes, rate=1e7, num_cards=num_cards, latency_s=1e-6)
+        times = [outcome.value for outcome in Simulation(cluster, seed=0).run(body)]
+        assert times == pytest.approx([expected_s] * len(nodes), rel=1e-3)
+
+
+def test_codecs_and_ranks_share_the_cores_of_a_node() -> None:
+    def body(rank: Rank) -> float:
+        rank.compute(1)
+        return _concurrency.monotonic()
+
+    one_core = Cluster((0, 0), num_cores=1)
+    assert [outcome.value for outcome in Simulation(one_core, seed=0).run(body)] == pytest.approx([2, 2])
+
+    trial = without_fault("bytegrad", 0, 2)
+    slow = replace(trial.cluster, encode_rate=1e4, decode_rate=1e5)
+    assert run_trial(replace(trial, cluster=slow)).ended_s > run_trial(trial).ended_s + 0.1

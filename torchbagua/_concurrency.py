@@ -1,12 +1,14 @@
-"""Threads, locks, waits and clocks of the whole package; a simulation replaces them.
+"""Threads, locks, waits, clocks, finalizers and exit handlers of the whole package; a simulation replaces them.
 
 Use them as `_concurrency.Lock()`, and never import them by name: `torchbagua.simulation` sets the attributes of this
 module for the duration of a run, so that one thread runs at a time and time is virtual.
 """
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ monotonic = time.monotonic
 perf_counter = time.perf_counter
 perf_counter_ns = time.perf_counter_ns
 sleep = time.sleep
+finalize = weakref.finalize
+at_exit = atexit.register
+not_at_exit = atexit.unregister
 
 
 def wait_for(future: "torch.futures.Future[Any]") -> None:

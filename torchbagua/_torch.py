@@ -44,6 +44,14 @@ def add_backends(group: dist.ProcessGroup, backends: Mapping[str, tuple[dist.Pro
         group._register_backend(torch.device(device_type), kind, backend)
 
 
+def group_without_effect(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """Return a group whose collectives return at once and send nothing."""
+    from torch._C._distributed_c10d import FakeProcessGroup  # only simulations need it
+
+    kind, backend = dist.ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(rank, size)
+    return unregistered_group(store, rank, size, "cpu", kind, backend)
+
+
 def registered_group(
     ranks: Sequence[int], rank: int, backend: str, store: dist.Store, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:

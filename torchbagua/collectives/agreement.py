@@ -29,7 +29,10 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
         source = communicator.rank_before(distance)
         theirs = torch.empty_like(largest)
         turns = [(communicator.rank_after(distance), source)]
-        Exchange(Pipeline(communicator, theirs.device), "agreement", {source: theirs}, purpose, turns).run([largest])
+        pipeline = Pipeline(communicator, theirs.device)
+        # If ranks are in different agreements, a message of another length has another tag, and this rank times out.
+        # A transport may end the process if it receives a message that is too long.
+        Exchange(pipeline, "agreement", {source: theirs}, purpose, turns, piece=len(values)).run([largest])
         torch.maximum(largest, theirs, out=largest)
         distance *= 2
     return largest.tolist()

@@ -3,7 +3,6 @@
 import secrets
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -25,7 +24,7 @@ from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.store_requests import require_store
+from torchbagua.transport.store_requests import announce, missing_ranks, require_store
 from torchbagua.version import __version__
 
 
@@ -54,6 +53,8 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         rank_invariants: further values that must be the same on all ranks, by their names in errors.
         refusal: an UncompressedParametersWarning that a filter turns into an error on this rank; all ranks then raise
             it.
+        global_ranks: the number of each rank in the whole job, for errors; by default torch's. A group that was
+            constructed by hand needs it, since torch does not know it.
 
     Attributes:
         process_group: the torch group, over which DDP communicates too.
@@ -62,6 +63,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         id: a name of the group, the same on all ranks and different for each group.
         rank: the number of this rank in `process_group`.
         size: the number of ranks.
+        global_ranks: the number of each rank in the whole job.
         nodes: the number of each rank's node; nodes are numbered in the order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
         tracer: notifies the observers of communication over the private groups.
@@ -93,6 +95,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         transport: TransportMaker | None = None,
         rank_invariants: Settings | None = None,
         refusal: str | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(process_group, dist.ProcessGroup):
@@ -139,9 +142,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         self.intra_node = None
         self.inter_node = None
         self._is_open = False
-        self._global_ranks: list[int] = list(range(self.size))
-        with suppress(KeyError):  # torch does not know a group that was constructed by hand
-            self._global_ranks = dist.get_process_group_ranks(process_group)
+        self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.overlap = Overlap(self.world)
         self._describe_node_groups()
@@ -197,7 +198,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             rank=ranks.index(self.rank),
             store=dist.PrefixStore(key, self._store),
             timeout=self.timeout,
-            global_ranks=tuple(self._global_ranks[rank] for rank in ranks),
+            global_ranks=tuple(self.global_ranks[rank] for rank in ranks),
         )
 
     def _communicator(self, scope: str, key: str, ranks: list[int]) -> Communicator:
@@ -219,10 +220,13 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         """Wait for the slowest rank: a rank that closes its groups at once would break pending connections."""
         if self._store.add("open", 1) == self.size:
             self._store.set("all are open", "")
+        announce(self._store, "is open", self.rank)
         try:
             self._store.wait(["all are open"], self.timeout)
         except RuntimeError as error:
-            raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
+            missing = [self.world.name_of(rank) for rank in missing_ranks(self._store, "is open", self.size)]
+            whom = f", waiting for {', '.join(missing)}" if missing else ""
+            raise self.world.failure("opening private groups on all ranks", cause_of(error), whom) from error
 
     def open_gradient_group(self) -> "BaguaProcessGroup":
         """Return a group of the ranks of this node, which averages gradients concurrently with this group. Collective.
@@ -235,9 +239,11 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         self._gradients = Communicator(members, "intra_node", self.tracer, transports)
         if transports:
             (transport,) = transports.values()
-            return BaguaProcessGroup(transport.torch_group(), timeout=self.timeout)
-        by_hand = dist.ProcessGroup(members.store, members.rank, members.size)
-        return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=self._choice.within(members))
+            by_hand, within = transport.torch_group(), None
+        else:
+            by_hand = dist.ProcessGroup(members.store, members.rank, members.size)
+            within = self._choice.within(members)
+        return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=within, global_ranks=members.global_ranks)
 
     def move_to_lane(self) -> None:
         """Communicate on the lane's thread from now on; the lane calls `poll`."""
@@ -279,9 +285,17 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             transport=self.transport,
             rank_invariants=rank_invariants,
             refusal=refusal,
+            global_ranks=self.global_ranks,
         )
         group.open()
         return group
+
+
+def _ranks_in_job(process_group: dist.ProcessGroup) -> list[int]:
+    try:
+        return dist.get_process_group_ranks(process_group)
+    except KeyError:  # torch does not know a group that was constructed by hand
+        return list(range(process_group.size()))
 
 
 def _name_of(transport: TransportMaker | None) -> str | None:

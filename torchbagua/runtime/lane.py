@@ -1,6 +1,5 @@
 """The lane: runs an algorithm's communication in one order, concurrently with training."""
 
-import atexit
 import queue
 import traceback
 import weakref
@@ -52,11 +51,11 @@ class Lane:
         self._thread: _concurrency.Thread | None = None
         # With a standalone hook, nobody calls close. Garbage collection of the lane then stops the thread, so the
         # thread refers to the worker only, not to the lane.
-        self._stop = weakref.finalize(self, self._worker.stop)
+        self._stop = _concurrency.finalize(self, self._worker.stop)
         self._stop.atexit = False
         # If the interpreter exits while the thread is inside a backend, the process aborts.
         self._close_at_exit = partial(_close, weakref.ref(self))
-        weakref.finalize(self, atexit.unregister, self._close_at_exit).atexit = False
+        _concurrency.finalize(self, _concurrency.not_at_exit, self._close_at_exit).atexit = False
 
     def use_gpu(self, device: torch.device) -> None:
         """Run all later jobs on a stream of this GPU. Raises ValueError if an earlier call set another GPU."""
@@ -126,7 +125,7 @@ class Lane:
             if self._thread is None:
                 self._thread = _concurrency.Thread(target=self._worker.work, name=self._name, daemon=True)
                 self._thread.start()
-                atexit.register(self._close_at_exit)
+                _concurrency.at_exit(self._close_at_exit)
             if interrupt is not None:
                 self._worker.interrupt = weakref.WeakMethod(interrupt)
             self._worker.queue(job)
@@ -145,7 +144,7 @@ class Lane:
             self._thread.join()
         if self._side is not None:
             self._side.join()  # the caller may free and reuse the memory that the stream still writes to
-        atexit.unregister(self._close_at_exit)
+        _concurrency.not_at_exit(self._close_at_exit)
 
 
 def _close(lane: "weakref.ref[Lane]") -> None:

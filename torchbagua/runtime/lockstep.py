@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from torchbagua.collectives.agreement import require_same_progress
+from torchbagua.collectives.agreement import fingerprint, require_same_progress
 from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
 from torchbagua.runtime.job import Job
 from torchbagua.runtime.lane import Lane
@@ -42,7 +42,7 @@ class Lockstep:
         self._progress = progress
 
     def submit(
-        self, run: Callable[[], T], purpose: str, *, also: Mapping[str, int] | None = None, is_last: bool = False
+        self, run: Callable[[], T], purpose: str, *, also: tuple[str, int] | None = None, is_last: bool = False
     ) -> Job[T]:
         """Have the lane run a function once all ranks have called this. If their progress differs, all ranks raise.
 
@@ -50,8 +50,8 @@ class Lockstep:
 
         Args:
             run: the function.
-            purpose: the purpose of the call, for errors.
-            also: additional numbers that must be equal on all ranks.
+            purpose: the purpose of the call, for errors; the same on all ranks.
+            also: an additional number that must be equal on all ranks, after its name in errors.
             is_last: whether this call ends the attachment.
         """
         mark, is_new = self.loads.take()
@@ -65,18 +65,20 @@ class Lockstep:
         return self._lane.submit(job)
 
     def comparison(
-        self, purpose: str, *, flag: bool = False, also: Mapping[str, int] | None = None, is_last: bool = False
+        self, purpose: str, *, flag: bool = False, also: tuple[str, int] | None = None, is_last: bool = False
     ) -> Callable[[], bool]:
         """Return a collective function for the lane to call. It returns whether any rank has set `flag`.
 
         The function raises RuntimeError on all ranks if a memory layout has changed on any of them, and
         CommunicationError if their progress differs.
         """
+        # Every call compares as many numbers, since ranks may be in different calls.
+        name, number = also or ("as digest of its call", fingerprint(purpose))
         progress = {
             "ended attachments": int(is_last),
             **self._progress(),
             "as fingerprint of the tensors to average": self.fingerprint,
-            **(also or {}),
+            name: number,
         }
         world, watch = self._world, self.layout_watch
         message = watch.message(world.rank, world.size, flag=flag)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from torchbagua import _concurrency
 from torchbagua._torch import has_overflown, has_step_hooks, is_told_to_skip
 from torchbagua._warnings import warn_user
 
@@ -163,7 +164,7 @@ class StepsTaken:
         self._num_backwards = 0  # since the last step
         # Optimizers may outlive a listener that only a DDP hook refers to. The finalizer's arguments live as long as
         # the listener, and the optimizers may have a hook that refers to the listener: hence the weak reference.
-        weakref.finalize(listener, _close, weakref.ref(self)).atexit = False
+        _concurrency.finalize(listener, _close, weakref.ref(self)).atexit = False
 
     def listen_to(self, watches: Sequence[StepWatch]) -> None:
         """Listen to the steps of these optimizers, until `close`."""

@@ -4,12 +4,12 @@ The state of a parameter outlives DDP's buckets, which change when DDP rebuilds 
 """
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Momentum
@@ -86,7 +86,7 @@ class ParameterState(Generic[S]):
         self._orders: dict[int, MemoryOrder] = {}  # the order in which the state is stored
         self._averages: dict[int, AverageInGradient] = {}
         # Also runs if the runner is garbage-collected together with a DDP hook, without a call of close.
-        self._finalizer = weakref.finalize(self, _close, self._averages)
+        self._finalizer = _concurrency.finalize(self, _close, self._averages)
         self._finalizer.atexit = False
 
     @property

@@ -101,7 +101,7 @@ class WeightMeans:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in by_kind.items()}
         layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        also = {"as fingerprint of the tensors to average": fingerprint(layout)}
+        also = ("as fingerprint of the other tensors to average", fingerprint(layout))
         group = self._group
 
         def average() -> None:

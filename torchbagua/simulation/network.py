@@ -1,17 +1,21 @@
-"""The network of a simulation: links with a rate and a latency, and the transport over them."""
+"""The network of a simulation: messages between ranks over the links of a cluster."""
 
-import copy
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from torchbagua.simulation.cluster import Cluster, Link, Streams
 from torchbagua.simulation.scheduler import Scheduler
-from torchbagua.transport.base import Abilities, Members, Transport, TransportError
+from torchbagua.transport.base import TransportError, bytes_of
 
 Key = tuple[int, int, int]
 """Sender, receiver and tag of a message. Ranks are those of the job."""
+
+MessageRecorder = Callable[[int, int, int, float, float], None]
+"""Is notified of a message that has arrived: sender, receiver, bytes, and the times of its begin and its arrival."""
 
 
 @dataclass
@@ -19,150 +23,166 @@ class Channel:
     """The messages and ends of one group's transports.
 
     Attributes:
-        arrived: messages that have arrived, the oldest first.
-        joined: the ranks that have opened the group.
+        receives: for each receive that waits for a message, the function that takes it.
+        arrived: messages that have arrived before their receive was posted, the oldest first.
+        joined: the ranks that have begun to open the group.
+        connected: pairs of a rank and a peer to which it is connected.
         closed: the ranks that are known to have closed their end.
+        to_send: for each connection, a pair of sender and receiver, the messages that have not left, the oldest first.
+        arrival_s: for each connection, the time at which its last message arrives.
     """
 
+    receives: dict[Key, Callable[[torch.Tensor], None]] = field(default_factory=dict)
     arrived: dict[Key, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
     joined: set[int] = field(default_factory=set)
+    connected: set[tuple[int, int]] = field(default_factory=set)
     closed: set[int] = field(default_factory=set)
+    to_send: dict[tuple[int, int], deque["Message"]] = field(default_factory=lambda: defaultdict(deque))
+    arrival_s: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+
+    def receive(self, key: Key, take: Callable[[torch.Tensor], None]) -> None:
+        """Call `take` with the bytes of the next message, now or when it arrives."""
+        if self.arrived[key]:
+            take(self.arrived[key].popleft())
+        else:
+            self.receives[key] = take
+
+    def drop(self, rank: int) -> None:
+        """Drop the messages of a rank that have not left, and the receives that it has posted."""
+        for (sender, _), messages in self.to_send.items():
+            if sender == rank:
+                messages.clear()
+        self.receives = {key: take for key, take in self.receives.items() if key[1] != rank}
+
+    def unread(self) -> list[Key]:
+        """Return the messages that were sent and not received."""
+        return [key for key, messages in self.arrived.items() if messages]
+
+
+@dataclass(eq=False)
+class Message:
+    """A message on its way. Its tensor is read when its last byte leaves; then `done` is called."""
+
+    key: Key
+    tensor: torch.Tensor
+    done: Callable[[], None]
+    begin_s: float = 0.0
 
 
 class Network:
-    """Links between ranks. A rank sends one message after the other, and each arrives after a latency.
+    """Connections between ranks. Each sends one message after the other, and all share the links of the cluster.
 
     Args:
         scheduler: of the simulation.
-        rate: the bytes per second that a rank sends.
-        latency_s: of every message.
+        cluster: the nodes and their links.
 
     Attributes:
-        rates: the rate of each rank, which may change.
+        limits: the capacities of links that differ from the cluster's, in bytes per second; see `limit`.
         cut: pairs of sender and receiver, whose messages are lost.
+        jitter_s: a message takes up to this much longer, as the seed determines. Messages of one connection keep their
+            order.
+        failing: for a rank, the number of the operation of its transports that fails.
+        failed_s: when it failed; None before.
+        num_operations: the number of operations that each rank's transports have begun.
+        wrong_lengths: descriptions of messages whose length differs from that of their receive. With gloo, such a
+            message can end the process.
+        recorder: is notified of messages; may be set before the run.
     """
 
-    def __init__(self, scheduler: Scheduler, rate: float, latency_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, cluster: Cluster) -> None:
         self.scheduler = scheduler
-        self.rates: dict[int, float] = defaultdict(lambda: rate)
+        self.cluster = cluster
+        self.limits: dict[Link, float] = {}
         self.cut: set[tuple[int, int]] = set()
-        self._latency_s = latency_s
-        self._channels: dict[int, Channel] = {}
-        self._free_s: dict[int, float] = defaultdict(float)
+        self.jitter_s = 0.0
+        self.failing: dict[int, int] = {}
+        self.failed_s: float | None = None
+        self.num_operations: dict[int, int] = defaultdict(int)
+        self.wrong_lengths: list[str] = []
+        self.recorder: MessageRecorder | None = None
+        self.channels: dict[int, Channel] = {}
+        self._streams = Streams(lambda: scheduler.now_s, scheduler.call_at, self._capacity)
 
-    def open_transport(self, members: Members) -> "SimulatedTransport":
-        """Return a transport of these members: the `transport` of a `BaguaProcessGroup`."""
-        # The members share a store, with which the first of them names their channel.
-        number = int(members.store.compare_set("channel", "", str(len(self._channels))))
-        return SimulatedTransport(self, self._channels.setdefault(number, Channel()), members)
+    def channel(self, number: int) -> Channel:
+        """Return the channel with this number, a new one if there is none."""
+        return self.channels.setdefault(number, Channel())
+
+    def join(self, channel: Channel, rank: int, peers: set[int]) -> None:
+        """Begin to connect a rank with its peers. Every connection takes its own time."""
+        channel.joined.add(rank)
+        for peer in sorted(peers & channel.joined - {rank}):
+            for pair in ((rank, peer), (peer, rank)):
+                connect = partial(channel.connected.add, pair)
+                self.scheduler.call_at(self.scheduler.now_s + self._delay_s(), connect)
+
+    def limit(self, sender: int, receiver: int, rate: float) -> None:
+        """Limit the messages from one rank to another to a rate, in bytes per second, from now on."""
+        self.limits["pair", sender, receiver] = rate
+        self._streams.update()
 
     def send(self, channel: Channel, key: Key, tensor: torch.Tensor, done: Callable[[], None]) -> None:
-        """Send a message. Reads the tensor when its last byte leaves, and then calls `done`."""
-        sender, receiver, _ = key
-        begin_s = max(self.scheduler.now_s, self._free_s[sender])
-        self._free_s[sender] = begin_s + tensor.nbytes / self.rates[sender]
+        """Send a message after the earlier ones of its connection."""
+        queue = channel.to_send[key[:2]]
+        queue.append(Message(key, tensor, done))
+        if len(queue) == 1:
+            self._begin(channel, queue)
+
+    def _begin(self, channel: Channel, queue: deque[Message]) -> None:
+        message = queue[0]
+        message.begin_s = self.scheduler.now_s
+        sender, receiver, _ = message.key
 
         def leave() -> None:
-            message = tensor.detach().clone()
+            if not queue or queue[0] is not message:
+                return  # dropped
+            queue.popleft()
             if (sender, receiver) not in self.cut:
-                self.scheduler.call_at(self._arrival_s(), lambda: channel.arrived[key].append(message))
-            done()
+                self._deliver(channel, message, bytes_of(message.tensor.detach()).clone())
+            message.done()
+            if queue:
+                self._begin(channel, queue)
 
-        self.scheduler.call_at(self._free_s[sender], leave)
+        self._streams.start(self.cluster.path(sender, receiver), message.tensor.nbytes, leave)
+
+    def _deliver(self, channel: Channel, message: Message, content: torch.Tensor) -> None:
+        """Let a message arrive, after those that left before it on the same connection."""
+        sender, receiver, _ = message.key
+        connection = sender, receiver
+        arrival_s = max(self.scheduler.now_s + self._delay_s(), channel.arrival_s[connection])
+        channel.arrival_s[connection] = arrival_s
+
+        def arrive() -> None:
+            if (take := channel.receives.pop(message.key, None)) is not None:
+                take(content)
+            else:
+                channel.arrived[message.key].append(content)
+            if self.recorder is not None:
+                self.recorder(sender, receiver, content.nbytes, message.begin_s, arrival_s)
+
+        self.scheduler.call_at(arrival_s, arrive)
 
     def close(self, channel: Channel, rank: int) -> None:
-        """Close a rank's end. The members are notified after its last message has arrived."""
-        sent_s = max(self.scheduler.now_s, self._free_s[rank])
-        self.scheduler.call_at(sent_s + self._latency_s, lambda: channel.closed.add(rank))
+        """Close a rank's end. The members are notified after the messages that have left."""
+        channel.drop(rank)
+        last_s = max(at_s for (sender, _), at_s in [*channel.arrival_s.items(), ((rank, rank), 0.0)] if sender == rank)
+        closed_s = max(last_s, self.scheduler.now_s + self.cluster.latency_s)
+        self.scheduler.call_at(closed_s, lambda: channel.closed.add(rank))
 
     def kill(self, rank: int) -> None:
-        """End a rank as the death of its process does: the kernel closes its connections."""
-        for channel in self._channels.values():
+        """End a rank as the end of its process does: the kernel closes its connections."""
+        for channel in self.channels.values():
             self.close(channel, rank)
         self.scheduler.kill(rank)
 
-    def _arrival_s(self) -> float:
-        return self.scheduler.now_s + self._latency_s
+    def count(self, rank: int, operation: str) -> None:
+        """Count an operation of a rank's transports. Raises TransportError if it is the one that fails."""
+        self.num_operations[rank] += 1
+        if self.failing.get(rank) == self.num_operations[rank]:
+            self.failed_s = self.scheduler.now_s
+            raise TransportError(f"{operation} failed: operation {self.num_operations[rank]} of rank {rank}")
 
+    def _delay_s(self) -> float:
+        return self.cluster.latency_s + self.jitter_s * self.scheduler.random.random()
 
-class SimulatedTransport(Transport):
-    """Sends messages between CPUs through a `Network`, without collectives, so that sums have rank order."""
-
-    name = "simulated"
-    abilities = Abilities(frozenset({"cpu"}))
-
-    def __init__(self, network: Network, channel: Channel, members: Members) -> None:
-        self._network = network
-        self._channel = channel
-        self._ranks = members.global_ranks
-        self._rank = members.global_ranks[members.rank]
-        self._timeout_s = members.timeout.total_seconds()
-        self._sending: dict[tuple[int, int], list[bool]] = {}
-        self._receiving: dict[tuple[int, int], torch.Tensor] = {}
-        self._is_closed = [False]  # shared with twins
-
-    def open(self) -> None:
-        self._channel.joined.add(self._rank)
-        missing = self._wait(lambda: self._channel.joined >= set(self._ranks), set(self._ranks))
-        if missing:
-            absent = sorted(set(self._ranks) - self._channel.joined)
-            raise TransportError(f"ranks {absent} did not open the group: {missing}")
-
-    def connect(self, peers: Iterable[int] | None) -> None:
-        if self._rank not in self._channel.joined:
-            self.open()
-
-    def twin(self) -> "SimulatedTransport":
-        self.connect(None)
-        twin = copy.copy(self)
-        twin._sending, twin._receiving = {}, {}
-        return twin
-
-    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self._check_open(peer)
-        is_sent = self._sending[peer, tag] = [False]
-        key = (self._rank, self._ranks[peer], tag)
-        self._network.send(self._channel, key, tensor, lambda: is_sent.__setitem__(0, True))
-
-    def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self._check_open(peer)
-        self._receiving[peer, tag] = tensor
-
-    def wait_send(self, peer: int, tag: int) -> None:
-        is_sent = self._sending.pop((peer, tag), None)
-        if is_sent is not None and (failure := self._wait(lambda: is_sent[0], {self._ranks[peer]})):
-            raise TransportError(failure, peer)
-
-    def wait_receive(self, peer: int, tag: int) -> None:
-        tensor = self._receiving.pop((peer, tag), None)
-        if tensor is None:
-            return
-        arrived = self._channel.arrived[self._ranks[peer], self._rank, tag]
-        if failure := self._wait(lambda: bool(arrived), {self._ranks[peer]}):
-            raise TransportError(failure, peer)
-        message = arrived.popleft()
-        if message.nbytes != tensor.nbytes:
-            raise TransportError(f"received {message.nbytes} bytes, expected {tensor.nbytes}", peer)
-        tensor.copy_(message)
-
-    def abort(self) -> None:
-        if not self._is_closed[0]:
-            self._is_closed[0] = True
-            self._network.close(self._channel, self._rank)
-
-    def _check_open(self, peer: int) -> None:
-        if self._is_closed[0]:
-            raise TransportError("the group is closed", peer)
-
-    def _wait(self, is_done: Callable[[], bool], peers: set[int]) -> str | None:
-        """Wait, and return the reason if it fails: a closed end, or the timeout."""
-
-        def has_ended() -> bool:
-            return is_done() or self._is_closed[0] or bool(self._channel.closed & peers)
-
-        in_time = self._network.scheduler.block(has_ended, self._timeout_s)
-        if is_done():
-            return None
-        if self._is_closed[0]:
-            return "the group is closed"
-        return "Connection closed by peer" if in_time else f"timed out after {self._timeout_s:g} s"
+    def _capacity(self, link: Link) -> float:
+        return min(self.cluster.capacity(link), self.limits.get(link, float("inf")))

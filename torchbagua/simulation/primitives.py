@@ -2,7 +2,8 @@
 
 import math
 import queue
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -15,10 +16,15 @@ T = TypeVar("T")
 
 
 class Primitives:
-    """The attributes of `torchbagua._concurrency` in a simulation, made for its scheduler."""
+    """The attributes of `torchbagua._concurrency` in a simulation, made for its scheduler.
+
+    Exit handlers and finalizers belong to the rank whose thread registers them.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self._exit_handlers: dict[int, list[Callable[[], object]]] = defaultdict(list)
+        self._finalizers: list[weakref.finalize[Any, Any]] = []
 
     def replacements(self) -> dict[str, Any]:
         """Return the simulated attributes by name."""
@@ -37,7 +43,42 @@ class Primitives:
             "perf_counter_ns": lambda: round(scheduler.now_s * 1e9),
             "sleep": self.sleep,
             "wait_for": self.wait_for,
+            "finalize": self.finalize,
+            "at_exit": self.at_exit,
+            "not_at_exit": self.not_at_exit,
         }
+
+    def exit(self, rank: int) -> None:
+        """Call the exit handlers of a rank, the last one first, as Python does when a process ends."""
+        handlers = self._exit_handlers[rank]
+        while handlers:
+            handlers.pop()()
+
+    def close(self) -> None:
+        """Keep the finalizers of dead ranks from running when the real process ends."""
+        for finalizer in self._finalizers:
+            finalizer.atexit = False
+
+    def finalize(self, obj: object, function: Callable[..., Any], *arguments: Any) -> "weakref.finalize[Any, Any]":
+        finalizer = weakref.finalize(obj, function, *arguments)
+        self._finalizers.append(finalizer)
+
+        def at_exit() -> None:
+            if finalizer.atexit:
+                finalizer()
+
+        self.at_exit(at_exit)
+        return finalizer
+
+    def at_exit(self, handler: Callable[[], object]) -> None:
+        thread = self.scheduler.current
+        assert thread is not None, "a thread of a rank registers it"
+        self._exit_handlers[thread.rank].append(handler)
+
+    def not_at_exit(self, handler: Callable[[], object]) -> None:
+        for handlers in self._exit_handlers.values():
+            if handler in handlers:
+                handlers.remove(handler)
 
     def sleep(self, seconds: float) -> None:
         self.scheduler.block(lambda: False, seconds)

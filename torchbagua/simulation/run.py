@@ -1,9 +1,9 @@
 """Runs ranks in a simulation: one thread each, over a simulated network, in virtual time."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -13,21 +13,37 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from torchbagua import _concurrency
+from torchbagua._torch import group_without_effect
+from torchbagua.observe.events import Observer
+from torchbagua.simulation.cluster import Cluster
+from torchbagua.simulation.ddp import SimulatedDdp
 from torchbagua.simulation.network import Network
 from torchbagua.simulation.primitives import Primitives
+from torchbagua.simulation.processors import Processors
 from torchbagua.simulation.scheduler import Scheduler
 from torchbagua.simulation.store import SimulatedStore
+from torchbagua.simulation.transport import transports_over
 
 T = TypeVar("T")
 
 
 @dataclass
 class Outcome(Generic[T]):
-    """What became of a rank: a value, an error, or neither if it died."""
+    """What became of a rank.
+
+    Attributes:
+        value: what its function returned; None if it raised, or if the rank died.
+        error: what its function raised.
+        is_done: whether its function has returned or raised.
+        ended_s: when it did, or when the rank died.
+        threads: the names of the rank's threads that were left then.
+    """
 
     value: T | None = None
     error: BaseException | None = None
     is_done: bool = False
+    ended_s: float = 0.0
+    threads: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Rank:
         number: the rank.
         size: the number of ranks.
         simulation: the run that it belongs to.
-        torch_group: a group without backends.
+        torch_group: a group whose collectives send nothing.
     """
 
     number: int
@@ -46,90 +62,118 @@ class Rank:
     simulation: "Simulation"
     torch_group: dist.ProcessGroup
 
-    def group(self, nodes: list[int] | None = None) -> tb.BaguaProcessGroup:
-        """Return a group over the simulated network. Collective."""
+    def group(self, *, observers: Sequence[Observer] = ()) -> tb.BaguaProcessGroup:
+        """Return a group over the simulated network: the `process_group` of `attach`. Collective."""
         return tb.BaguaProcessGroup(
             self.torch_group,
-            nodes=nodes or [0] * self.size,
+            nodes=self.simulation.cluster.nodes,
             timeout=self.simulation.timeout,
-            transport=self.simulation.network.open_transport,
+            observers=observers,
+            transport=transports_over(self.simulation.network),
         )
 
+    def ddp(self, module: torch.nn.Module, **arguments: Any) -> SimulatedDdp:
+        """Return a DistributedDataParallel; see `SimulatedDdp`."""
+        return SimulatedDdp(module, self.torch_group, **arguments)
+
     def compute(self, seconds: float) -> None:
-        """Let virtual time pass, as a computation does."""
-        _concurrency.sleep(seconds)
+        """Let virtual time pass, as a computation of so many seconds on a core does."""
+        self.simulation.processors.compute(self.number, seconds)
 
 
 class Simulation:
-    """One run of `size` ranks.
+    """One run of several ranks.
 
     Args:
-        size: the number of ranks.
+        cluster: the machines, or a number of ranks on one node each.
         seed: determines the order of all events.
-        rate: the bytes per second that a rank sends.
-        latency_s: of every message.
         timeout: of the ranks' groups.
         limit_s: a run that has not ended at this virtual time is a Deadlock.
+
+    Attributes:
+        cluster, timeout: the same.
+        size: the number of ranks.
+        dead: the ranks that `kill` has ended.
+        fault_s: when a fault has happened; None before.
     """
 
     def __init__(
         self,
-        size: int,
+        cluster: Cluster | int,
         seed: int,
         *,
-        rate: float = 25e6,
-        latency_s: float = 1e-4,
         timeout: timedelta = timedelta(seconds=30),
         limit_s: float = 1000.0,
     ) -> None:
-        self.size = size
+        self.cluster = Cluster.of_single_ranks(cluster) if isinstance(cluster, int) else cluster
+        self.size = len(self.cluster.nodes)
         self.timeout = timeout
-        self.limit_s = limit_s
         self.scheduler = Scheduler(seed)
-        self.network = Network(self.scheduler, rate, latency_s)
+        self.network = Network(self.scheduler, self.cluster)
+        self.processors = Processors(self.scheduler, self.cluster)
+        self.store = SimulatedStore(self.scheduler, self.cluster.latency_s)
         self.dead: set[int] = set()
-        self._store = SimulatedStore(self.scheduler, latency_s)
+        self.fault_s: float | None = None
+        self._limit_s = limit_s
+        self._outcomes: list[Outcome[Any]] = []
 
-    def kill_at(self, at_s: float, rank: int) -> None:
-        """Let a rank die at a virtual time."""
-
-        def kill() -> None:
+    def kill(self, rank: int) -> None:
+        """Let a rank die now; for `Scheduler.call_at` and `Scheduler.call_at_turn`."""
+        if not self._outcomes[rank].is_done:
             self.dead.add(rank)
+            self._outcomes[rank].ended_s = self.scheduler.now_s
             self.network.kill(rank)
 
-        self.scheduler.call_at(at_s, kill)
-
     def run(self, body: Callable[[Rank], T]) -> list[Outcome[T]]:
-        """Run `body` on every rank, and return the outcome of each. Raises Deadlock."""
+        """Run `body` on every rank, and return the outcome of each.
+
+        A rank that returns or raises ends like a process: exit handlers run, and then its connections close.
+
+        Raises:
+            Deadlock: a rank never ends.
+        """
         outcomes: list[Outcome[T]] = [Outcome() for _ in range(self.size)]
+        self._outcomes = outcomes
+        primitives = Primitives(self.scheduler)
+        ended: set[int] = set()
 
         def run_rank(number: int) -> None:
             outcome = outcomes[number]
             try:
-                store = dist.PrefixStore("group", self._store)
-                group = dist.ProcessGroup(store, number, self.size)
+                group = group_without_effect(dist.PrefixStore("group", self.store), number, self.size)
                 outcome.value = body(Rank(number, self.size, self, group))
             except Exception as error:
                 outcome.error = error
-                self.network.kill(number)  # its process ends
             outcome.is_done = True
+            outcome.ended_s = self.scheduler.now_s
+            own = self.scheduler.current
+            outcome.threads = [
+                thread.name for thread in self.scheduler.living_threads() if thread.rank == number and thread is not own
+            ]
+            primitives.exit(number)
+            ended.add(number)
+            self.network.kill(number)
 
         def is_over() -> bool:
-            return all(outcome.is_done for rank, outcome in enumerate(outcomes) if rank not in self.dead)
+            return len(ended | self.dead) == self.size
 
-        with _in_virtual_time(self.scheduler):
+        with _replaced(primitives), self.processors.time_codecs():
             for number in range(self.size):
                 self.scheduler.start(f"rank {number}", number, partial(run_rank, number))
-            self.scheduler.run(is_over, self.limit_s)
+            try:
+                self.scheduler.run(is_over, self._limit_s)
+            finally:
+                primitives.close()
         return outcomes
 
 
 @contextmanager
-def _in_virtual_time(scheduler: Scheduler) -> Iterator[None]:
+def _replaced(primitives: Primitives) -> Iterator[None]:
+    """Replace threads, locks and clocks in the block. The order of events must not depend on torch's threads, or GC."""
     replaced: dict[str, Any] = {}
     num_threads = torch.get_num_threads()
     collects = gc.isenabled()
-    for name, value in Primitives(scheduler).replacements().items():
+    for name, value in primitives.replacements().items():
         replaced[name] = getattr(_concurrency, name)
         setattr(_concurrency, name, value)
     torch.set_num_threads(1)

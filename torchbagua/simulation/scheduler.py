@@ -13,6 +13,12 @@ import traceback
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
+from pathlib import Path
+
+_HERE = str(Path(__file__).parent)
+
+Recorder = Callable[["SimulatedThread", float, str], None]
+"""Is notified when a thread has waited: the thread, the time at which it began to wait, and the code that waits."""
 
 
 class Deadlock(RuntimeError):
@@ -31,6 +37,7 @@ class SimulatedThread:
         rank: the rank.
         is_done: whether its function has returned or raised.
         is_dead: whether its rank has died, so that it never runs again.
+        wakes_s: the time before which it does not run, because its rank has stopped.
     """
 
     def __init__(self, name: str, rank: int, function: Callable[[], object]) -> None:
@@ -38,9 +45,11 @@ class SimulatedThread:
         self.rank = rank
         self.is_done = False
         self.is_dead = False
+        self.wakes_s = 0.0
         self.is_ready: Callable[[], bool] = lambda: True
         self.deadline_s = math.inf
-        self.turn = threading.Semaphore(0)
+        self.turn = threading.Lock()  # released to give the turn: faster than a Semaphore
+        self.turn.acquire()
         self.os_thread = threading.Thread(target=function, name=name, daemon=True)
 
 
@@ -52,16 +61,21 @@ class Scheduler:
 
     Attributes:
         now_s: the virtual time, in seconds.
+        num_turns: the number of times that a thread got the turn.
         random: the generator for everything that the seed determines.
         digest: a hash of all that has happened: which thread ran, and when.
+        recorder: is notified of waits; may be set before the run.
     """
 
     def __init__(self, seed: int) -> None:
         self.now_s = 0.0
+        self.num_turns = 0
         self.random = random.Random(seed)
         self.digest = hashlib.sha256()
+        self.recorder: Recorder | None = None
         self._threads: list[SimulatedThread] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events_at_turns: dict[int, Callable[[], None]] = {}
         self._numbers = count()
         self._current: SimulatedThread | None = None
         self._is_over: Callable[[], bool] = lambda: True
@@ -96,9 +110,19 @@ class Scheduler:
         for thread in self._threads:
             thread.is_dead = thread.is_dead or thread.rank == rank
 
+    def pause(self, rank: int, seconds: float) -> None:
+        """Give no turn to the threads of a rank for a while, as if its process had stopped."""
+        for thread in self._threads:
+            if thread.rank == rank:
+                thread.wakes_s = self.now_s + seconds
+
     def call_at(self, at_s: float, event: Callable[[], None]) -> None:
         """Call `event`, which must not block, at a virtual time."""
         heappush(self._events, (at_s, next(self._numbers), event))
+
+    def call_at_turn(self, number: int, event: Callable[[], None]) -> None:
+        """Call `event`, which must not block, before the turn with this number."""
+        self._events_at_turns[number] = event
 
     def living_threads(self) -> list[SimulatedThread]:
         """Return the threads that have not ended, and whose ranks live."""
@@ -145,12 +169,16 @@ class Scheduler:
         if self._ends:
             raise Ended
         thread.is_ready = is_ready
-        thread.deadline_s = self.now_s + timeout_s
+        begin_s = self.now_s
+        thread.deadline_s = begin_s + timeout_s
         self._give_turn(thread)
+        if self.recorder is not None and self.now_s > begin_s:
+            self.recorder(thread, begin_s, _waiting_code())
         return is_ready()
 
     def _give_turn(self, thread: SimulatedThread | None) -> None:
         """Let the next thread run, and wait for the next turn of `thread`, unless it is done."""
+        self.num_turns += 1
         following = self._next_thread()
         self.digest.update(f"{self.now_s!r} {following and following.name}\n".encode())
         if following is not thread or following is None:
@@ -164,27 +192,45 @@ class Scheduler:
 
     def _next_thread(self) -> SimulatedThread | None:
         """Return a ready thread. If none is ready, advance the time. None at the end, or if none will ever be ready."""
+        if (event := self._events_at_turns.pop(self.num_turns, None)) is not None:
+            event()
         while not self._is_over():  # an event may end the last rank
             living = self.living_threads()
-            if ready := [thread for thread in living if thread.deadline_s <= self.now_s or thread.is_ready()]:
+            now_s = self.now_s
+            awake = [thread for thread in living if thread.wakes_s <= now_s]
+            if ready := [thread for thread in awake if thread.deadline_s <= now_s or thread.is_ready()]:
                 return self.random.choice(ready) if len(ready) > 1 else ready[0]
             event_s = self._events[0][0] if self._events else math.inf
-            next_s = min([event_s, *(thread.deadline_s for thread in living)])
+            asleep_s = [thread.wakes_s for thread in living if thread.wakes_s > now_s]
+            next_s = min([event_s, *asleep_s, *(thread.deadline_s for thread in awake)])
             if next_s > self._limit_s:
                 when = f"after {self._limit_s:g} s" if next_s < math.inf else "for ever"
                 self._failure = Deadlock(f"threads wait {when}:\n{self.stacks()}")
                 return None
-            self.now_s = max(self.now_s, next_s)
+            self.now_s = max(now_s, next_s)
             while self._events and self._events[0][0] <= self.now_s:
                 heappop(self._events)[2]()
         return None
 
     def stacks(self) -> str:
-        """Return the stack of every thread that has not ended."""
+        """Return the stack of every thread that has not ended, without the frames of the simulation."""
         frames = sys._current_frames()
         texts = []
         for thread in self.living_threads():
             frame = frames.get(thread.os_thread.ident or 0)
-            lines = traceback.format_stack(frame)[:-2] if frame is not None else []
+            stack = traceback.extract_stack(frame) if frame is not None else []
+            lines = traceback.format_list([entry for entry in stack if not _is_of_scheduling(entry)])
             texts.append(f"{thread.name} of rank {thread.rank}:\n{''.join(lines)}")
         return "\n".join(texts)
+
+
+def _is_of_scheduling(entry: traceback.FrameSummary) -> bool:
+    return entry.filename.startswith(_HERE) or entry.filename == threading.__file__
+
+
+def _waiting_code() -> str:
+    """Return the function of the package, or of the user, that waits."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"

@@ -16,12 +16,19 @@ class SimulatedStore(dist.Store):
     Args:
         scheduler: of the simulation.
         latency_s: of a message to the store, or from it.
+
+    Attributes:
+        latency_s: the same; may change.
+        starts_at_s: the time before which the store answers no request.
+        is_gone: whether its process has died, so that every request fails.
     """
 
     def __init__(self, scheduler: Scheduler, latency_s: float) -> None:
         super().__init__()
         self._scheduler = scheduler
-        self._round_trip_s = 2 * latency_s
+        self.latency_s = latency_s
+        self.starts_at_s = 0.0
+        self.is_gone = False
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -50,7 +57,9 @@ class SimulatedStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         self._travel()
-        if not self._scheduler.block(lambda: self._values.keys() >= {*keys}, timeout.total_seconds()):
+        is_set = self._scheduler.block(lambda: self.is_gone or self._values.keys() >= {*keys}, timeout.total_seconds())
+        self._check()
+        if not is_set:
             raise dist.DistStoreError(f"timed out after {timeout.total_seconds():g} s waiting for keys")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -65,7 +74,12 @@ class SimulatedStore(dist.Store):
         return True
 
     def _travel(self) -> None:
-        self._scheduler.block(lambda: False, self._round_trip_s)
+        self._scheduler.block(lambda: False, max(2 * self.latency_s, self.starts_at_s - self._scheduler.now_s))
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_gone:
+            raise dist.DistNetworkError("the store has closed the connection")
 
 
 def _as_bytes(value: str | bytes) -> bytes:

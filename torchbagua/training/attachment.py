@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchbagua import _concurrency
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.observe.summary import Summary
@@ -100,6 +101,7 @@ class Attachment:
                 setup,
                 runner,
                 after_first_step=partial(check_first_step, runner, setup, watch),
+                on_skip=self._loads.settle,  # a skipped step does not call the optimizer
                 running_means=self._running_means,
             )
             undo.enter_context(step_hooks)
@@ -115,7 +117,7 @@ class Attachment:
                 assert setup.ddp is not None
                 undo.enter_context(install_hook(setup.ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
-        self._forgotten = weakref.finalize(self, warn_of_missing_detach, weakref.ref(runner))
+        self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, weakref.ref(runner))
 
     @property
     def is_detached(self) -> bool:

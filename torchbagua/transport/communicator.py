@@ -412,8 +412,8 @@ class Communicator(NamedRanks):
     def _fail_to_connect_all(self, purpose: str, error: TransportError) -> NoReturn:
         self._check_open(purpose)  # another thread may have closed the group in the meantime
         raise CommunicationError(
-            f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on rank "
-            f"{self.ranks[self.rank]} within {self._timeout_s:g} s; restart all ranks: {error}"
+            f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on "
+            f"{self.name_of(self.rank)} within {self._timeout_s:g} s; restart all ranks: {error}"
         ) from error
 
     def _fail(self, purpose: str, cause: str, direction: Direction | None = None, peer: int | None = None) -> NoReturn:

@@ -11,7 +11,7 @@ from torchbagua._torch import backend_of, gloo_devices
 from torchbagua.transport.base import TransportError
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import gloo_group
-from torchbagua.transport.store_requests import announce_open, missing_ranks, read_texts, write_text
+from torchbagua.transport.store_requests import announce, missing_ranks, read_texts, write_text
 
 MOST_CONNECTED_AT_ONCE = 32
 """In a larger group, two ranks connect before their first message to each other, or before an operation of all ranks.
@@ -72,11 +72,11 @@ class Connections:
         """
         if self.mesh is not None or self.is_closed:
             return
-        announce_open(self._store, self._rank)
+        announce(self._store, "opens", self._rank)
         try:
             mesh = gloo_group(self._store, self._rank, self._size, self._timeout)
         except RuntimeError as error:
-            missing = missing_ranks(self._store, self._size)
+            missing = missing_ranks(self._store, "opens", self._size)
             if not missing:
                 raise
             raise RuntimeError(f"ranks {missing} did not open the group: {cause_of(error)}") from error

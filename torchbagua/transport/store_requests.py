@@ -18,15 +18,15 @@ def require_store(process_group: dist.ProcessGroup) -> dist.Store:
     return store
 
 
-def announce_open(store: dist.Store, rank: int) -> None:
-    """Announce to `missing_ranks` that `rank` opens the group of this store."""
-    store.set(f"opens/{rank}", "")
+def announce(store: dist.Store, what: str, rank: int) -> None:
+    """Announce to `missing_ranks` that `rank` has reached a point that `what` names."""
+    store.set(f"{what}/{rank}", "")
 
 
-def missing_ranks(store: dist.Store, size: int) -> list[int]:
-    """Return the ranks that have not announced that they open the group; none if the store no longer responds."""
+def missing_ranks(store: dist.Store, what: str, size: int) -> list[int]:
+    """Return the ranks that have not announced `what`; none if the store no longer responds."""
     with suppress(RuntimeError):
-        return [rank for rank in range(size) if not store.check([f"opens/{rank}"])]
+        return [rank for rank in range(size) if not store.check([f"{what}/{rank}"])]
     return []
 
 

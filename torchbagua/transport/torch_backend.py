@@ -22,7 +22,7 @@ from torchbagua.transport.base import (
     bytes_of,
 )
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.store_requests import announce_open, missing_ranks
+from torchbagua.transport.store_requests import announce, missing_ranks
 from torchbagua.transport.torch_groups import TORCH_ERRORS, Direction, MessageWorks
 
 # Both names are one function; torch 2.13 warns about the older one.
@@ -167,7 +167,7 @@ class TorchBackendTransport(MessageWorks):
 
     def _make_group(self) -> dist.ProcessGroup:
         members, store = self._members, self._members.store
-        announce_open(store, members.rank)
+        announce(store, "opens", members.rank)
         if members.rank == 0:
             store.set("name", f"torchbagua {secrets.token_hex(8)}")
         store.wait(["name"], members.timeout)
@@ -176,7 +176,7 @@ class TorchBackendTransport(MessageWorks):
         return registered_group(members.global_ranks, members.rank, self.name, backend_store, name, members.timeout)
 
     def _cause_of_failed_open(self, error: BaseException) -> str:
-        missing = missing_ranks(self._members.store, self._members.size)
+        missing = missing_ranks(self._members.store, "opens", self._members.size)
         return f"ranks {missing} did not open the group: {cause_of(error)}" if missing else cause_of(error)
 
     def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], tuple[Any, object]]]:

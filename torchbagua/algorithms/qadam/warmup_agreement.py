@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.runtime.job import Job
@@ -105,7 +106,7 @@ class WarmupAgreement:
                 agreement._announce()
 
         watch.add(after_step, reads_overflow=False)
-        weakref.finalize(self, watch.remove, after_step).atexit = False
+        _concurrency.finalize(self, watch.remove, after_step).atexit = False
         self._runner.on_close(partial(watch.remove, after_step), first=True)
         self._runner.on_joined_backward(self._announce)  # a joined rank takes no steps, the others announce at theirs
         self._runner.on_close(self._announce_at_end, first=True)

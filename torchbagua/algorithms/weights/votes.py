@@ -82,11 +82,12 @@ def count_votes(communicator: Communicator, vote: Vote, watch: LayoutWatch, purp
     most_loads, last_reason, ahead = _unpack(most, size)
     ends = not leaving_rank and not running_rank
     if fewest_loads != most_loads and not leaving_rank and (ends or requests >= _GIVES_UP):
-        seen = sorted({communicator.ranks[behind]: fewest_loads, communicator.ranks[ahead]: most_loads}.items())
-        (first, first_number), (second, second_number) = seen
+        loads_of = sorted({communicator.ranks[behind]: fewest_loads, communicator.ranks[ahead]: most_loads}.items())
+        (first, first_number), (second, second_number) = loads_of
         raise different_loads((first, second), (first_number, second_number))
     if ends and first_reason != last_reason:
-        reasons = f"{_REASONS[first_reason]} and {_REASONS[last_reason]}"
+        seen = {communicator.ranks[behind]: _REASONS[first_reason], communicator.ranks[ahead]: _REASONS[last_reason]}
+        reasons = ", ".join(f"rank {rank} for {reason}" for rank, reason in sorted(seen.items()))
         raise CommunicationError(f"torchbagua: ranks have stopped averaging for different reasons: {reasons}")
     return Outcome(
         leaving_rank - 1 if leaving_rank else None,

@@ -1,0 +1,293 @@
+"""Bugs of the past as patches of today's code, to show that the simulation would have found them.
+
+Each function of `PAST_BUGS` returns a context manager. Within the context, all ranks of this process have the bug.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+
+from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.background_rounds import BackgroundRounds
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl
+from torchbagua.algorithms.weights.outer_round import OuterRound
+from torchbagua.collectives import process_group
+from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.residuals import Residual
+from torchbagua.collectives.store_agreement import Settings, Verdict
+from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.load_record import LoadMark
+from torchbagua.runtime.lockstep import Lockstep
+from torchbagua.training.step_clock import StepClock
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError
+
+
+@contextmanager
+def group_closes_while_others_connect() -> Iterator[None]:
+    """A rank that opened and closed a group at once broke connections that slower ranks were still making.
+
+    Fixed in ead68ba.
+    """
+    with patch.object(BaguaProcessGroup, "_wait_until_all_are_open", lambda group: None):
+        yield
+
+
+@contextmanager
+def search_for_inf_sends_one_number() -> Iterator[None]:
+    """The search for Inf sent one number, a round several: ranks in different places sent different lengths.
+
+    Fixed in f55aa3f.
+    """
+
+    def agree_on_overflow(lockstep: Lockstep, found_inf: bool, purpose: str = "the search for Inf") -> bool:
+        lockstep.num_overflow_checks += 1
+        world = lockstep._world
+        return lockstep._lane.submit(lambda: all_reduce_max(world, [int(found_inf)], purpose)).result() == [1]
+
+    with patch.object(Lockstep, "agree_on_overflow", agree_on_overflow):
+        yield
+
+
+@contextmanager
+def qadam_compares_only_during_the_warmup() -> Iterator[None]:
+    """Ranks no longer compared QAdam's progress after the warm-up, so a rank that alone loaded a state sent float32.
+
+    Fixed in 44c1437.
+    """
+    compare = WarmupAgreement.compare
+    num_past_warmup = WeakKeyDictionary[WarmupAgreement, int]()
+
+    def compare_during_warmup(agreement: WarmupAgreement, device: torch.device) -> None:
+        q_adam = agreement._q_adam
+        before = num_past_warmup.get(agreement, 0)
+        num_past_warmup[agreement] = len(q_adam.num_updates_past_warmup)
+        if before < len(q_adam.parameters):
+            compare(agreement, device)
+
+    with patch.object(WarmupAgreement, "compare", compare_during_warmup):
+        yield
+
+
+@contextmanager
+def residual_counts_twice() -> Iterator[None]:
+    """A second synchronized backward before the step added the same residual again, and dropped the first pass's.
+
+    Fixed in deadeaf.
+    """
+
+    def continue_from_committed(residual: Residual, parts: Sequence[slice]) -> None:
+        residual._continued = None
+
+    with patch.object(Residual, "continue_from_staged", continue_from_committed):
+        yield
+
+
+@contextmanager
+def rounds_restart_after_an_error() -> Iterator[None]:
+    """A rank that raised within `averaged_weights` began a round on its way out, and waited for the other ranks.
+
+    Fixed in bee6443.
+    """
+    averaged_weights = AsyncModelAverageAlgorithmImpl.averaged_weights
+
+    @contextmanager
+    def restart_always(impl: AsyncModelAverageAlgorithmImpl) -> Iterator[None]:
+        was_running = impl._rounds is not None
+        try:
+            with averaged_weights(impl):
+                yield
+        finally:
+            if was_running:
+                impl._start()
+
+    with patch.object(AsyncModelAverageAlgorithmImpl, "averaged_weights", restart_always):
+        yield
+
+
+@contextmanager
+def failed_attach_cannot_be_retried() -> Iterator[None]:
+    """A rank that gave up on a late rank still counted its attempt, so a retry used other keys of the store.
+
+    Fixed in f090b32.
+    """
+    agree = BaguaProcessGroup._agree
+
+    def count_failures_too(group: BaguaProcessGroup, same: Settings, refusal: str | None) -> Verdict:
+        try:
+            return agree(group, same, refusal)
+        except TimeoutError:
+            group._group_store.add(f"torchbagua/constructed/{group.rank}", 1)
+            raise
+
+    with patch.object(BaguaProcessGroup, "_agree", count_failures_too):
+        yield
+
+
+@contextmanager
+def job_is_queued_after_the_stop() -> Iterator[None]:
+    """A job that one thread submitted while another closed the lane was queued behind the stop, and never ran.
+
+    Fixed in f090b32.
+    """
+    init = Lane.__init__
+
+    def init_without_lock(lane: Lane, *arguments: Any, **named: Any) -> None:
+        init(lane, *arguments, **named)
+        lane._lock = nullcontext()  # type: ignore[assignment]
+
+    with patch.object(Lane, "__init__", init_without_lock):
+        yield
+
+
+@contextmanager
+def failure_leaves_other_groups_open() -> Iterator[None]:
+    """A bucket whose operation raised closed its own group, and not those that its other operations use.
+
+    Fixed in dddb3b2.
+    """
+    with patch.object(BaguaBucket, "_close_groups", lambda bucket: bucket.group.close()):
+        yield
+
+
+@contextmanager
+def error_of_a_closed_group_has_no_cause() -> Iterator[None]:
+    """After a failure on one thread, another thread raised "the group is closed", which named neither rank nor cause.
+
+    Fixed in 27b5a78.
+    """
+    close = Communicator.close
+
+    def close_without_cause(communicator: Communicator, failure: CommunicationError | None = None) -> None:
+        close(communicator, None)
+
+    with patch.object(Communicator, "close", close_without_cause):
+        yield
+
+
+@contextmanager
+def loaded_weights_are_lost_at_the_next_round() -> Iterator[None]:
+    """DiLoCo did not see weights that were loaded between two rounds: the next round set them to the shadow weights.
+
+    Fixed in 824728b.
+    """
+
+    def keep_shadow(impl: DiLoCoAlgorithmImpl, values: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    with patch.object(DiLoCoAlgorithmImpl, "weights_loaded", keep_shadow):
+        yield
+
+
+@contextmanager
+def loaded_weights_are_changed_by_the_outer_round() -> Iterator[None]:
+    """DiLoCo's round in flight changed weights that were loaded meanwhile.
+
+    Fixed in 824728b.
+    """
+
+    def drop_nothing(outer_round: OuterRound, names: Collection[str]) -> None:
+        pass
+
+    with patch.object(OuterRound, "drop", drop_nothing):
+        yield
+
+
+@contextmanager
+def loaded_weights_are_changed_by_background_rounds() -> Iterator[None]:
+    """An asynchronous round in flight added the difference to a snapshot from before a load to the loaded weights.
+
+    Fixed in 824728b.
+    """
+
+    def load_nothing(rounds: BackgroundRounds, names: Collection[str], loads: LoadMark) -> None:
+        pass
+
+    with patch.object(BackgroundRounds, "weights_loaded", load_nothing):
+        yield
+
+
+@contextmanager
+def calls_are_not_compared() -> Iterator[None]:
+    """Ranks that called different methods after the same steps, such as a load and a mean, waited for each other.
+
+    Found by the simulation, in "other call" of DiLoCo. Over gloo, the process of a rank could end.
+    """
+    comparison = Lockstep.comparison
+
+    def without_call(lockstep: Lockstep, purpose: str, **options: Any) -> Callable[[], bool]:
+        return comparison(lockstep, "a call", **options)
+
+    with patch.object(Lockstep, "comparison", without_call):
+        yield
+
+
+@contextmanager
+def late_open_names_no_rank() -> Iterator[None]:
+    """A rank that waited for another one to open its groups raised an error that named no rank.
+
+    Found by the simulation, in "death" and "long stall".
+    """
+    with patch.object(process_group, "missing_ranks", lambda *_: []):
+        yield
+
+
+@contextmanager
+def skipped_step_leaves_a_load_pending() -> Iterator[None]:
+    """A rank whose GradScaler skipped the step after a load had not noticed the load when ranks next compared loads.
+
+    Found by the simulation, in "overflow" of asynchronous averaging.
+    """
+    after_search_for_inf = StepClock.after_search_for_inf
+
+    def without_settling(clock: StepClock, optimizer: torch.optim.Optimizer, *, overflow: bool) -> None:
+        clock._on_skip = lambda: None
+        after_search_for_inf(clock, optimizer, overflow=overflow)
+
+    with patch.object(StepClock, "after_search_for_inf", without_settling):
+        yield
+
+
+@contextmanager
+def errors_of_node_gradients_name_ranks_of_the_node() -> Iterator[None]:
+    """An error within a node named ranks by their places on the node, without their numbers in the job.
+
+    Found by the simulation, in "long stall" of local SGD on two nodes.
+    """
+    init = BaguaProcessGroup.__init__
+
+    def init_without_numbers(group: BaguaProcessGroup, *arguments: Any, **named: Any) -> None:
+        init(group, *arguments, **{**named, "global_ranks": None})
+
+    with patch.object(BaguaProcessGroup, "__init__", init_without_numbers):
+        yield
+
+
+PAST_BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    bug.__name__: bug
+    for bug in (
+        group_closes_while_others_connect,
+        search_for_inf_sends_one_number,
+        qadam_compares_only_during_the_warmup,
+        residual_counts_twice,
+        rounds_restart_after_an_error,
+        failed_attach_cannot_be_retried,
+        job_is_queued_after_the_stop,
+        failure_leaves_other_groups_open,
+        error_of_a_closed_group_has_no_cause,
+        loaded_weights_are_lost_at_the_next_round,
+        loaded_weights_are_changed_by_the_outer_round,
+        loaded_weights_are_changed_by_background_rounds,
+        calls_are_not_compared,
+        late_open_names_no_rank,
+        skipped_step_leaves_a_load_pending,
+        errors_of_node_gradients_name_ranks_of_the_node,
+    )
+}

@@ -1,0 +1,180 @@
+"""What must hold after every trial."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+import torchbagua as tb
+from torchbagua.simulation.faults import HARMLESS, UserError
+from torchbagua.simulation.program import Record
+from torchbagua.simulation.residuals import lost_gradients
+from torchbagua.simulation.run import Outcome, Simulation
+
+if TYPE_CHECKING:
+    from torchbagua.simulation.trial import Trial
+
+# A whole run without faults takes less. A rank that notices the failure of another one at once does so in this time.
+AT_ONCE_S = 3.0
+# How many timeouts a run may last longer.
+_HARMLESS_TIMEOUTS = {
+    "short stall": 0.5,
+    "slow link": 3,
+    "late start": 0.5,
+    "late attach": 2,
+    "slow store": 2,
+    "late store": 0.5,
+}
+
+_NAMED = (
+    r"torchbagua: .+ failed on (?:rank {rank}|rank \d+ \(global rank {rank}\)) "
+    r"(?:receiving from|sending to|connecting to) rank \d+",
+    r"torchbagua: ranks are out of step in .+: rank \d+ has \d+ .+, rank \d+ has \d+",
+    r"torchbagua: timed out after .+ s waiting for ranks \[\d.*\] of \d+",
+    r"torchbagua: the \w+ group of ranks .+ could not be opened on (?:rank {rank}|rank \d+ \(global rank {rank}\)) .+ "
+    r"ranks \[\d.*\]",
+    r"torchbagua: opening private groups on all ranks .+ failed on rank {rank}, waiting for rank \d+",
+    r"torchbagua: weights cannot be averaged: rank \d+ has left",
+    r"torchbagua: ranks have stopped averaging for different reasons: rank \d+ for \w+, rank \d+ for \w+",
+    r"torchbagua: ranks have not loaded the same weights since attach: rank \d+ .*rank \d+",
+)
+# Gradient algorithms do not notice that a rank has not stepped, or has stepped with another state.
+_CHANGE_WEIGHTS = ("skipped step", "other state")
+_OUT_OF_STEP = ("early end", "skipped step", "other call")
+_LOST_STORE = "the store has closed the connection"
+
+
+def find_violations(
+    trial: "Trial", simulation: Simulation, outcomes: Sequence[Outcome[None]], records: Sequence[Record]
+) -> list[str]:
+    """Return what was wrong in a run."""
+    check = _Check(trial, simulation, outcomes, records)
+    return [
+        *check.ends(),
+        *check.errors(),
+        *check.lengths(),
+        *check.replicas(),
+        *check.residuals(),
+        *check.remains(),
+    ]
+
+
+class _Check:
+    def __init__(
+        self, trial: "Trial", simulation: Simulation, outcomes: Sequence[Outcome[None]], records: Sequence[Record]
+    ) -> None:
+        self.trial = trial
+        self.kind = trial.fault.kind
+        self.simulation = simulation
+        self.outcomes = outcomes
+        self.records = records
+        self.survivors = [rank for rank in range(simulation.size) if rank not in simulation.dead]
+        self.all_ended_well = all(outcome.is_done and outcome.error is None for outcome in outcomes)
+
+    def ends(self) -> Iterator[str]:
+        """Every rank ends within the time that the documentation promises."""
+        for rank in self.survivors:
+            record, outcome = self.records[rank], self.outcomes[rank]
+            ended_s = outcome.ended_s if record.failed_s is None else record.failed_s
+            limit_s = self.limit_s(rank)
+            if ended_s > limit_s:
+                yield f"rank {rank} ended after {ended_s:.2f} s, allowed: {limit_s:.2f} s"
+
+    def limit_s(self, rank: int) -> float:
+        """Return the latest time at which a rank ends."""
+        timeout_s = self.simulation.timeout.total_seconds()
+        program = self.trial.program
+        evaluation_s = program.evaluation_s if program.evaluates_at is not None else 0
+        if self.kind in HARMLESS:
+            return AT_ONCE_S + _HARMLESS_TIMEOUTS.get(self.kind, 0) * timeout_s + evaluation_s
+        fault_s = self.simulation.network.failed_s if self.kind == "failed operation" else self.simulation.fault_s
+        if fault_s is None:
+            return AT_ONCE_S + evaluation_s
+        is_attached = all(record.attached_s is not None and record.attached_s <= fault_s for record in self.records)
+        num_timeouts = 0 if is_attached else 2
+        if self.kind == "cut link":
+            num_timeouts += 1
+        elif self.kind == "other call" and not self._averages_weights():
+            num_timeouts += 1  # one of the calls is not collective
+        elif self.kind in _OUT_OF_STEP and len(set(self.simulation.cluster.nodes)) < self.simulation.size:
+            num_timeouts += 1  # a rank waits for a gradient within its node, and the others wait for the round
+        elif self.kind == "long stall":
+            num_timeouts += 2 if rank == self.trial.fault.rank else 1
+        if self.kind == "error" and rank == self.trial.fault.rank:
+            return fault_s + AT_ONCE_S
+        return fault_s + AT_ONCE_S + num_timeouts * timeout_s + evaluation_s
+
+    def errors(self) -> Iterator[str]:
+        """Without a fault that must fail, no rank fails. Each error names the operation, the rank and a peer."""
+        for rank in self.survivors:
+            error = self.outcomes[rank].error
+            if error is None:
+                continue
+            if self.kind in HARMLESS:
+                yield f"rank {rank} raised {error!r}"
+            elif not isinstance(error, UserError) and not self._names_ranks(rank, error):
+                yield f"the error of rank {rank} does not name operation, rank and peer: {error!r}"
+
+    def _names_ranks(self, rank: int, error: BaseException) -> bool:
+        if self.kind == "lost store" and _LOST_STORE in str(error):
+            return True
+        text = str(error)
+        if self.kind == "failed operation" and f" of rank {rank}" in text:
+            return True  # it has failed on this rank
+        if isinstance(error, RuntimeError) and "UserError" in text:
+            return True
+        return "the group is closed" not in text and any(
+            re.search(pattern.format(rank=rank), text, re.DOTALL) for pattern in _NAMED
+        )
+
+    def lengths(self) -> Iterator[str]:
+        """No message has another length than its receive."""
+        yield from self.simulation.network.wrong_lengths
+
+    def replicas(self) -> Iterator[str]:
+        """Ranks have the same weights: after every step of a gradient algorithm, and after the end."""
+        if not self._averages_weights():
+            num_steps = max(len(record.weights) for record in self.records)
+            for step in range(num_steps):
+                weights = [record.weights[step] for record in self.records if step < len(record.weights)]
+                if not _are_equal(weights) and self.kind not in _CHANGE_WEIGHTS:
+                    yield f"weights differ between ranks after step {step}"
+                    return
+        if self.all_ended_well and self.kind not in _CHANGE_WEIGHTS:
+            results = [record.result for record in self.records if record.result is not None]
+            if not _are_equal(results):
+                yield "weights differ between ranks after the end"
+            program = self.trial.program
+            if program.loads_at is not None and program.freezes and program.num_steps:
+                for record in self.records:
+                    assert record.result is not None
+                    assert record.loaded is not None
+                    if float((record.result - record.loaded).abs().max()) > 1e-6:
+                        yield "the weights that were loaded have changed"
+
+    def residuals(self) -> Iterator[str]:
+        """Error feedback loses nothing, and counts nothing twice."""
+        if self.all_ended_well and self.kind not in (*_CHANGE_WEIGHTS, "early end"):
+            lost = lost_gradients([record.sums for record in self.records])
+            if lost is not None:
+                yield lost
+
+    def remains(self) -> Iterator[str]:
+        """A rank that has detached leaves no thread and no hook behind, and no message, if all have."""
+        for rank, (record, outcome) in enumerate(zip(self.records, self.outcomes, strict=True)):
+            for left in (*record.left, *(f"the thread {name!r}" for name in outcome.threads)):
+                yield f"rank {rank} leaves {left} behind"
+        if self.all_ended_well:
+            for channel in self.simulation.network.channels.values():
+                for sender, receiver, tag in channel.unread():
+                    yield f"rank {receiver} has not read a message of rank {sender} with tag {tag}"
+
+    def _averages_weights(self) -> bool:
+        contestant = self.trial.contestant
+        algorithm: tb.Algorithm = contestant.make(contestant.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+        return bool(algorithm.averages_weights)
+
+
+def _are_equal(weights: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(weight, weights[0]) for weight in weights)

@@ -1,0 +1,145 @@
+"""The transport of a simulation: messages between CPUs through a simulated network."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from torchbagua.simulation.network import Channel, Key, Network
+from torchbagua.transport.base import Abilities, Members, Transport, TransportError, TransportMaker, bytes_of
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that was posted, and the length of the message, once it has arrived."""
+
+    tensor: torch.Tensor
+    num_bytes: int | None = None
+
+    def take(self, message: torch.Tensor) -> None:
+        """Write a message to the tensor, if it has the same length."""
+        self.num_bytes = message.nbytes
+        if message.nbytes == self.tensor.nbytes:
+            bytes_of(self.tensor).copy_(message)
+
+
+class SimulatedTransport(Transport):
+    """Sends messages through a `Network`, without collectives, so that sums have rank order.
+
+    A message is written to the memory of its receive when it arrives, and not before.
+
+    Args:
+        network: the network.
+        channel: that of the members' group.
+        members: the ranks.
+    """
+
+    name = "simulated"
+    abilities = Abilities(frozenset({"cpu"}))
+
+    def __init__(self, network: Network, channel: Channel, members: Members) -> None:
+        self._network = network
+        self._channel = channel
+        self._ranks = members.global_ranks
+        self._rank = members.global_ranks[members.rank]
+        self._timeout_s = members.timeout.total_seconds()
+        self._sending: dict[tuple[int, int], list[bool]] = {}
+        self._receiving: dict[tuple[int, int], Receive] = {}
+        self._is_closed = [False]  # shared with twins
+
+    def open(self) -> None:
+        self._network.count(self._rank, "opening a group")
+        peers = set(self._ranks) - {self._rank}
+        self._network.join(self._channel, self._rank, peers)
+        expected = {(self._rank, peer) for peer in peers}
+        if failure := self._wait(lambda: self._channel.connected >= expected, peers, fails_at_once=True):
+            absent = sorted(peer for _, peer in expected - self._channel.connected) or sorted(
+                self._channel.closed & peers
+            )
+            raise TransportError(f"no connection to ranks {absent}: {failure}")
+
+    def connect(self, peers: Iterable[int] | None) -> None:
+        if self._rank not in self._channel.joined:
+            self.open()
+
+    def twin(self) -> "SimulatedTransport":
+        self.connect(None)
+        twin = copy.copy(self)
+        twin._sending, twin._receiving = {}, {}
+        return twin
+
+    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        self._check_open(peer)
+        self._network.count(self._rank, "a send")
+        is_sent = self._sending[peer, tag] = [False]
+        key = (self._rank, self._ranks[peer], tag)
+        self._network.send(self._channel, key, tensor, lambda: is_sent.__setitem__(0, True))
+
+    def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        self._check_open(peer)
+        self._network.count(self._rank, "a receive")
+        receive = self._receiving[peer, tag] = Receive(tensor)
+        self._channel.receive(self._key_of(peer, tag), receive.take)
+
+    def wait_send(self, peer: int, tag: int) -> None:
+        is_sent = self._sending.pop((peer, tag), None)
+        if is_sent is None:
+            return
+        self._network.count(self._rank, "the wait for a send")
+        if failure := self._wait(lambda: is_sent[0], {self._ranks[peer]}):
+            raise TransportError(failure, peer)
+
+    def wait_receive(self, peer: int, tag: int) -> None:
+        receive = self._receiving.pop((peer, tag), None)
+        if receive is None:
+            return
+        self._network.count(self._rank, "the wait for a receive")
+        if failure := self._wait(lambda: receive.num_bytes is not None, {self._ranks[peer]}):
+            raise TransportError(failure, peer)
+        if receive.num_bytes != receive.tensor.nbytes:
+            wrong = f"received {receive.num_bytes} bytes, expected {receive.tensor.nbytes}"
+            self._network.wrong_lengths.append(f"rank {self._rank} {wrong} from rank {self._ranks[peer]}")
+            raise TransportError(wrong, peer)
+
+    def abort(self) -> None:
+        if not self._is_closed[0]:
+            self._is_closed[0] = True
+            self._network.close(self._channel, self._rank)
+
+    def _key_of(self, peer: int, tag: int) -> Key:
+        return (self._ranks[peer], self._rank, tag)
+
+    def _check_open(self, peer: int) -> None:
+        if self._is_closed[0]:
+            raise TransportError("the group is closed", peer)
+
+    def _wait(self, is_done: Callable[[], bool], peers: set[int], *, fails_at_once: bool = False) -> str | None:
+        """Wait, and return the reason if it fails: a closed end, or the timeout.
+
+        Args:
+            is_done: returns whether the operation is done.
+            peers: the ranks whose closed ends end the wait.
+            fails_at_once: whether a closed end fails even an operation that is done.
+        """
+
+        def has_ended() -> bool:
+            return is_done() or self._is_closed[0] or bool(self._channel.closed & peers)
+
+        in_time = self._network.scheduler.block(has_ended, self._timeout_s)
+        if is_done() and not (fails_at_once and self._channel.closed & peers):
+            return None
+        if self._is_closed[0]:
+            return "the group is closed"
+        return "Connection closed by peer" if in_time else f"timed out after {self._timeout_s:g} s"
+
+
+def transports_over(network: Network) -> TransportMaker:
+    """Return a function that opens transports over a network: the `transport` of a `BaguaProcessGroup`."""
+
+    def open_transport(members: Members) -> SimulatedTransport:
+        # The members share a store, with which the first of them names their channel.
+        number = int(members.store.compare_set("channel", "", str(len(network.channels))))
+        return SimulatedTransport(network, network.channel(number), members)
+
+    return open_transport

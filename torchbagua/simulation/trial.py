@@ -1,0 +1,162 @@
+"""Trials: a training run of some ranks in a simulation, of which the seed determines everything."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+
+from torchbagua import _concurrency
+from torchbagua.simulation.cluster import Cluster
+from torchbagua.simulation.faults import FAULTS, Fault, UserCode
+from torchbagua.simulation.invariants import find_violations
+from torchbagua.simulation.program import MakeAlgorithm, MakeOptimizer, Program, Record, Train, sgd, train
+from torchbagua.simulation.run import Outcome, Rank, Simulation
+
+TIMEOUT = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An algorithm that trials train with.
+
+    Attributes:
+        make: returns it, given the optimizer.
+        make_optimizer: returns the optimizer of the module's parameters.
+        sizes: the numbers of ranks that it supports.
+        train: the training of a rank.
+        faults: the kinds of faults that it trains with.
+    """
+
+    make: MakeAlgorithm
+    make_optimizer: MakeOptimizer = sgd
+    sizes: tuple[int, ...] = (2, 3, 4)
+    train: Train = train
+    faults: tuple[str, ...] = FAULTS
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a contestant.
+
+    Attributes:
+        contestant: the algorithm.
+        seed: determines the order of all events.
+        cluster: the machines.
+        program: the loop.
+        fault: the fault.
+        jitter_s: messages take up to this much longer.
+        skew: rank r computes `1 + skew * r` times as long as rank 0.
+        lingers: whether the process of a rank that raises lives on for a while.
+    """
+
+    contestant: Contestant
+    seed: int
+    cluster: Cluster
+    program: Program
+    fault: Fault
+    jitter_s: float = 0.0
+    skew: float = 0.0
+    lingers: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a trial.
+
+    Attributes:
+        trial: the trial.
+        violations: what must not have happened.
+        outcomes: of each rank.
+        records: of each rank.
+        ended_s: the virtual time at which the last rank ended.
+        num_turns: the turns of the scheduler.
+        digest: a hash of all events.
+    """
+
+    trial: Trial
+    violations: list[str]
+    outcomes: Sequence[Outcome[None]]
+    records: Sequence[Record]
+    ended_s: float
+    num_turns: int
+    digest: str
+
+
+def draw_trial(contestant: Contestant, seed: int, kind: str | None = None) -> Trial:
+    """Return the trial of a seed. The fault is of this kind if the contestant trains with it, else of a drawn kind."""
+    draw = random.Random(seed)
+    size = draw.choice(contestant.sizes)
+    nodes = (0, 0, 1, 1) if size == 4 and draw.random() < 0.5 else tuple(range(size))
+    cluster = Cluster(nodes, rate=draw.choice((1e6, 25e6)), latency_s=draw.choice((1e-4, 2e-3)))
+    algorithm = contestant.make(contestant.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    trial = Trial(
+        contestant,
+        seed,
+        cluster,
+        Program.drawn(draw, algorithm),
+        Fault(),
+        jitter_s=draw.choice((0.0, 0.0, 2e-3, 1e-2)),
+        skew=draw.choice((0.0, 0.3)),
+        lingers=draw.random() < 0.5,
+    )
+    if len(set(nodes)) < size:  # some algorithms have DDP average gradients within nodes
+        trial = replace(trial, program=replace(trial.program, wraps=True, has_unused=False))
+    num_turns = draw.choice((100, 300, 1000)) * size // 2
+    fault = Fault.drawn(
+        draw,
+        kind if kind in contestant.faults else draw.choice(contestant.faults),
+        size,
+        num_turns,
+        max(1, trial.program.num_steps),
+    )
+    if fault.kind == "overflow":
+        trial = replace(trial, program=replace(trial.program, has_scaler=True))
+    if fault.place == "averaged_weights" and trial.program.evaluates_at is not None:
+        fault = replace(fault, step=trial.program.evaluates_at)
+    return replace(trial, fault=fault)
+
+
+def run_trial(trial: Trial, simulation: Simulation | None = None) -> Report:
+    """Run a trial, in a new simulation or in one that `simulate` has returned, and check what must hold.
+
+    Raises:
+        Deadlock: a rank never ends.
+    """
+    simulation = simulation or simulate(trial)
+    records = [Record() for _ in range(simulation.size)]
+
+    def body(rank: Rank) -> None:
+        user = UserCode(trial.fault, rank)
+        user.start()
+        record = records[rank.number]
+        try:
+            contestant = trial.contestant
+            contestant.train(rank, trial.program, user, record, contestant.make_optimizer, contestant.make)
+        except Exception:
+            record.failed_s = simulation.scheduler.now_s
+            if trial.lingers:
+                _concurrency.sleep(3 * TIMEOUT.total_seconds())
+            raise
+
+    outcomes = simulation.run(body)
+    scheduler = simulation.scheduler
+    return Report(
+        trial,
+        find_violations(trial, simulation, outcomes, records),
+        outcomes,
+        records,
+        scheduler.now_s,
+        scheduler.num_turns,
+        scheduler.digest.hexdigest(),
+    )
+
+
+def simulate(trial: Trial) -> Simulation:
+    """Return the simulation in which a trial runs."""
+    simulation = Simulation(trial.cluster, trial.seed, timeout=TIMEOUT, limit_s=10 * TIMEOUT.total_seconds())
+    simulation.network.jitter_s = trial.jitter_s
+    simulation.processors.slowness = [1 + trial.skew * rank for rank in range(simulation.size)]
+    trial.fault.prepare(simulation)
+    return simulation
