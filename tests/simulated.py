@@ -40,7 +40,7 @@ CONTESTANTS = {
     "local_sgd": Contestant(lambda _: tb.LocalSGDAlgorithm(2)),
     "diloco": Contestant(lambda _: tb.DiLoCoAlgorithm(2)),
     "fragments": Contestant(lambda _: tb.DiLoCoAlgorithm(4, fragments=2, delay=1)),
-    "async": Contestant(lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=20, warmup_steps=1)),
+    "async": Contestant(lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=1)),
 }
 """By the names of rows in tables."""
 
