@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from past_bugs import PAST_BUGS
-from simulated import CONTESTANTS, case, without_fault
+from simulated import SUBJECTS, case, without_fault
 from torchbagua._text_table import table as text_table
 from torchbagua.simulation.faults import FAULTS, Fault
 from torchbagua.simulation.scheduler import Deadlock
@@ -45,7 +45,7 @@ def violations_of(trial: Trial) -> list[str]:
 
 
 def run_seed(seed: int, bug: str | None) -> tuple[str, str, str, list[str]]:
-    """Return the contestant, the fault and the command of a seed, and its violations."""
+    """Return the subject, the fault and the command of a seed, and its violations."""
     name, trial = case(seed)
     with ExitStack() as stack:
         if bug is not None:
@@ -54,7 +54,7 @@ def run_seed(seed: int, bug: str | None) -> tuple[str, str, str, list[str]]:
 
 
 def run_failing_operation(which: tuple[str, int, int, int]) -> tuple[str, str, str, list[str]]:
-    """Do the same for the failure of one operation: of a contestant, a number of ranks, a rank and a number."""
+    """Do the same for the failure of one operation: of a subject, a number of ranks, a rank and a number."""
     name, size, rank, number = which
     trial = replace(without_fault(name, 0, size), fault=Fault("failed operation", rank=rank, operation=number))
     return name, f"{size} ranks", f"--operation {name} {size} {rank} {number}", violations_of(trial)
@@ -62,9 +62,9 @@ def run_failing_operation(which: tuple[str, int, int, int]) -> tuple[str, str, s
 
 def every_operation() -> Iterator[tuple[str, int, int, int]]:
     """Yield every operation of every rank, in a run without faults."""
-    for name, contestant in CONTESTANTS.items():
+    for name, subject in SUBJECTS.items():
         for size in (2, 3):
-            if size in contestant.sizes:
+            if size in subject.sizes:
                 simulation = simulate(without_fault(name, 0, size))
                 run_trial(without_fault(name, 0, size), simulation)
                 for rank, count in sorted(simulation.network.num_operations.items()):
@@ -160,7 +160,7 @@ def run_all(cases: Sequence[object], run: object, columns: Sequence[str], *, sto
 def table(runs: Counter[tuple[str, str]], bad: Counter[tuple[str, str]], columns: Sequence[str]) -> str:
     """Return the number of runs, and of bad ones, of each algorithm and fault."""
     rows = [["", *columns]]
-    for name in CONTESTANTS:
+    for name in SUBJECTS:
         cells = [
             f"{runs[name, column]}" + (f" ({bad[name, column]} bad)" if bad[name, column] else "") for column in columns
         ]

@@ -1,7 +1,7 @@
 """Trainings in a simulated network: the bits of gloo, the same events for the same seed, faults, and past bugs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import oracle
 import torchbagua as tb
 from past_bugs import PAST_BUGS, job_is_queued_after_the_stop
 from ranks import run_ranks
-from simulated import CONTESTANTS, case, without_fault
+from simulated import SUBJECTS, case, without_fault
 from source_tree import REPOSITORY, run_python
 from torchbagua import _concurrency
 from torchbagua.runtime.lane import Lane
 from torchbagua.simulation.cluster import Cluster
 from torchbagua.simulation.faults import FAULTS, Fault, UserCode
-from torchbagua.simulation.program import Program, Record
+from torchbagua.simulation.program import Network, Program, Record, sgd
 from torchbagua.simulation.run import Rank, Simulation
 from torchbagua.simulation.scheduler import Deadlock
 from torchbagua.simulation.trial import Trial, draw_trial, run_trial, simulate
@@ -48,10 +49,10 @@ def violations(trial: Trial) -> list[str]:
 
 
 def trials_of(name: str, kind: str, num_seeds: int) -> Iterator[Trial]:
-    """Yield the trials of the first seeds with this contestant and this fault."""
-    seed = list(CONTESTANTS).index(name) + len(CONTESTANTS) * FAULTS.index(kind)
+    """Yield the trials of the first seeds with this subject and this fault."""
+    seed = list(SUBJECTS).index(name) + len(SUBJECTS) * FAULTS.index(kind)
     for number in range(num_seeds):
-        own_name, trial = case(seed + number * len(CONTESTANTS) * len(FAULTS))
+        own_name, trial = case(seed + number * len(SUBJECTS) * len(FAULTS))
         assert own_name == name
         yield trial
 
@@ -71,17 +72,17 @@ class GlooRank(Rank):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("name", [name for name in CONTESTANTS if name != "async"])  # which depends on times
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "async"])  # which depends on times
 def test_results_are_those_of_gloo(name: str, accumulates: bool) -> None:
     num_backwards = 2 if accumulates else 1
     program = Program(num_backwards=num_backwards, has_scaler=accumulates, backward_s=0.0, forward_s=0.0)
     trial = replace(without_fault(name, 1, 4), program=program)
-    contestant = trial.contestant
+    subject = trial.subject
 
     def over_gloo(group: dist.ProcessGroup) -> Record:
         rank, record = GlooRank(group.rank(), group.size(), simulate(trial), group), Record()
         user = UserCode(Fault(), rank)
-        contestant.train(rank, program, user, record, contestant.make_optimizer, contestant.make)
+        subject.train(rank, program, user, record, subject.make_optimizer, subject.make)
         return record
 
     report = run_trial(trial)
@@ -93,16 +94,46 @@ def test_results_are_those_of_gloo(name: str, accumulates: bool) -> None:
         assert torch.equal(own.result, expected.result)
 
 
+@pytest.mark.parametrize(
+    ("name", "mean_of"),
+    [
+        ("gradient_allreduce", lambda rows: oracle.gradient_allreduce(rows)),
+        ("bytegrad", lambda rows: oracle.bytegrad(rows, [rows[0].size])),
+    ],
+)
+def test_results_are_those_of_the_oracle(name: str, mean_of: Callable[[list[oracle.Array]], oracle.Array]) -> None:
+    size, program = 3, Program(backward_s=0.0, forward_s=0.0)
+    network = Network()
+    parameters = list(network.parameters())
+    optimizer = sgd(parameters)
+    data = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    for _ in range(program.num_steps):
+        losses = [network(torch.randn(3, 8, generator=own)).square().sum() for own in data]
+        gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
+        for parameter, rows in zip(parameters, zip(*gradients, strict=True), strict=True):
+            mean = mean_of([row.flatten().numpy() for row in rows])
+            parameter.grad = torch.from_numpy(mean).view_as(parameter)
+        optimizer.step()
+    expected = torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+    report = run_trial(replace(without_fault(name, 1, size), program=program))
+
+    assert report.violations == []
+    for record in report.records:
+        assert record.result is not None
+        assert torch.equal(record.result, expected)
+
+
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults(kind: str) -> None:
-    for name in list(CONTESTANTS)[FAULTS.index(kind) % 2 :: 2]:
+    for name in list(SUBJECTS)[FAULTS.index(kind) % 2 :: 2]:
         for trial in trials_of(name, kind, 1):
             assert violations(trial) == [], (name, trial.seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("name", CONTESTANTS)
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_more_faults(name: str, kind: str) -> None:
     for trial in trials_of(name, kind, 3):
         assert violations(trial) == [], trial.seed
@@ -143,7 +174,7 @@ BUGS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_of_the_past_is_found(bug: str) -> None:
     name, *kinds = BUGS[bug]
-    num_seeds = SEEDS_OF_A_BUG // (len(CONTESTANTS) * len(FAULTS))
+    num_seeds = SEEDS_OF_A_BUG // (len(SUBJECTS) * len(FAULTS))
     trials = chain.from_iterable(trials_of(name, kind, num_seeds) for kind in kinds)
     with PAST_BUGS[bug]():
         found = next(trial for trial in trials if violations(trial))
@@ -171,7 +202,7 @@ def test_a_seed_determines_all_events_in_another_process() -> None:
 
 @pytest.mark.parametrize("name", ["fragments", "async", "rows"])
 def test_a_seed_determines_all_events(name: str) -> None:
-    trial = draw_trial(CONTESTANTS[name], 7, "death")
+    trial = draw_trial(SUBJECTS[name], 7, "death")
     first, second = run_trial(trial), run_trial(trial)
     assert first.digest == second.digest
     assert first.digest != run_trial(replace(trial, seed=8)).digest

@@ -171,8 +171,8 @@ class _Check:
                     yield f"rank {receiver} has not read a message of rank {sender} with tag {tag}"
 
     def _averages_weights(self) -> bool:
-        contestant = self.trial.contestant
-        algorithm: tb.Algorithm = contestant.make(contestant.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+        subject = self.trial.subject
+        algorithm: tb.Algorithm = subject.make(subject.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
         return bool(algorithm.averages_weights)
 
 

@@ -1,5 +1,6 @@
 """The training program that every rank of a trial runs, and the record that it leaves, even if its rank dies."""
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -42,6 +43,7 @@ class Program:
         evaluates_at: the step after which the loop evaluates the mean of the ranks' weights; None for never.
         loads_at: the step before which all ranks load other weights; None for never.
         freezes: whether the learning rate is 0 from then on, so that the loaded weights must stay.
+        collects_at: the step before which Python collects garbage, which it never does otherwise in a simulation.
         evaluation_s: the seconds for which the loop evaluates.
         quantizes_weights: whether the weights of a sharded module are gathered in the algorithm's codec.
         backward_s: the seconds in which the gradient of a parameter is computed.
@@ -57,6 +59,7 @@ class Program:
     evaluates_at: int | None = None
     loads_at: int | None = None
     freezes: bool = False
+    collects_at: int | None = None
     evaluation_s: float = 0.0
     quantizes_weights: bool = False
     backward_s: float = 1e-3
@@ -76,6 +79,7 @@ class Program:
             evaluates_at=draw.choice((None, 1, 3)),
             loads_at=draw.choice((None, 2, 3, 4)) if averages_weights else None,
             freezes=draw.random() < 0.7,
+            collects_at=draw.choice((None, None, None, 2)),
             evaluation_s=draw.choice((0.0, 0.0, 5.0)),
             quantizes_weights=draw.random() < 0.5,
             backward_s=draw.choice((1e-4, 1e-3, 3e-3)),
@@ -155,6 +159,8 @@ def train(
         for step in range(program.num_steps):
             if user.leaves(step):
                 break
+            if step == program.collects_at:
+                gc.collect()
             if step == program.loads_at:
                 network.load_state_dict(loaded)
                 if program.freezes:

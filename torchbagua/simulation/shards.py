@@ -122,12 +122,12 @@ class _Part:
         for own in self._parameters:
             own.grad = None
         earlier = self.shard.grad
-        own = torch.zeros(sum(self._lengths))
-        communicate = partial(self._mean, rows.view(-1), own)
+        mean = torch.zeros(sum(self._lengths))
+        communicate = partial(self._mean, rows.view(-1), mean)
         name = f"gradients of {self._name}"
         # FSDP reads a first gradient only after backward, and adds a further one at once.
         self._communication.run(self._communication.group, name, rows, communicate, until_end=earlier is None)
-        self.shard.grad = own if earlier is None else earlier + own
+        self.shard.grad = mean if earlier is None else earlier + mean
 
     def _rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return all ranks' rows of these tensors, padded with zeros, [ranks, elements of a row]."""

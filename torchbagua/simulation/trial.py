@@ -1,7 +1,7 @@
 """Trials: a training run of some ranks in a simulation, of which the seed determines everything."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -13,13 +13,14 @@ from torchbagua.simulation.faults import FAULTS, Fault, UserCode
 from torchbagua.simulation.invariants import find_violations
 from torchbagua.simulation.program import MakeAlgorithm, MakeOptimizer, Program, Record, Train, sgd, train
 from torchbagua.simulation.run import Outcome, Rank, Simulation
+from torchbagua.simulation.scheduler import Deadlock
 
 TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """An algorithm that trials train with.
+class Subject:
+    """What trials test: an algorithm, with its optimizer.
 
     Attributes:
         make: returns it, given the optimizer.
@@ -38,10 +39,10 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a contestant.
+    """A training run, with at most one fault.
 
     Attributes:
-        contestant: the algorithm.
+        subject: the algorithm.
         seed: determines the order of all events.
         cluster: the machines.
         program: the loop.
@@ -51,7 +52,7 @@ class Trial:
         lingers: whether the process of a rank that raises lives on for a while.
     """
 
-    contestant: Contestant
+    subject: Subject
     seed: int
     cluster: Cluster
     program: Program
@@ -84,15 +85,15 @@ class Report:
     digest: str
 
 
-def draw_trial(contestant: Contestant, seed: int, kind: str | None = None) -> Trial:
-    """Return the trial of a seed. The fault is of this kind if the contestant trains with it, else of a drawn kind."""
+def draw_trial(subject: Subject, seed: int, kind: str | None = None) -> Trial:
+    """Return the trial of a seed. The fault is of this kind if the subject trains with it, else of a drawn kind."""
     draw = random.Random(seed)
-    size = draw.choice(contestant.sizes)
+    size = draw.choice(subject.sizes)
     nodes = (0, 0, 1, 1) if size == 4 and draw.random() < 0.5 else tuple(range(size))
     cluster = Cluster(nodes, rate=draw.choice((1e6, 25e6)), latency_s=draw.choice((1e-4, 2e-3)))
-    algorithm = contestant.make(contestant.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    algorithm = subject.make(subject.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
     trial = Trial(
-        contestant,
+        subject,
         seed,
         cluster,
         Program.drawn(draw, algorithm),
@@ -106,7 +107,7 @@ def draw_trial(contestant: Contestant, seed: int, kind: str | None = None) -> Tr
     num_turns = draw.choice((100, 300, 1000)) * size // 2
     fault = Fault.drawn(
         draw,
-        kind if kind in contestant.faults else draw.choice(contestant.faults),
+        kind if kind in subject.faults else draw.choice(subject.faults),
         size,
         num_turns,
         max(1, trial.program.num_steps),
@@ -116,6 +117,31 @@ def draw_trial(contestant: Contestant, seed: int, kind: str | None = None) -> Tr
     if fault.place == "averaged_weights" and trial.program.evaluates_at is not None:
         fault = replace(fault, step=trial.program.evaluates_at)
     return replace(trial, fault=fault)
+
+
+class Violation(AssertionError):
+    """A trial of `check` in which something happened that must not happen."""
+
+
+def check(subject: Subject, seeds: Iterable[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+    """Run the trials of these seeds.
+
+    Args:
+        subject: what is tested.
+        seeds: a trial takes about 50 ms.
+        progress: wraps the iteration over the seeds, for instance `tqdm.tqdm`.
+
+    Raises:
+        Violation: what was wrong in the first trial in which anything was. `draw_trial` returns it again.
+    """
+    for seed in progress(seeds):
+        trial = draw_trial(subject, seed)
+        try:
+            violations = run_trial(trial).violations
+        except Deadlock as error:
+            violations = [str(error)]
+        if violations:
+            raise Violation(f"seed {seed}, with the fault {trial.fault.kind!r}: {'; '.join(violations)}")
 
 
 def run_trial(trial: Trial, simulation: Simulation | None = None) -> Report:
@@ -132,8 +158,8 @@ def run_trial(trial: Trial, simulation: Simulation | None = None) -> Report:
         user.start()
         record = records[rank.number]
         try:
-            contestant = trial.contestant
-            contestant.train(rank, trial.program, user, record, contestant.make_optimizer, contestant.make)
+            subject = trial.subject
+            subject.train(rank, trial.program, user, record, subject.make_optimizer, subject.make)
         except Exception:
             record.failed_s = simulation.scheduler.now_s
             if trial.lingers:
