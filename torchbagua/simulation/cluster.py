@@ -40,7 +40,7 @@ class Cluster:
         return cls(tuple(range(size)))
 
     def path(self, sender: int, receiver: int) -> tuple[Link, ...]:
-        """Return the links over which a message travels."""
+        """Return the links over which a message is sent."""
         pair = ("pair", sender, receiver)
         if self.nodes[sender] == self.nodes[receiver]:
             return (pair,)

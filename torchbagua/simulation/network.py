@@ -61,7 +61,7 @@ class Channel:
 
 @dataclass(eq=False)
 class Message:
-    """A message on its way. Its tensor is read when its last byte leaves; then `done` is called."""
+    """A message in flight. Its tensor is read when its last byte leaves; then `done` is called."""
 
     key: Key
     tensor: torch.Tensor

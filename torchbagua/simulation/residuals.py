@@ -24,7 +24,7 @@ class GradientSums:
         self._removers: list[Any] = []
 
     def watch(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Add up from now on."""
+        """Sum gradients from now on."""
         named = dict(module.named_parameters())
         for name, parameter in named.items():
             for sums in (self.own, self.applied, self._since_step):
