@@ -174,7 +174,7 @@ gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of 
 
 .PHONY: simulate
 simulate: $(STAMPS)/dev ## run thousands of trainings with faults in a simulated network; ARGS='--seeds 10000'
-	$(BIN)/python -W ignore tests/simulate.py $(ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python -W ignore tests/simulate.py $(ARGS)
 
 .PHONY: soak
 soak: $(STAMPS)/dev ## run the soak tests, which take minutes

@@ -12,15 +12,17 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from environment import write_record
 from past_bugs import PAST_BUGS
 from simulated import SUBJECTS, case, without_fault
 from torchbagua._text_table import table as text_table
@@ -28,6 +30,9 @@ from torchbagua.simulation.faults import FAULTS, Fault
 from torchbagua.simulation.scheduler import Deadlock
 from torchbagua.simulation.trace import SimulationTrace
 from torchbagua.simulation.trial import Trial, run_trial, simulate
+
+Result = tuple[str, str, str, list[str]]
+"""The subject, the column of the table, the arguments that repeat the run, and its violations."""
 
 SEEDS_PER_PROCESS = 200
 # Enough to see the shape of a failure.
@@ -44,8 +49,8 @@ def violations_of(trial: Trial) -> list[str]:
         return [repr(error)]
 
 
-def run_seed(seed: int, bug: str | None) -> tuple[str, str, str, list[str]]:
-    """Return the subject, the fault and the command of a seed, and its violations."""
+def run_seed(seed: int, bug: str | None) -> Result:
+    """Run the trial of a seed, with a bug of the past."""
     name, trial = case(seed)
     with ExitStack() as stack:
         if bug is not None:
@@ -53,8 +58,8 @@ def run_seed(seed: int, bug: str | None) -> tuple[str, str, str, list[str]]:
         return name, trial.fault.kind, f"--replay {seed}{f' --bug {bug}' if bug else ''}", violations_of(trial)
 
 
-def run_failing_operation(which: tuple[str, int, int, int]) -> tuple[str, str, str, list[str]]:
-    """Do the same for the failure of one operation: of a subject, a number of ranks, a rank and a number."""
+def run_failing_operation(which: tuple[str, int, int, int]) -> Result:
+    """Run a trial in which one operation fails: of a subject, a number of ranks, a rank and a number."""
     name, size, rank, number = which
     trial = replace(without_fault(name, 0, size), fault=Fault("failed operation", rank=rank, operation=number))
     return name, f"{size} ranks", f"--operation {name} {size} {rank} {number}", violations_of(trial)
@@ -71,15 +76,26 @@ def every_operation() -> Iterator[tuple[str, int, int, int]]:
                     yield from ((name, size, rank, number) for number in range(1, count + 1))
 
 
-def prepare() -> None:
-    """Prepare a process of the pool: one core, since its threads run one at a time, and few objects to collect."""
-    cores = sorted(os.sched_getaffinity(0))
-    (number,) = multiprocessing.current_process()._identity or (0,)
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+def prepare(core: int) -> None:
+    """Prepare a process: it runs on one core, since its threads run one at a time, and has few objects to collect."""
+    os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # objects of the imports, among which the package would search for referrers
+
+
+def results_of(run: Callable[[Any], Result], cases: Sequence[Any]) -> Iterator[Result]:
+    """Yield the results of all cases, in their order. Each core has a process, which is replaced after some cases."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # for DDP's warning of parameters that are all used
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as pools:
+        results = []
+        for number, core in enumerate(cores):
+            pool = pools.enter_context(context.Pool(1, prepare, (core,), maxtasksperchild=SEEDS_PER_PROCESS))
+            results.append(pool.imap(run, cases[number :: len(cores)]))
+        for number in range(len(cases)):
+            yield next(results[number % len(cores)])
 
 
 def replay(trial: Trial, path: Path) -> int:
@@ -97,7 +113,7 @@ def replay(trial: Trial, path: Path) -> int:
         violations = report.violations
         for rank, (outcome, record) in enumerate(zip(report.outcomes, report.records, strict=True)):
             state = "died" if rank in simulation.dead else "raised" if outcome.error else "ended"
-            print(f"\nrank {rank} attached at {record.attached_s} s, took {len(record.weights)} steps")
+            print(f"\nrank {rank} attached at {record.attached_s} s, took {record.num_steps} steps")
             print(f"and {state} at {outcome.ended_s:.6f} s")
             if outcome.error is not None:
                 print("".join(traceback.format_exception(outcome.error)))
@@ -114,6 +130,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of runs (default: 1000)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)")
     parser.add_argument("--bug", choices=PAST_BUGS, help="put a bug of the past back, and stop when it is found")
+    parser.add_argument("--json", type=Path, help="write the numbers of runs and violations to this file")
     parser.add_argument("--every-operation", action="store_true", help="fail each operation in turn")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed, and print what happens")
     parser.add_argument(
@@ -130,29 +147,37 @@ def main() -> int:
         return replay(replace(without_fault(name, 0, int(size)), fault=fault), options.trace)
     if options.every_operation:
         cases = list(tqdm(every_operation(), desc="counting operations"))
-        return run_all(cases, run_failing_operation, ["2 ranks", "3 ranks"])
+        return run_all(cases, run_failing_operation, ["2 ranks", "3 ranks"], options.json)
     seeds = range(options.first, options.first + options.seeds)
-    return run_all(seeds, partial(run_seed, bug=options.bug), FAULTS, stops=options.bug is not None)
+    return run_all(seeds, partial(run_seed, bug=options.bug), FAULTS, options.json, stops=options.bug is not None)
 
 
-def run_all(cases: Sequence[object], run: object, columns: Sequence[str], *, stops: bool = False) -> int:
+def run_all(
+    cases: Sequence[Any],
+    run: Callable[[Any], Result],
+    columns: Sequence[str],
+    path: Path | None,
+    *,
+    stops: bool = False,
+) -> int:
     """Run all cases in a pool of processes; print violations with their commands, and a table."""
     runs, bad = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     start_s = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(initializer=prepare, maxtasksperchild=SEEDS_PER_PROCESS) as pool:
-        for name, column, command, violations in tqdm(
-            pool.imap(run, cases, chunksize=1), total=len(cases), mininterval=1
-        ):
-            runs[name, column] += 1
-            if violations:
-                bad[name, column] += 1
-                if sum(bad.values()) <= MOST_PRINTED:
-                    tqdm.write(f"{name}, {column}: {'; '.join(violations)}\n  make simulate ARGS='{command}'")
-                if stops:
-                    break
+    results = results_of(run, cases)
+    for name, column, command, violations in tqdm(results, total=len(cases), mininterval=1):
+        runs[name, column] += 1
+        if violations:
+            bad[name, column] += 1
+            if sum(bad.values()) <= MOST_PRINTED:
+                tqdm.write(f"{name}, {column}: {'; '.join(violations)}\n  make simulate ARGS='{command}'")
+            if stops:
+                break
+    results.close()
     print(table(runs, bad, columns))
     seconds = time.monotonic() - start_s
+    counts = {name: {column: [runs[name, column], bad[name, column]] for column in columns} for name in SUBJECTS}
+    about = {"arguments": sys.argv[1:], "seconds": round(seconds), "runs and violations": counts}
+    write_record(path, about)
     print(f"{sum(runs.values())} runs in {seconds:.0f} s, {sum(bad.values())} with violations")
     return int(bool(bad))
 

@@ -33,6 +33,7 @@ PUBLIC_MODULES = (
     ".compat.mlbench",
     ".fsdp",
     ".observe",
+    ".simulation",
     ".transport",
     ".transport.suite",
 )

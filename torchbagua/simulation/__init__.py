@@ -1,5 +1,35 @@
 """Ranks as threads of which one runs at a time, in a simulated network and virtual time; a seed determines all events.
 
 May import all packages but cli; nothing imports it. Everything above the transport is the code that runs in training.
-Begin with run.py, then scheduler.py. network.py has the transport, and ddp.py calls the hook as DDP does.
+Begin with run.py, then scheduler.py. network.py and transport.py have the network, ddp.py and shards.py the modules to
+train. trial.py draws training runs with faults, program.py trains, and invariants.py checks what must hold.
 """
+
+from torchbagua.simulation.cluster import Cluster
+from torchbagua.simulation.ddp import SimulatedDdp
+from torchbagua.simulation.faults import Fault
+from torchbagua.simulation.program import Program
+from torchbagua.simulation.run import Outcome, Rank, Simulation
+from torchbagua.simulation.scheduler import Deadlock
+from torchbagua.simulation.trace import SimulationTrace
+from torchbagua.simulation.trial import Report, Subject, Trial, Violation, check, draw_trial, run_trial, simulate
+
+__all__ = [
+    "Cluster",
+    "Deadlock",
+    "Fault",
+    "Outcome",
+    "Program",
+    "Rank",
+    "Report",
+    "SimulatedDdp",
+    "Simulation",
+    "SimulationTrace",
+    "Subject",
+    "Trial",
+    "Violation",
+    "check",
+    "draw_trial",
+    "run_trial",
+    "simulate",
+]

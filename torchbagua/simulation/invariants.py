@@ -53,6 +53,7 @@ def find_violations(
     return [
         *check.ends(),
         *check.errors(),
+        *check.participation(),
         *check.lengths(),
         *check.replicas(),
         *check.residuals(),
@@ -69,6 +70,8 @@ class _Check:
         self.simulation = simulation
         self.outcomes = outcomes
         self.records = records
+        subject = trial.subject
+        self.algorithm: tb.Algorithm = subject.make(subject.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
         self.survivors = [rank for rank in range(simulation.size) if rank not in simulation.dead]
         self.all_ended_well = all(outcome.is_done and outcome.error is None for outcome in outcomes)
 
@@ -95,15 +98,19 @@ class _Check:
         num_timeouts = 0 if is_attached else 2
         if self.kind == "cut link":
             num_timeouts += 1
-        elif self.kind == "other call" and not self._averages_weights():
+        elif self.kind == "other call" and not self.algorithm.averages_weights:
             num_timeouts += 1  # one of the calls is not collective
-        elif self.kind in _OUT_OF_STEP and len(set(self.simulation.cluster.nodes)) < self.simulation.size:
+        elif self.kind in _OUT_OF_STEP and self._averages_within_nodes():
             num_timeouts += 1  # a rank waits for a gradient within its node, and the others wait for the round
         elif self.kind == "long stall":
             num_timeouts += 2 if rank == self.trial.fault.rank else 1
         if self.kind == "error" and rank == self.trial.fault.rank:
             return fault_s + AT_ONCE_S
         return fault_s + AT_ONCE_S + num_timeouts * timeout_s + evaluation_s
+
+    def _averages_within_nodes(self) -> bool:
+        has_mates = len(set(self.simulation.cluster.nodes)) < self.simulation.size
+        return has_mates and isinstance(self.algorithm, tb.DiLoCoAlgorithm | tb.LocalSGDAlgorithm)
 
     def errors(self) -> Iterator[str]:
         """Without a fault that must fail, no rank fails. Each error names the operation, the rank and a peer."""
@@ -115,6 +122,27 @@ class _Check:
                 yield f"rank {rank} raised {error!r}"
             elif not isinstance(error, UserError) and not self._names_ranks(rank, error):
                 yield f"the error of rank {rank} does not name operation, rank and peer: {error!r}"
+        texts = [str(self.outcomes[rank].error) for rank in self.survivors if self.outcomes[rank].error is not None]
+        if (
+            self.kind == "death"
+            and texts
+            and not any(re.search(rf"\b{self.trial.fault.rank}\b", text) for text in texts)
+        ):
+            yield f"no error names rank {self.trial.fault.rank}, which has died: {texts}"
+
+    def participation(self) -> Iterator[str]:
+        """No rank finishes without the messages of a rank that has left, unless the algorithm is asynchronous."""
+        if self.kind not in ("death", "error", "early end"):
+            return
+        if isinstance(self.algorithm, tb.AsyncModelAverageAlgorithm):
+            return
+        culprit = self.trial.fault.rank
+        num_steps = self.records[culprit].num_steps
+        # A gradient of the step in which it has left may have been sent.
+        allowed = num_steps + (0 if self.algorithm.averages_weights else 1)
+        for rank in self.survivors:
+            if rank != culprit and self.outcomes[rank].error is None and self.records[rank].num_steps > allowed:
+                yield f"rank {rank} has finished, although rank {culprit} has left after {num_steps} steps"
 
     def _names_ranks(self, rank: int, error: BaseException) -> bool:
         if self.kind == "lost store" and _LOST_STORE in str(error):
@@ -122,8 +150,6 @@ class _Check:
         text = str(error)
         if self.kind == "failed operation" and f" of rank {rank}" in text:
             return True  # it has failed on this rank
-        if isinstance(error, RuntimeError) and "UserError" in text:
-            return True
         return "the group is closed" not in text and any(
             re.search(pattern.format(rank=rank), text, re.DOTALL) for pattern in _NAMED
         )
@@ -134,7 +160,7 @@ class _Check:
 
     def replicas(self) -> Iterator[str]:
         """Ranks have the same weights: after every step of a gradient algorithm, and after the end."""
-        if not self._averages_weights():
+        if not self.algorithm.averages_weights:
             num_steps = max(len(record.weights) for record in self.records)
             for step in range(num_steps):
                 weights = [record.weights[step] for record in self.records if step < len(record.weights)]
@@ -169,11 +195,6 @@ class _Check:
             for channel in self.simulation.network.channels.values():
                 for sender, receiver, tag in channel.unread():
                     yield f"rank {receiver} has not read a message of rank {sender} with tag {tag}"
-
-    def _averages_weights(self) -> bool:
-        subject = self.trial.subject
-        algorithm: tb.Algorithm = subject.make(subject.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
-        return bool(algorithm.averages_weights)
 
 
 def _are_equal(weights: Sequence[torch.Tensor]) -> bool:

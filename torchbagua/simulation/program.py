@@ -94,7 +94,8 @@ class Record:
     Attributes:
         attached_s: when `attach` returned; None before.
         failed_s: when an exception left the program; None if none did.
-        weights: after each step, the weights.
+        num_steps: the number of steps that the rank has ended.
+        weights: after each step, the weights; empty with a sharded module.
         loaded: the weights that the program loads.
         result: the weights after `detach`; None before.
         left: the hooks that `detach` left behind.
@@ -103,6 +104,7 @@ class Record:
 
     attached_s: float | None = None
     failed_s: float | None = None
+    num_steps: int = 0
     weights: list[torch.Tensor] = field(default_factory=list)
     loaded: torch.Tensor | None = None
     result: torch.Tensor | None = None
@@ -183,6 +185,7 @@ def train(
             optimizer.zero_grad()
             record.sums.clear()
             record.weights.append(_flat(network))
+            record.num_steps += 1
             if step == program.evaluates_at:
                 with attachment.averaged_weights():
                     user.at("averaged_weights", step)
@@ -233,6 +236,7 @@ def train_sharded(
             if not user.skips_step(step):
                 optimizer.step()
             optimizer.zero_grad()
+            record.num_steps += 1
         if program.num_steps:
             shards.gather()
     record.result = _flat(network)

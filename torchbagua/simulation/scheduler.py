@@ -95,15 +95,20 @@ class Scheduler:
         self._is_over = is_over
         self._limit_s = limit_s
         self._give_turn(None)
-        self._end.acquire()
+        try:
+            self._end.acquire()
+        finally:  # after a KeyboardInterrupt too
+            self._end_threads()
+        if self._failure is not None:
+            raise self._failure
+
+    def _end_threads(self) -> None:
         self._ends = True
         for thread in [*self._threads]:  # an ending thread starts no thread
-            if not thread.is_done:
+            if not thread.is_done and thread.turn.locked():
                 self._current = thread
                 thread.turn.release()
             thread.os_thread.join()
-        if self._failure is not None:
-            raise self._failure
 
     def kill(self, rank: int) -> None:
         """Give no turn to the threads of a rank any more, as after the death of its process."""
