@@ -1,5 +1,6 @@
 """The algorithms that are trained in simulations."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,9 +47,13 @@ SUBJECTS = {
 
 
 def case(seed: int) -> tuple[str, Trial]:
-    """Return the trial of a seed, and the name of its subject. Consecutive seeds are all subjects and faults."""
+    """Return the trial of a seed, and the name of its subject.
+
+    Their numbers have no common divisor, so that as many consecutive seeds as there are pairs have each pair once.
+    """
     names = list(SUBJECTS)
-    name, kind = names[seed % len(names)], FAULTS[seed // len(names) % len(FAULTS)]
+    assert math.gcd(len(names), len(FAULTS)) == 1
+    name, kind = names[seed % len(names)], FAULTS[seed % len(FAULTS)]
     return name, draw_trial(SUBJECTS[name], seed, kind)
 
 

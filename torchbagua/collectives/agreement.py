@@ -11,6 +11,8 @@ from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 
+_MOST_PIECES = 1024
+
 
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:
     """Return the maximum of each value over the ranks, the same on all ranks, in log2(n) exchanges.
@@ -31,8 +33,9 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
         turns = [(communicator.rank_after(distance), source)]
         pipeline = Pipeline(communicator, theirs.device)
         # If ranks are in different agreements, a message of another length has another tag, and this rank times out.
-        # A transport may end the process if it receives a message that is too long.
-        Exchange(pipeline, "agreement", {source: theirs}, purpose, turns, piece=len(values)).run([largest])
+        # A transport may end the process if it receives a message that is too long. MPI guarantees 15 bits for tags.
+        piece = len(values) % _MOST_PIECES
+        Exchange(pipeline, "agreement", {source: theirs}, purpose, turns, piece=piece).run([largest])
         torch.maximum(largest, theirs, out=largest)
         distance *= 2
     return largest.tolist()

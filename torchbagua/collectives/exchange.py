@@ -65,7 +65,7 @@ class Exchange:
         turns: the (target, source) of each turn, with no rank twice in either position; by default all others, around
             the ring.
         counts: the contents of the messages; by default, messages are tensors that are not encoded.
-        piece: distinguishes exchanges of one operation that are in flight at the same time.
+        piece: distinguishes exchanges of one operation that are in flight at the same time, or differ in length.
 
     Attributes:
         targets: the ranks to send to, in the order of turns.

@@ -72,12 +72,13 @@ class Lockstep:
         The function raises RuntimeError on all ranks if a memory layout has changed on any of them, and
         CommunicationError if their progress differs.
         """
-        # Every call compares as many numbers, since ranks may be in different calls.
-        name, number = also or ("as digest of its call", fingerprint(purpose))
+        # Every call compares the same number of values, since ranks may be in different calls.
+        name, number = also or ("as an additional number", 0)
         progress = {
             "ended attachments": int(is_last),
             **self._progress(),
             "as fingerprint of the tensors to average": self.fingerprint,
+            "as digest of its call": fingerprint(purpose),
             name: number,
         }
         world, watch = self._world, self.layout_watch

@@ -17,12 +17,15 @@ class Cluster:
     Attributes:
         nodes: the node of each rank.
         rate: of a network card.
-        num_cards: the network cards of a node. Its ranks use them in turn.
+        num_cards: the network cards of a node, whose i-th rank uses card i modulo `num_cards`.
         memory_rate: of messages between two ranks of a node.
         latency_s: of a message.
         num_cores: the cores of a node, which its ranks share.
         encode_rate: of a codec, in bytes of the tensor, on one core.
-        decode_rate: the same.
+        decode_rate: the same. Both apply to full precision too, which is copied.
+
+    Raises:
+        ValueError: an argument does not fit.
     """
 
     nodes: tuple[int, ...]
@@ -33,6 +36,19 @@ class Cluster:
     num_cores: int = 8
     encode_rate: float = math.inf
     decode_rate: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        for name in ("rate", "memory_rate", "encode_rate", "decode_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Cluster: {name} must be positive, got {getattr(self, name)}")
+        for name in ("num_cards", "num_cores"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Cluster: {name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"Cluster: latency_s must be a finite number of at least 0, got {self.latency_s}")
+        if not self.nodes:
+            raise ValueError("Cluster: nodes must have an entry for each rank, got none")
 
     @classmethod
     def of_single_ranks(cls, size: int) -> "Cluster":
@@ -87,7 +103,7 @@ class Streams:
 
     def start(self, links: Sequence[Link], amount: float, done: Callable[[], None]) -> None:
         """Start to move `amount` over `links`; call `done` when it has moved."""
-        self._advance()
+        self._advance()  # the earlier ones have moved at the earlier rates
         self._streams.append(_Stream(tuple(links), amount, done))
         self.update()
 

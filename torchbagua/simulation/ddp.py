@@ -1,5 +1,6 @@
 """DistributedDataParallel in a simulation: torch's own, with its reducer, above simulated communication of the hook."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua import _concurrency
+
+Compute = Callable[[float], None]
+"""Lets virtual time pass, as a computation of so many seconds does: `Rank.compute`."""
 
 Hook = Callable[[Any, dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
 
@@ -21,6 +25,7 @@ class SimulatedDdp(DistributedDataParallel):
     Args:
         module: with the same weights on all ranks.
         process_group: the group of a simulated rank.
+        compute: computes on this rank.
         backward_s: returns the seconds in which the gradient of a parameter is computed.
         arguments: further arguments of DistributedDataParallel.
     """
@@ -29,25 +34,34 @@ class SimulatedDdp(DistributedDataParallel):
         self,
         module: torch.nn.Module,
         process_group: dist.ProcessGroup,
+        compute: Compute,
         backward_s: Callable[[torch.nn.Parameter], float] = lambda parameter: 0.0,
         **arguments: Any,
     ) -> None:
         for parameter in module.parameters():
             if parameter.requires_grad and (seconds := backward_s(parameter)):
                 # The reducer's hook is called later, when the gradient is accumulated.
-                parameter.register_hook(lambda gradient, seconds=seconds: _concurrency.sleep(seconds))
+                parameter.register_hook(lambda gradient, seconds=seconds: compute(seconds))
         super().__init__(module, process_group=process_group, **arguments)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        futures: list[torch.futures.Future[torch.Tensor]] = []
+        # The garbage collector does not see the reducer's reference to the hook, so the hook refers to nothing else.
+        futures_of = weakref.WeakMethod(self._futures_of_backward)
 
         def wait_at_last(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            if bucket.index() == 0:
-                futures.clear()
-            futures.append(hook(state, bucket))
+            futures_of_backward = futures_of()
+            assert futures_of_backward is not None
+            futures = futures_of_backward(bucket.index() == 0)
+            future = hook(state, bucket)
+            futures.append(future)
             if bucket.is_last():
-                for future in futures:
-                    _concurrency.wait_for(future)
-            return futures[-1]
+                for earlier in futures:
+                    _concurrency.wait_for(earlier)
+            return future
 
         super().register_comm_hook(state, wait_at_last)
+
+    def _futures_of_backward(self, begins: bool) -> list["torch.futures.Future[torch.Tensor]"]:
+        if begins:
+            self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        return self._futures

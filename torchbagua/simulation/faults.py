@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torchbagua.simulation.run import Rank, Simulation
 T = TypeVar("T")
 
 HARMLESS = ("none", "short stall", "slow link", "late start", "late attach", "overflow", "slow store", "late store")
+FROM_THE_START = ("none", "late start", "late attach", "slow store", "late store")
 FATAL = (
     "death",
     "cut link",
@@ -59,7 +60,9 @@ class Fault:
     place: str = "forward"
 
     @classmethod
-    def drawn(cls, draw: random.Random, kind: str, size: int, num_turns: int, num_steps: int) -> "Fault":
+    def drawn(
+        cls, draw: random.Random, kind: str, size: int, num_turns: int, num_steps: int, places: Sequence[str]
+    ) -> "Fault":
         """Draw a fault of this kind, in a run that has about `num_turns` turns without it."""
         rank = draw.randrange(size)
         return cls(
@@ -69,11 +72,11 @@ class Fault:
             turn=draw.randrange(1, num_turns),
             operation=draw.randrange(1, max(2, num_turns // size)),
             step=draw.randrange(num_steps),
-            place=draw.choice(PLACES),
+            place=draw.choice(places),
         )
 
     def prepare(self, simulation: Simulation) -> None:
-        """Have it happen in the run of a simulation, unless it is one of the user's code."""
+        """Schedule the fault. `UserCode` has the faults of the user's code."""
         rank, peer, network, store = self.rank, self.peer, simulation.network, simulation.store
         timeout_s = simulation.timeout.total_seconds()
         at_turn: dict[str, Callable[[], None]] = {
@@ -121,7 +124,7 @@ class UserCode:
         if self._has_fault and self._fault.kind == "late attach":
             _concurrency.sleep(1.5 * timeout_s)
 
-    def retry(self, attach: Callable[[], T]) -> T:
+    def attach_with_retries(self, attach: Callable[[], T]) -> T:
         """Call `attach`, and again after a TimeoutError if a rank is late."""
         for _ in range(2 if self._fault.kind == "late attach" else 0):
             with suppress(TimeoutError):
@@ -131,20 +134,20 @@ class UserCode:
 
     def leaves(self, step: int) -> bool:
         """Return whether the rank takes no more steps."""
-        return self._happens("early end", step)
+        return self._begin_if_due("early end", step)
 
     def skips_step(self, step: int) -> bool:
         """Return whether the rank does not step its optimizer."""
-        return self._happens("skipped step", step)
+        return self._begin_if_due("skipped step", step)
 
     def at(self, place: str, step: int) -> None:
         """Raise UserError, if the code raises here."""
-        if self._fault.place == place and self._happens("error", step):
+        if self._fault.place == place and self._begin_if_due("error", step):
             raise UserError(f"in {place} of step {step}")
 
     def loss(self, loss: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the loss, whose gradients overflow, or raise, on this rank in some step."""
-        if self._happens("overflow", step):
+        """Return a loss whose gradients overflow, or whose backward raises, in the step of the fault."""
+        if self._begin_if_due("overflow", step):
             return loss * torch.inf
         if self._fault.place == "backward" and self._fault.kind == "error":
             loss = loss * 1.0
@@ -156,16 +159,16 @@ class UserCode:
         if self._fault.kind == "other state":
             if step == 0:
                 self._state = copy.deepcopy(optimizer.state_dict())
-            elif self._happens("other state", step):
+            elif self._begin_if_due("other state", step):
                 optimizer.load_state_dict(self._state)
         if self._fault.kind == "other call" and self._fault.step == step:
-            if self._happens("other call", step):
+            if self._begin_if_due("other call", step):
                 with attachment.averaged_weights():
                     pass
             else:
                 attachment.load_state_dict(attachment.state_dict())
 
-    def _happens(self, kind: str, step: int) -> bool:
+    def _begin_if_due(self, kind: str, step: int) -> bool:
         happens = self._has_fault and self._fault.kind == kind and self._fault.step == step
         if happens:
             self._rank.simulation.fault_s = self._rank.simulation.scheduler.now_s

@@ -14,6 +14,9 @@ from torchbagua.transport.base import TransportError, bytes_of
 Key = tuple[int, int, int]
 """Sender, receiver and tag of a message. Ranks are those of the job."""
 
+Take = Callable[[torch.Tensor], str | None]
+"""Takes the bytes of a message, and returns None, or a description of its wrong length."""
+
 MessageRecorder = Callable[[int, int, int, float, float], None]
 """Is notified of a message that has arrived: sender, receiver, bytes, and the times of its begin and its arrival."""
 
@@ -32,20 +35,13 @@ class Channel:
         arrival_s: for each connection, the time at which its last message arrives.
     """
 
-    receives: dict[Key, Callable[[torch.Tensor], None]] = field(default_factory=dict)
+    receives: dict[Key, Take] = field(default_factory=dict)
     arrived: dict[Key, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
     joined: set[int] = field(default_factory=set)
     connected: set[tuple[int, int]] = field(default_factory=set)
     closed: set[int] = field(default_factory=set)
     to_send: dict[tuple[int, int], deque["Message"]] = field(default_factory=lambda: defaultdict(deque))
     arrival_s: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-
-    def receive(self, key: Key, take: Callable[[torch.Tensor], None]) -> None:
-        """Call `take` with the bytes of the next message, now or when it arrives."""
-        if self.arrived[key]:
-            take(self.arrived[key].popleft())
-        else:
-            self.receives[key] = take
 
     def drop(self, rank: int) -> None:
         """Drop the messages of a rank that have not left, and the receives that it has posted."""
@@ -103,9 +99,11 @@ class Network:
         self.channels: dict[int, Channel] = {}
         self._streams = Streams(lambda: scheduler.now_s, scheduler.call_at, self._capacity)
 
-    def channel(self, number: int) -> Channel:
-        """Return the channel with this number, a new one if there is none."""
-        return self.channels.setdefault(number, Channel())
+    def new_channel(self) -> int:
+        """Create a channel, and return its number."""
+        number = len(self.channels)
+        self.channels[number] = Channel()
+        return number
 
     def join(self, channel: Channel, rank: int, peers: set[int]) -> None:
         """Begin to connect a rank with its peers. Every connection takes its own time."""
@@ -126,6 +124,18 @@ class Network:
         queue.append(Message(key, tensor, done))
         if len(queue) == 1:
             self._begin(channel, queue)
+
+    def receive(self, channel: Channel, key: Key, take: Take) -> None:
+        """Call `take` with the next message, now or when it arrives."""
+        if channel.arrived[key]:
+            self._pass(key, take, channel.arrived[key].popleft())
+        else:
+            channel.receives[key] = take
+
+    def _pass(self, key: Key, take: Take, content: torch.Tensor) -> None:
+        if (wrong := take(content)) is not None:
+            sender, receiver, _ = key
+            self.wrong_lengths.append(f"rank {receiver} {wrong} from rank {sender}")
 
     def _begin(self, channel: Channel, queue: deque[Message]) -> None:
         message = queue[0]
@@ -153,7 +163,7 @@ class Network:
 
         def arrive() -> None:
             if (take := channel.receives.pop(message.key, None)) is not None:
-                take(content)
+                self._pass(message.key, take, content)
             else:
                 channel.arrived[message.key].append(content)
             if self.recorder is not None:

@@ -2,9 +2,11 @@
 
 import math
 import queue
+import traceback
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -49,10 +51,16 @@ class Primitives:
         }
 
     def exit(self, rank: int) -> None:
-        """Call the exit handlers of a rank, the last one first, as Python does when a process ends."""
+        """Call the exit handlers of a rank, the last one first, as Python does when a process ends.
+
+        Like Python, it prints the error of a handler that raises, and continues.
+        """
         handlers = self._exit_handlers[rank]
         while handlers:
-            handlers.pop()()
+            try:
+                handlers.pop()()
+            except Exception:
+                traceback.print_exc()
 
     def close(self) -> None:
         """Keep the finalizers of dead ranks from running when the real process ends."""
@@ -77,7 +85,7 @@ class Primitives:
 
     def not_at_exit(self, handler: Callable[[], object]) -> None:
         for handlers in self._exit_handlers.values():
-            if handler in handlers:
+            while handler in handlers:
                 handlers.remove(handler)
 
     def sleep(self, seconds: float) -> None:
@@ -115,6 +123,11 @@ class Lock:
         self.release()
 
 
+@dataclass(eq=False)
+class _Waiter:
+    is_notified: bool = False
+
+
 class Condition(Lock):
     """`threading.Condition`, with its own lock, which is reentrant."""
 
@@ -122,7 +135,7 @@ class Condition(Lock):
         super().__init__(scheduler)
         self._owner: SimulatedThread | None = None
         self._depth = 0
-        self._waiting: deque[list[bool]] = deque()
+        self._waiting: deque[_Waiter] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         thread = self._scheduler.current
@@ -140,15 +153,15 @@ class Condition(Lock):
             super().release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        notified = [False]
-        self._waiting.append(notified)
+        waiter = _Waiter()
+        self._waiting.append(waiter)
         depth, self._depth = self._depth, 1
         self.release()
         try:
-            return self._scheduler.block(lambda: notified[0], math.inf if timeout is None else timeout)
+            return self._scheduler.block(lambda: waiter.is_notified, math.inf if timeout is None else timeout)
         finally:
-            if not notified[0]:
-                self._waiting.remove(notified)
+            if not waiter.is_notified:
+                self._waiting.remove(waiter)
             self.acquire()
             self._depth = depth
 
@@ -160,7 +173,7 @@ class Condition(Lock):
 
     def notify(self, n: int = 1) -> None:
         for _ in range(min(n, len(self._waiting))):
-            self._waiting.popleft()[0] = True
+            self._waiting.popleft().is_notified = True
 
     def notify_all(self) -> None:
         self.notify(len(self._waiting))

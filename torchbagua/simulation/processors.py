@@ -26,7 +26,7 @@ class Processors:
         self.slowness = [1.0] * len(cluster.nodes)
 
     def compute(self, rank: int, seconds: float) -> None:
-        """Let the calling thread compute for as long as takes `seconds` on a core of its own."""
+        """Let the calling thread compute for the time that `seconds` of work on a dedicated core take."""
         if seconds <= 0:
             return
         done = [False]
@@ -74,14 +74,14 @@ class Processors:
         self, method: Callable[..., Any], seconds_of: Callable[..., float], busy: set[object]
     ) -> Callable[..., Any]:
         @wraps(method)
-        def timed(codec: Compressor, *arguments: Any) -> Any:
+        def timed(codec: Compressor, *arguments: Any, **named: Any) -> Any:
             thread = self._scheduler.current
             if thread is None or thread in busy:
-                return method(codec, *arguments)
+                return method(codec, *arguments, **named)
             busy.add(thread)
             try:
-                result = method(codec, *arguments)
-                self.compute(thread.rank, seconds_of(*arguments))
+                result = method(codec, *arguments, **named)
+                self.compute(thread.rank, seconds_of(*arguments, *named.values()))
             finally:
                 busy.discard(thread)
             return result

@@ -25,8 +25,8 @@ Train = Callable[["Rank", "Program", UserCode, "Record", MakeOptimizer, MakeAlgo
 
 
 def sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD with a small learning rate."""
-    return torch.optim.SGD(parameters, lr=0.01)
+    """Return SGD, with a state: the momentum."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Program:
         has_scaler: whether the loop uses a GradScaler.
         wraps: whether the module is wrapped in DistributedDataParallel; a gradient algorithm needs it.
         evaluates_at: the step after which the loop evaluates the mean of the ranks' weights; None for never.
+        saves_at: the step after which the loop takes the state of the attachment; None for never.
         loads_at: the step before which all ranks load other weights; None for never.
         freezes: whether the learning rate is 0 from then on, so that the loaded weights must stay.
         collects_at: the step before which Python collects garbage, which it never does otherwise in a simulation.
@@ -57,6 +58,7 @@ class Program:
     has_scaler: bool = False
     wraps: bool = True
     evaluates_at: int | None = None
+    saves_at: int | None = None
     loads_at: int | None = None
     freezes: bool = False
     collects_at: int | None = None
@@ -77,6 +79,7 @@ class Program:
             has_scaler=draw.random() < 0.3,
             wraps=not averages_weights or draw.random() < 0.5,
             evaluates_at=draw.choice((None, 1, 3)),
+            saves_at=draw.choice((None, 2)),
             loads_at=draw.choice((None, 2, 3, 4)) if averages_weights else None,
             freezes=draw.random() < 0.7,
             collects_at=draw.choice((None, None, None, 2)),
@@ -112,8 +115,8 @@ class Record:
     sums: GradientSums = field(default_factory=GradientSums)
 
 
-class Network(torch.nn.Module):
-    """Three layers, of which a forward may leave out the middle one."""
+class ThreeLayers(torch.nn.Module):
+    """Linear layers, of which a forward may leave out the middle one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ def train(
     rank: Rank, program: Program, user: UserCode, record: Record, make_optimizer: MakeOptimizer, make: MakeAlgorithm
 ) -> None:
     """Train one rank, and write to `record` what happens."""
-    network = Network()
+    network = ThreeLayers()
     loaded = {name: weight + 0.1 for name, weight in network.state_dict().items()}
     record.loaded = torch.cat([weight.flatten() for weight in loaded.values()])
     hooks = _num_hooks(network)
@@ -155,13 +158,13 @@ def train(
         own_scaler = scaler if program.has_scaler else None
         return tb.attach(model, optimizer, make(optimizer), process_group=rank.group(), grad_scaler=own_scaler)
 
-    with user.retry(attach) as attachment:
+    with user.attach_with_retries(attach) as attachment:
         record.attached_s = rank.simulation.scheduler.now_s
         data = torch.Generator().manual_seed(rank.number)
         for step in range(program.num_steps):
             if user.leaves(step):
                 break
-            if step == program.collects_at:
+            if step == program.collects_at and rank.number == 0:  # once, since ranks share the process
                 gc.collect()
             if step == program.loads_at:
                 network.load_state_dict(loaded)
@@ -186,11 +189,14 @@ def train(
             record.sums.clear()
             record.weights.append(_flat(network))
             record.num_steps += 1
+            if step == program.saves_at:
+                attachment.state_dict()
             if step == program.evaluates_at:
                 with attachment.averaged_weights():
                     user.at("averaged_weights", step)
                     _concurrency.sleep(program.evaluation_s)
-        if isinstance(optimizer, torch.optim.SGD):
+        # Of a weight algorithm, `state_dict` would wait for a round in flight.
+        if isinstance(optimizer, torch.optim.SGD) and not attachment.algorithm.averages_weights:
             record.sums.take_residuals(attachment.state_dict())
     record.result = _flat(network)
     record.sums.close()
@@ -204,7 +210,7 @@ def train_sharded(
     rank: Rank, program: Program, user: UserCode, record: Record, make_optimizer: MakeOptimizer, make: MakeAlgorithm
 ) -> None:
     """Train one rank with a sharded module, and write to `record` what happens."""
-    network = Network()
+    network = ThreeLayers()
     parts = [network.first, network.middle, network.last]
 
     def attach() -> tuple[tb.Runner, SimulatedShards]:
@@ -215,11 +221,12 @@ def train_sharded(
             parts,
             runner,
             codecs,
+            rank.compute,
             quantizes_weights=program.quantizes_weights,
             backward_s=lambda parameter: program.backward_s,
         )
 
-    runner, shards = user.retry(attach)
+    runner, shards = user.attach_with_retries(attach)
     with closing(runner):
         record.attached_s = rank.simulation.scheduler.now_s
         optimizer = make_optimizer(shards.shards)

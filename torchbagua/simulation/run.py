@@ -1,6 +1,8 @@
 """Runs ranks in a simulation: one thread each, over a simulated network, in virtual time."""
 
 import gc
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,20 +22,22 @@ from torchbagua.simulation.ddp import SimulatedDdp
 from torchbagua.simulation.network import Network
 from torchbagua.simulation.primitives import Primitives
 from torchbagua.simulation.processors import Processors
-from torchbagua.simulation.scheduler import Scheduler
+from torchbagua.simulation.scheduler import Deadlock, Ended, Scheduler
 from torchbagua.simulation.store import SimulatedStore
 from torchbagua.simulation.transport import transports_over
 
 T = TypeVar("T")
 
+_RUNS = threading.Lock()  # held during a run
+
 
 @dataclass
 class Outcome(Generic[T]):
-    """What became of a rank.
+    """The result of a rank.
 
     Attributes:
         value: what its function returned; None if it raised, or if the rank died.
-        error: what its function raised.
+        error: what its function raised; None if it did not.
         is_done: whether its function has returned or raised.
         ended_s: when it did, or when the rank died.
         threads: the names of the rank's threads that were left then.
@@ -74,10 +78,12 @@ class Rank:
 
     def ddp(self, module: torch.nn.Module, **arguments: Any) -> SimulatedDdp:
         """Return a DistributedDataParallel; see `SimulatedDdp`."""
-        return SimulatedDdp(module, self.torch_group, **arguments)
+        return SimulatedDdp(module, self.torch_group, self.compute, **arguments)
 
     def compute(self, seconds: float) -> None:
-        """Let virtual time pass, as a computation of so many seconds on a core does."""
+        """Let virtual time pass, as a computation of so many seconds on a core does. ValueError if it is negative."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"Rank.compute: seconds must be a finite number of at least 0, got {seconds}")
         self.simulation.processors.compute(self.number, seconds)
 
 
@@ -90,10 +96,19 @@ class Simulation:
         timeout: of the ranks' groups.
         limit_s: a run that has not ended at this virtual time is a Deadlock.
 
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+
     Attributes:
         cluster, timeout: the same.
         size: the number of ranks.
+        scheduler: has the virtual time, and calls events: `call_at`, `call_at_turn`.
+        network: cuts links and limits their rates.
+        processors: have the speed of each rank.
+        store: may be slow, late or dead.
         dead: the ranks that `kill` has ended.
+        foreign_threads: the names of threads that the ranks have started without `torchbagua._concurrency`, and that
+            were left at the end.
         fault_s: when a fault has happened; None before.
     """
 
@@ -105,6 +120,10 @@ class Simulation:
         timeout: timedelta = timedelta(seconds=30),
         limit_s: float = 1000.0,
     ) -> None:
+        if not isinstance(cluster, Cluster | int):
+            raise TypeError(f"Simulation: cluster must be a Cluster or a number of ranks, got {cluster!r}")
+        if not isinstance(seed, int):
+            raise TypeError(f"Simulation: seed must be an int, got {seed!r}")
         self.cluster = Cluster.of_single_ranks(cluster) if isinstance(cluster, int) else cluster
         self.size = len(self.cluster.nodes)
         self.timeout = timeout
@@ -114,6 +133,8 @@ class Simulation:
         self.store = SimulatedStore(self.scheduler, self.cluster.latency_s)
         self.dead: set[int] = set()
         self.fault_s: float | None = None
+        self.foreign_threads: list[str] = []
+        self._has_run = False
         self._limit_s = limit_s
         self._outcomes: list[Outcome[Any]] = []
 
@@ -130,7 +151,9 @@ class Simulation:
         A rank that returns or raises ends like a process: exit handlers run, and then its connections close.
 
         Raises:
-            Deadlock: a rank never ends.
+            Deadlock: a rank never ends. Contains the stacks of all threads, and the errors of ranks that have raised.
+            RuntimeError: it has run before, or another simulation runs in this process.
+            Exception: an event of the scheduler has raised it.
         """
         outcomes: list[Outcome[T]] = [Outcome() for _ in range(self.size)]
         self._outcomes = outcomes
@@ -142,7 +165,9 @@ class Simulation:
             try:
                 group = group_without_effect(dist.PrefixStore("group", self.store), number, self.size)
                 outcome.value = body(Rank(number, self.size, self, group))
-            except Exception as error:
+            except Ended:
+                raise
+            except BaseException as error:  # also of sys.exit
                 outcome.error = error
             outcome.is_done = True
             outcome.ended_s = self.scheduler.now_s
@@ -157,19 +182,35 @@ class Simulation:
         def is_over() -> bool:
             return len(ended | self.dead) == self.size
 
+        if self._has_run:
+            raise RuntimeError("Simulation.run: a Simulation runs once; create another one")
+        self._has_run = True
+        threads = {*threading.enumerate()}
         with _replaced(primitives), self.processors.time_codecs():
             for number in range(self.size):
                 self.scheduler.start(f"rank {number}", number, partial(run_rank, number))
             try:
                 self.scheduler.run(is_over, self._limit_s)
+            except Deadlock as error:
+                raise Deadlock("\n".join([str(error), *_errors_of(outcomes)])) from None
             finally:
                 primitives.close()
+        self.foreign_threads = [thread.name for thread in threading.enumerate() if thread not in threads]
         return outcomes
+
+
+def _errors_of(outcomes: Sequence[Outcome[Any]]) -> list[str]:
+    """Return the errors of the ranks that have raised."""
+    return [f"rank {rank} has raised {end.error!r}" for rank, end in enumerate(outcomes) if end.error is not None]
 
 
 @contextmanager
 def _replaced(primitives: Primitives) -> Iterator[None]:
     """Replace threads, locks and clocks in the block. The order of events must not depend on torch's threads, or GC."""
+    if not _RUNS.acquire(blocking=False):
+        raise RuntimeError(
+            "Simulation.run: another simulation runs in this process, and replaces its clocks and threads"
+        )
     replaced: dict[str, Any] = {}
     num_threads = torch.get_num_threads()
     collects = gc.isenabled()
@@ -186,3 +227,4 @@ def _replaced(primitives: Primitives) -> Iterator[None]:
         torch.set_num_threads(num_threads)
         if collects:
             gc.enable()
+        _RUNS.release()

@@ -15,6 +15,12 @@ from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 
+# More turns than this without any virtual time between them are an endless loop.
+_MOST_TURNS_AT_ONCE = 100_000
+
+# In real time.
+_LONGEST_TURN_S = 60.0
+
 _HERE = str(Path(__file__).parent)
 
 Recorder = Callable[["SimulatedThread", float, str], None]
@@ -37,6 +43,7 @@ class SimulatedThread:
         rank: the rank.
         is_done: whether its function has returned or raised.
         is_dead: whether its rank has died, so that it never runs again.
+        is_stuck: whether it has not given up its turn for so long that the simulation has ended without it.
         wakes_s: the time before which it does not run, because its rank has stopped.
     """
 
@@ -45,6 +52,7 @@ class SimulatedThread:
         self.rank = rank
         self.is_done = False
         self.is_dead = False
+        self.is_stuck = False
         self.wakes_s = 0.0
         self.is_ready: Callable[[], bool] = lambda: True
         self.deadline_s = math.inf
@@ -83,6 +91,7 @@ class Scheduler:
         self._ends = False
         self._end = threading.Semaphore(0)
         self._failure: BaseException | None = None
+        self._num_turns_now = 0
 
     # For the code that runs the simulation.
 
@@ -90,25 +99,43 @@ class Scheduler:
         """Run all threads until `is_over`, then end the threads that remain.
 
         Raises:
-            Deadlock: it is not over at the virtual time `limit_s`, or no thread will ever run again.
+            Deadlock: it is not over at the virtual time `limit_s`, or no thread will ever run again, or threads run
+                again and again while no time passes, or a thread does not give up its turn.
+            Exception: an event has raised it.
         """
         self._is_over = is_over
         self._limit_s = limit_s
         self._give_turn(None)
         try:
-            self._end.acquire()
+            self._wait_for_end()
         finally:  # after a KeyboardInterrupt too
             self._end_threads()
         if self._failure is not None:
             raise self._failure
 
+    def _wait_for_end(self) -> None:
+        num_turns, seconds = -1, 0.0
+        while not self._end.acquire(timeout=1):
+            seconds = seconds + 1 if num_turns == self.num_turns else 0.0
+            num_turns = self.num_turns
+            running = self._current
+            if seconds >= _LONGEST_TURN_S and running is not None:
+                self._failure = Deadlock(
+                    f"{running.name} of rank {running.rank} has not given up its turn for {seconds:g} s of real time; "
+                    f"in a simulation, wait and lock with torchbagua._concurrency only\n{self.stacks()}"
+                )
+                running.is_stuck = True
+                return
+
     def _end_threads(self) -> None:
         self._ends = True
         for thread in [*self._threads]:  # an ending thread starts no thread
+            if thread.is_stuck:
+                continue
             if not thread.is_done and thread.turn.locked():
                 self._current = thread
                 thread.turn.release()
-            thread.os_thread.join()
+            thread.os_thread.join(_LONGEST_TURN_S)
 
     def kill(self, rank: int) -> None:
         """Give no turn to the threads of a rank any more, as after the death of its process."""
@@ -119,7 +146,7 @@ class Scheduler:
         """Give no turn to the threads of a rank for a while, as if its process had stopped."""
         for thread in self._threads:
             if thread.rank == rank:
-                thread.wakes_s = self.now_s + seconds
+                thread.wakes_s = max(thread.wakes_s, self.now_s + seconds)
 
     def call_at(self, at_s: float, event: Callable[[], None]) -> None:
         """Call `event`, which must not block, at a virtual time."""
@@ -184,8 +211,13 @@ class Scheduler:
     def _give_turn(self, thread: SimulatedThread | None) -> None:
         """Let the next thread run, and wait for the next turn of `thread`, unless it is done."""
         self.num_turns += 1
-        following = self._next_thread()
-        self.digest.update(f"{self.now_s!r} {following and following.name}\n".encode())
+        following: SimulatedThread | None = None
+        try:
+            following = self._next_thread()
+        except Exception as error:  # of an event: it must not be raised in the thread that happens to give up its turn
+            self._failure = error
+        chosen = "nobody" if following is None else f"{following.rank} {following.name}"
+        self.digest.update(f"{self.now_s!r} {chosen}\n".encode())
         if following is not thread or following is None:
             self._current = following
             (self._end if following is None else following.turn).release()
@@ -203,6 +235,10 @@ class Scheduler:
             living = self.living_threads()
             now_s = self.now_s
             awake = [thread for thread in living if thread.wakes_s <= now_s]
+            self._num_turns_now += 1
+            if self._num_turns_now > _MOST_TURNS_AT_ONCE:
+                self._failure = Deadlock(f"threads run again and again while no time passes:\n{self.stacks()}")
+                return None
             if ready := [thread for thread in awake if thread.deadline_s <= now_s or thread.is_ready()]:
                 return self.random.choice(ready) if len(ready) > 1 else ready[0]
             event_s = self._events[0][0] if self._events else math.inf
@@ -212,6 +248,7 @@ class Scheduler:
                 when = f"after {self._limit_s:g} s" if next_s < math.inf else "for ever"
                 self._failure = Deadlock(f"threads wait {when}:\n{self.stacks()}")
                 return None
+            self._num_turns_now = 0
             self.now_s = max(now_s, next_s)
             while self._events and self._events[0][0] <= self.now_s:
                 heappop(self._events)[2]()

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from torchbagua import _concurrency
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.runner import Runner
+from torchbagua.simulation.ddp import Compute
 from torchbagua.training.fsdp2.bounded import GatherRunner
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 
@@ -27,6 +27,7 @@ class SimulatedShards:
         parts: the parts, with the same weights on all ranks. Each of their parameters gets a gradient in each backward.
         runner: of a gradient algorithm that supports sharded modules.
         codecs: of gradients.
+        compute: computes on this rank.
         quantizes_weights: gather the weights in the first codec; else in full precision, on the training thread.
         backward_s: returns the seconds in which the gradient of a parameter is computed.
 
@@ -39,6 +40,7 @@ class SimulatedShards:
         parts: Sequence[torch.nn.Module],
         runner: Runner,
         codecs: MeanCodecs,
+        compute: Compute,
         *,
         quantizes_weights: bool,
         backward_s: Callable[[torch.nn.Parameter], float] = lambda parameter: 0.0,
@@ -49,9 +51,13 @@ class SimulatedShards:
             gathers = GatherRunner(communication.group, communication.failure)
             runner.on_close(gathers.close, first=True)
         self._parts = [
-            _Part(number, part, communication, gathers, codecs, backward_s) for number, part in enumerate(parts)
+            _Part(number, part, communication, gathers, codecs, compute, backward_s)
+            for number, part in enumerate(parts)
         ]
         self.shards = [part.shard for part in self._parts]
+        for part in self._parts:
+            for hook in part.hooks:
+                runner.on_close(hook.remove)
 
     def gather(self) -> None:
         """Gather the weights of all parts. Collective."""
@@ -67,6 +73,7 @@ class _Part:
         communication: FsdpCommRunner,
         gathers: GatherRunner | None,
         codecs: MeanCodecs,
+        compute: Compute,
         backward_s: Callable[[torch.nn.Parameter], float],
     ) -> None:
         self._communication = communication
@@ -87,12 +94,14 @@ class _Part:
         with torch.no_grad():
             own_row = self._rows(self._parameters)[group.rank]
             self.shard = torch.nn.Parameter(own_row.clone())
-        module.register_forward_pre_hook(lambda *_: self.gather())
-        module.register_forward_hook(self._gather_in_backward)
+        self.hooks = [
+            module.register_forward_pre_hook(lambda *_: self.gather()),
+            module.register_forward_hook(self._gather_in_backward),
+        ]
         for parameter in self._parameters:
             seconds = backward_s(parameter)
-            parameter.register_hook(lambda gradient, seconds=seconds: _concurrency.sleep(seconds))
-            parameter.register_post_accumulate_grad_hook(self._reduce_when_ready)
+            self.hooks.append(parameter.register_hook(lambda gradient, seconds=seconds: compute(seconds)))
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._reduce_when_ready))
 
     def gather(self) -> None:
         """Write all ranks' rows to the parameters."""

@@ -32,7 +32,7 @@ class SimulatedStore(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._travel()
+        self._round_trip()
         self._values[key] = _as_bytes(value)
 
     def get(self, key: str) -> bytes:
@@ -40,23 +40,23 @@ class SimulatedStore(dist.Store):
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        self._travel()
+        self._round_trip()
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        self._travel()
+        self._round_trip()
         if self._values.get(key, b"") == _as_bytes(expected):
             self._values[key] = _as_bytes(desired)
-        return self._values[key]
+        return self._values.get(key, _as_bytes(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
-        self._travel()
+        self._round_trip()
         return self._values.keys() >= {*keys}
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
-        self._travel()
+        self._round_trip()
         is_set = self._scheduler.block(lambda: self.is_gone or self._values.keys() >= {*keys}, timeout.total_seconds())
         self._check()
         if not is_set:
@@ -67,13 +67,13 @@ class SimulatedStore(dist.Store):
         return [self._values[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._travel()
+        self._round_trip()
         self._values |= {key: _as_bytes(value) for key, value in zip(keys, values, strict=True)}
 
     def has_extended_api(self) -> bool:
         return True
 
-    def _travel(self) -> None:
+    def _round_trip(self) -> None:
         self._scheduler.block(lambda: False, max(2 * self.latency_s, self.starts_at_s - self._scheduler.now_s))
         self._check()
 

@@ -6,22 +6,32 @@ from dataclasses import dataclass
 
 import torch
 
-from torchbagua.simulation.network import Channel, Key, Network
+from torchbagua.simulation.network import Channel, Network
 from torchbagua.transport.base import Abilities, Members, Transport, TransportError, TransportMaker, bytes_of
 
 
 @dataclass(eq=False)
 class Receive:
-    """A receive that was posted, and the length of the message, once it has arrived."""
+    """A receive that was posted.
+
+    Attributes:
+        tensor: the memory for the message.
+        is_done: whether the message has arrived.
+        failure: describes a message that has another length; None if there is none.
+    """
 
     tensor: torch.Tensor
-    num_bytes: int | None = None
+    is_done: bool = False
+    failure: str | None = None
 
-    def take(self, message: torch.Tensor) -> None:
-        """Write a message to the tensor, if it has the same length."""
-        self.num_bytes = message.nbytes
+    def take(self, message: torch.Tensor) -> str | None:
+        """Write a message to the tensor, or return that it has another length."""
+        self.is_done = True
         if message.nbytes == self.tensor.nbytes:
             bytes_of(self.tensor).copy_(message)
+        else:
+            self.failure = f"received {message.nbytes} bytes, expected {self.tensor.nbytes}"
+        return self.failure
 
 
 class SimulatedTransport(Transport):
@@ -80,7 +90,7 @@ class SimulatedTransport(Transport):
         self._check_open(peer)
         self._network.count(self._rank, "a receive")
         receive = self._receiving[peer, tag] = Receive(tensor)
-        self._channel.receive(self._key_of(peer, tag), receive.take)
+        self._network.receive(self._channel, (self._ranks[peer], self._rank, tag), receive.take)
 
     def wait_send(self, peer: int, tag: int) -> None:
         is_sent = self._sending.pop((peer, tag), None)
@@ -95,20 +105,15 @@ class SimulatedTransport(Transport):
         if receive is None:
             return
         self._network.count(self._rank, "the wait for a receive")
-        if failure := self._wait(lambda: receive.num_bytes is not None, {self._ranks[peer]}):
+        if failure := self._wait(lambda: receive.is_done, {self._ranks[peer]}):
             raise TransportError(failure, peer)
-        if receive.num_bytes != receive.tensor.nbytes:
-            wrong = f"received {receive.num_bytes} bytes, expected {receive.tensor.nbytes}"
-            self._network.wrong_lengths.append(f"rank {self._rank} {wrong} from rank {self._ranks[peer]}")
-            raise TransportError(wrong, peer)
+        if receive.failure is not None:
+            raise TransportError(receive.failure, peer)
 
     def abort(self) -> None:
         if not self._is_closed[0]:
             self._is_closed[0] = True
             self._network.close(self._channel, self._rank)
-
-    def _key_of(self, peer: int, tag: int) -> Key:
-        return (self._ranks[peer], self._rank, tag)
 
     def _check_open(self, peer: int) -> None:
         if self._is_closed[0]:
@@ -138,8 +143,8 @@ def transports_over(network: Network) -> TransportMaker:
     """Return a function that opens transports over a network: the `transport` of a `BaguaProcessGroup`."""
 
     def open_transport(members: Members) -> SimulatedTransport:
-        # The members share a store, with which the first of them names their channel.
-        number = int(members.store.compare_set("channel", "", str(len(network.channels))))
-        return SimulatedTransport(network, network.channel(number), members)
+        # The members share a store, with which the first of them names their channel. Those of the others stay unused.
+        number = int(members.store.compare_set("channel", "", str(network.new_channel())))
+        return SimulatedTransport(network, network.channels[number], members)
 
     return open_transport

@@ -7,9 +7,10 @@ from datetime import timedelta
 
 import torch
 
+import torchbagua as tb
 from torchbagua import _concurrency
 from torchbagua.simulation.cluster import Cluster
-from torchbagua.simulation.faults import FAULTS, Fault, UserCode
+from torchbagua.simulation.faults import FAULTS, PLACES, Fault, UserCode
 from torchbagua.simulation.invariants import find_violations
 from torchbagua.simulation.program import MakeAlgorithm, MakeOptimizer, Program, Record, Train, sgd, train
 from torchbagua.simulation.run import Outcome, Rank, Simulation
@@ -23,11 +24,14 @@ class Subject:
     """What trials test: an algorithm, with its optimizer.
 
     Attributes:
-        make: returns it, given the optimizer.
-        make_optimizer: returns the optimizer of the module's parameters.
+        make: returns it, given the optimizer. It is also called with an optimizer of one other parameter.
+        make_optimizer: returns the optimizer of a list of parameters.
         sizes: the numbers of ranks that it supports.
         train: the training of a rank.
         faults: the kinds of faults that it trains with.
+
+    Raises:
+        ValueError: `sizes` or `faults` do not fit.
     """
 
     make: MakeAlgorithm
@@ -35,6 +39,20 @@ class Subject:
     sizes: tuple[int, ...] = (2, 3, 4)
     train: Train = train
     faults: tuple[str, ...] = FAULTS
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not self.sizes or not all(isinstance(size, int) and size > 1 for size in self.sizes):
+            raise ValueError(f"Subject: sizes must be numbers of ranks of at least 2, got {self.sizes!r}")
+        if not self.faults or not set(self.faults) <= set(FAULTS):
+            raise ValueError(f"Subject: faults must be some of {list(FAULTS)}, got {self.faults!r}")
+
+    def algorithm(self) -> tb.Algorithm:
+        """Return the algorithm, for an optimizer of one parameter. Raises TypeError if `make` returns none."""
+        algorithm: object = self.make(self.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+        if not isinstance(algorithm, tb.Algorithm):
+            raise TypeError(f"Subject: make must return a torchbagua.Algorithm, got {algorithm!r}")
+        return algorithm
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a trial.
+    """The result of a trial.
 
     Attributes:
         trial: the trial.
@@ -87,11 +105,15 @@ class Report:
 
 def draw_trial(subject: Subject, seed: int, kind: str | None = None) -> Trial:
     """Return the trial of a seed. The fault is of this kind if the subject trains with it, else of a drawn kind."""
+    if not isinstance(seed, int):
+        raise TypeError(f"draw_trial: seed must be an int, got {seed!r}")
+    if kind is not None and kind not in FAULTS:
+        raise ValueError(f"draw_trial: kind must be one of {list(FAULTS)}, got {kind!r}")
     draw = random.Random(seed)
     size = draw.choice(subject.sizes)
     nodes = (0, 0, 1, 1) if size == 4 and draw.random() < 0.5 else tuple(range(size))
     cluster = Cluster(nodes, rate=draw.choice((1e6, 25e6)), latency_s=draw.choice((1e-4, 2e-3)))
-    algorithm = subject.make(subject.make_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    algorithm = subject.algorithm()
     trial = Trial(
         subject,
         seed,
@@ -104,13 +126,16 @@ def draw_trial(subject: Subject, seed: int, kind: str | None = None) -> Trial:
     )
     if len(set(nodes)) < size:  # some algorithms have DDP average gradients within nodes
         trial = replace(trial, program=replace(trial.program, wraps=True, has_unused=False))
-    num_turns = draw.choice((100, 300, 1000)) * size // 2
+    num_turns = draw.choice((50, 100, 200, 400)) * size // 2
+    evaluates = trial.program.evaluates_at is not None
+    places = [place for place in PLACES if evaluates or place != "averaged_weights"]
     fault = Fault.drawn(
         draw,
         kind if kind in subject.faults else draw.choice(subject.faults),
         size,
         num_turns,
         max(1, trial.program.num_steps),
+        places,
     )
     if fault.kind == "overflow":
         trial = replace(trial, program=replace(trial.program, has_scaler=True))
@@ -126,22 +151,34 @@ class Violation(AssertionError):
 def check(subject: Subject, seeds: Iterable[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
     """Run the trials of these seeds.
 
+    In each, two to four ranks train a small module, with a fault or without one; see `Program` and `Fault`.
+
     Args:
         subject: what is tested.
         seeds: a trial takes about 50 ms.
         progress: wraps the iteration over the seeds, for instance `tqdm.tqdm`.
 
     Raises:
-        Violation: what was wrong in the first trial in which anything was. `draw_trial` returns it again.
+        Violation: what was wrong in the first trial in which anything was. Its cause is the first error of a rank that
+            is not one of communication.
     """
+    if not isinstance(subject, Subject):
+        raise TypeError(f"check: subject must be a Subject, got {subject!r}; write Subject(lambda optimizer: ...)")
     for seed in progress(seeds):
         trial = draw_trial(subject, seed)
+        errors: list[BaseException | None] = []
         try:
-            violations = run_trial(trial).violations
+            report = run_trial(trial)
+            violations, errors = report.violations, [outcome.error for outcome in report.outcomes]
         except Deadlock as error:
             violations = [str(error)]
         if violations:
-            raise Violation(f"seed {seed}, with the fault {trial.fault.kind!r}: {'; '.join(violations)}")
+            # Errors of communication follow from the error of another rank.
+            cause = next((error for error in errors if error and not isinstance(error, tb.CommunicationError)), None)
+            raise Violation(
+                f"seed {seed}, with the fault {trial.fault.kind!r}: {'; '.join(violations)}. "
+                f"run_trial(draw_trial(subject, {seed})) repeats it"
+            ) from cause
 
 
 def run_trial(trial: Trial, simulation: Simulation | None = None) -> Report:
@@ -166,7 +203,9 @@ def run_trial(trial: Trial, simulation: Simulation | None = None) -> Report:
                 _concurrency.sleep(3 * TIMEOUT.total_seconds())
             raise
 
-    outcomes = simulation.run(body)
+    with torch.random.fork_rng(devices=[]):  # ranks share torch's generator, and the caller keeps its state
+        torch.manual_seed(trial.seed)
+        outcomes = simulation.run(body)
     scheduler = simulation.scheduler
     return Report(
         trial,

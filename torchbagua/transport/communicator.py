@@ -354,8 +354,9 @@ class Communicator(NamedRanks):
         except TransportError as error:
             cause = str(error)
         else:
-            if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
-                rate = pending.tensor.nbytes / (_concurrency.perf_counter() - pending.posted_s)
+            seconds = _concurrency.perf_counter() - pending.posted_s
+            if pending.tensor.nbytes > SMALL_MESSAGE_BYTES and seconds > 0:
+                rate = pending.tensor.nbytes / seconds
                 self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
             return
         self._fail(purpose, cause, direction, peer)
