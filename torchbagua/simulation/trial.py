@@ -126,7 +126,7 @@ def draw_trial(subject: Subject, seed: int, kind: str | None = None) -> Trial:
     )
     if len(set(nodes)) < size:  # some algorithms have DDP average gradients within nodes
         trial = replace(trial, program=replace(trial.program, wraps=True, has_unused=False))
-    num_turns = draw.choice((50, 100, 200, 400)) * size // 2
+    num_turns = draw.choice((50, 200, 400, 800)) * size // 2
     evaluates = trial.program.evaluates_at is not None
     places = [place for place in PLACES if evaluates or place != "averaged_weights"]
     fault = Fault.drawn(
