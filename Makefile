@@ -173,7 +173,7 @@ gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of 
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 .PHONY: simulate
-simulate: $(STAMPS)/dev ## run thousands of trainings with faults in a simulated network; ARGS='--seeds 10000'
+simulate: $(STAMPS)/dev ## run a thousand trainings with faults in a simulated network; ARGS='--seeds 10000'
 	PYTHONPATH=benchmarks $(BIN)/python -W ignore tests/simulate.py $(ARGS)
 
 .PHONY: soak

@@ -34,7 +34,7 @@ from torchbagua.simulation.trial import Trial, run_trial, simulate
 Result = tuple[str, str, str, list[str]]
 """The subject, the column of the table, the arguments that repeat the run, and its violations."""
 
-SEEDS_PER_PROCESS = 200
+SEEDS_PER_PROCESS = 1000
 # Enough to see the shape of a failure.
 MOST_PRINTED = 20
 

@@ -23,7 +23,7 @@ perf_counter_ns = time.perf_counter_ns
 sleep = time.sleep
 finalize = weakref.finalize
 at_exit = atexit.register
-not_at_exit = atexit.unregister
+unregister_at_exit = atexit.unregister
 
 
 def wait_for(future: "torch.futures.Future[Any]") -> None:

@@ -55,7 +55,7 @@ class Lane:
         self._stop.atexit = False
         # If the interpreter exits while the thread is inside a backend, the process aborts.
         self._close_at_exit = partial(_close, weakref.ref(self))
-        _concurrency.finalize(self, _concurrency.not_at_exit, self._close_at_exit).atexit = False
+        _concurrency.finalize(self, _concurrency.unregister_at_exit, self._close_at_exit).atexit = False
 
     def use_gpu(self, device: torch.device) -> None:
         """Run all later jobs on a stream of this GPU. Raises ValueError if an earlier call set another GPU."""
@@ -144,7 +144,7 @@ class Lane:
             self._thread.join()
         if self._side is not None:
             self._side.join()  # the caller may free and reuse the memory that the stream still writes to
-        _concurrency.not_at_exit(self._close_at_exit)
+        _concurrency.unregister_at_exit(self._close_at_exit)
 
 
 def _close(lane: "weakref.ref[Lane]") -> None:

@@ -8,9 +8,11 @@ train. trial.py draws training runs with faults, program.py trains, and invarian
 from torchbagua.simulation.cluster import Cluster
 from torchbagua.simulation.ddp import SimulatedDdp
 from torchbagua.simulation.faults import Fault
+from torchbagua.simulation.network import Network
 from torchbagua.simulation.program import Program
 from torchbagua.simulation.run import Outcome, Rank, Simulation
-from torchbagua.simulation.scheduler import Deadlock
+from torchbagua.simulation.scheduler import Deadlock, Scheduler
+from torchbagua.simulation.store import SimulatedStore
 from torchbagua.simulation.trace import SimulationTrace
 from torchbagua.simulation.trial import Report, Subject, Trial, Violation, check, draw_trial, run_trial, simulate
 
@@ -18,11 +20,14 @@ __all__ = [
     "Cluster",
     "Deadlock",
     "Fault",
+    "Network",
     "Outcome",
     "Program",
     "Rank",
     "Report",
+    "Scheduler",
     "SimulatedDdp",
+    "SimulatedStore",
     "Simulation",
     "SimulationTrace",
     "Subject",

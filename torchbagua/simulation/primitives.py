@@ -47,7 +47,7 @@ class Primitives:
             "wait_for": self.wait_for,
             "finalize": self.finalize,
             "at_exit": self.at_exit,
-            "not_at_exit": self.not_at_exit,
+            "unregister_at_exit": self.unregister_at_exit,
         }
 
     def exit(self, rank: int) -> None:
@@ -83,7 +83,7 @@ class Primitives:
         assert thread is not None, "a thread of a rank registers it"
         self._exit_handlers[thread.rank].append(handler)
 
-    def not_at_exit(self, handler: Callable[[], object]) -> None:
+    def unregister_at_exit(self, handler: Callable[[], object]) -> None:
         for handlers in self._exit_handlers.values():
             while handler in handlers:
                 handlers.remove(handler)
