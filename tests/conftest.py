@@ -52,6 +52,19 @@ def _no_groups_left() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def on_one_core() -> Iterator[None]:
+    """Run all threads of simulations on one core, since they run one at a time, and collect only new garbage."""
+    gc.collect()
+    gc.freeze()
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+    gc.unfreeze()
+
+
 # Module scope: hypothesis calls a test many times with the same fixture.
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:

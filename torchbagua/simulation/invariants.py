@@ -124,12 +124,10 @@ class _Check:
             elif not isinstance(error, UserError) and not self._names_ranks(rank, error):
                 yield f"the error of rank {rank} does not name operation, rank and peer: {error!r}"
         texts = [str(self.outcomes[rank].error) for rank in self.survivors if self.outcomes[rank].error is not None]
-        if (
-            self.kind == "death"
-            and texts
-            and not any(re.search(rf"\b{self.trial.fault.rank}\b", text) for text in texts)
-        ):
-            yield f"no error names rank {self.trial.fault.rank}, which has died: {texts}"
+        dead = self.trial.fault.rank
+        names_dead = re.compile(rf"rank {dead}\b|ranks \[[^\]]*\b{dead}\b")
+        if self.kind == "death" and texts and not any(map(names_dead.search, texts)):
+            yield f"no error names rank {dead}, which has died: {texts}"
 
     def participation(self) -> Iterator[str]:
         """No rank finishes without the messages of a rank that has left, unless the algorithm is asynchronous."""
