@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
-from past_bugs import PAST_BUGS
+from past_bugs import PAST_BUGS, pending_load_counts_as_another_one
 from ranks import run_ranks
 from simulated import SUBJECTS, case, without_fault
 from source_tree import REPOSITORY, run_python
@@ -172,6 +172,16 @@ def test_a_bug_of_the_past_is_found(bug: str) -> None:
     with PAST_BUGS[bug]():
         found = next(trial for trial in trials if violations(trial))
     assert violations(found) == []
+
+
+def test_a_rank_that_takes_no_step_after_a_load() -> None:
+    """It ends asynchronous averaging together with ranks that have taken one."""
+    program = Program(loads_at=3, evaluates_at=3, freezes=True)
+    fault = Fault("skipped step", rank=0, step=3)
+    trials = [replace(without_fault("async", seed), program=program, fault=fault) for seed in range(10)]
+    assert [violations(trial) for trial in trials] == [[]] * len(trials)
+    with pending_load_counts_as_another_one():
+        assert any(map(violations, trials))
 
 
 def test_the_error_of_one_operation_reaches_all_ranks() -> None:

@@ -1,6 +1,6 @@
 """Records the loads of weights on a rank since attach, and checks that all ranks have loaded the same weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,20 +18,28 @@ class LoadMark(NamedTuple):
     Attributes:
         num_loads: the number of loads.
         digest: a fingerprint of the loaded names and values, below 2^40.
+        is_pending: whether the last load has not taken effect yet, and is not in the digest.
     """
 
     num_loads: int = 0
     digest: int = 0
+    is_pending: bool = False
+
+    def with_pending(self) -> "LoadMark":
+        """Return the mark with one more load, which has not taken effect yet."""
+        return LoadMark(self.num_loads + 1, self.digest, is_pending=True)
 
 
 class LoadRecord:
     """Records the loads of weights into the module of one rank.
 
     Attributes:
-        mark: the summary of the loads so far.
+        mark: the summary of the loads that have taken effect.
+        is_pending: returns whether weights were loaded that have not taken effect yet, since no step has begun.
     """
 
     def __init__(self) -> None:
+        self.is_pending: Callable[[], bool] = lambda: False
         self.forget()
 
     def forget(self) -> None:
@@ -45,24 +53,31 @@ class LoadRecord:
         self.mark = LoadMark(self.mark.num_loads + 1, digest)
 
     def take(self) -> tuple[LoadMark, bool]:
-        """Return the mark, and whether ranks must still compare it. Later calls treat this mark as compared."""
+        """Return the mark, and whether ranks must still compare it. Later calls treat this mark as compared.
+
+        A pending load is included, since other ranks may have begun a step. But it is not new: it may be undone.
+        """
         is_new = self.mark != self._compared
         self._compared = self.mark
-        return self.mark, is_new
+        return self.mark.with_pending() if self.is_pending() else self.mark, is_new
 
 
 def require_same_loads(communicator: Communicator, mark: LoadMark, purpose: str) -> None:
     """Raise the same error on all ranks unless all ranks have recorded the same loads. Collective.
 
+    While a load is pending on any rank, they compare only the numbers of loads. They compare the values later.
+
     Raises:
         CommunicationError: two ranks differ, and the message names both. Or a peer has disconnected.
     """
     numbers = {_COUNT: mark.num_loads, "a digest of what was loaded": mark.digest}
-    _, difference = find_difference(communicator, numbers, purpose)
+    any_pending, difference = find_difference(communicator, numbers, purpose, int(mark.is_pending))
     if difference is None:
         return
     if difference.name == _COUNT:
         raise different_loads(difference.ranks, difference.numbers)
+    if any_pending:
+        return
     first, second = difference.ranks
     raise CommunicationError(f"{_PROBLEM}: ranks {first} and {second} have loaded different values. {_FIX}")
 

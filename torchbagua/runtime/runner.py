@@ -173,6 +173,7 @@ class Runner:
         self._require_constructor("average")
         self.weights = weights
         self.replicas_diverge = lambda: weights.has_final_mean
+        weights.lockstep.loads.is_pending = lambda: bool(self.loading)
         if self.process_group.size > 1:
             self.needs_grad_scaler = True
             self.agree_on_overflow = weights.lockstep.agree_on_overflow

@@ -37,7 +37,7 @@ _NAMED = (
     r"torchbagua: opening private groups on all ranks .+ failed on rank {rank}, waiting for rank \d+",
     r"torchbagua: weights cannot be averaged: rank \d+ has left",
     r"torchbagua: ranks have stopped averaging for different reasons: rank \d+ for \w+, rank \d+ for \w+",
-    r"torchbagua: ranks have not loaded the same weights since attach: rank \d+ .*rank \d+",
+    r"torchbagua: ranks have not loaded the same weights since attach: (?:rank \d+ .*rank \d+|ranks \d+ and \d+ )",
 )
 # Gradient algorithms do not notice that a rank has not stepped, or has stepped with another state.
 _CHANGE_WEIGHTS = ("skipped step", "other state")
@@ -72,6 +72,7 @@ class _Check:
         self.outcomes = outcomes
         self.records = records
         self.algorithm = trial.subject.algorithm()
+        self.is_async = isinstance(self.algorithm, tb.AsyncModelAverageAlgorithm)
         self.may_differ = self.kind in _CHANGE_WEIGHTS and not self.algorithm.averages_weights
         self.survivors = [rank for rank in range(simulation.size) if rank not in simulation.dead]
         self.all_ended_well = all(outcome.is_done and outcome.error is None for outcome in outcomes)
@@ -119,7 +120,7 @@ class _Check:
             error = self.outcomes[rank].error
             if error is None:
                 continue
-            if self.kind in HARMLESS:
+            if self.kind in HARMLESS or self._is_allowed_if_async():
                 yield f"rank {rank} raised {error!r}"
             elif not isinstance(error, UserError) and not self._names_ranks(rank, error):
                 yield f"the error of rank {rank} does not name operation, rank and peer: {error!r}"
@@ -129,11 +130,20 @@ class _Check:
         if self.kind == "death" and texts and not any(map(names_dead.search, texts)):
             yield f"no error names rank {dead}, which has died: {texts}"
 
+    def _is_allowed_if_async(self) -> bool:
+        """Return whether ranks average asynchronously, and differ only in steps after the warm-up, as they may."""
+        step, program = self.trial.fault.step, self.trial.program
+        if not self.is_async or step == 0:
+            return False
+        calls = [call for call in (program.loads_at, program.evaluates_at) if call is not None]
+        misses_none = all(call < step for call in calls)
+        return self.kind in ("skipped step", "other state") or (self.kind == "early end" and misses_none)
+
     def participation(self) -> Iterator[str]:
         """No rank finishes without the messages of a rank that has left, unless the algorithm is asynchronous."""
         if self.kind not in ("death", "error", "early end"):
             return
-        if isinstance(self.algorithm, tb.AsyncModelAverageAlgorithm):
+        if self.is_async:
             return
         culprit = self.trial.fault.rank
         num_steps = self.records[culprit].num_steps

@@ -203,7 +203,7 @@ class BackgroundRounds:
             CommunicationError: communication failed, or another rank stops for another reason.
         """
         if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
-            self.weights_loaded(loading, self._loads._replace(num_loads=self._loads.num_loads + 1))
+            self.weights_loaded(loading, self._loads.with_pending())
         with self._tracer.span("wait"), self._changed:
             self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
             self._changed.notify_all()
