@@ -27,14 +27,13 @@ _HARMLESS_TIMEOUTS = {
     "late store": 0.5,
 }
 
+_OWN = r"(?:rank {rank}|rank \d+ \(global rank {rank}\))"
 _NAMED = (
-    r"torchbagua: .+ failed on (?:rank {rank}|rank \d+ \(global rank {rank}\)) "
-    r"(?:receiving from|sending to|connecting to) rank \d+",
+    rf"torchbagua: .+ failed on {_OWN} (?:receiving from|sending to|connecting to) rank \d+",
     r"torchbagua: ranks are out of step in .+: rank \d+ has \d+ .+, rank \d+ has \d+",
     r"torchbagua: timed out after .+ s waiting for ranks \[\d.*\] of \d+",
-    r"torchbagua: the \w+ group of ranks .+ could not be opened on (?:rank {rank}|rank \d+ \(global rank {rank}\)) .+ "
-    r"ranks \[\d.*\]",
-    r"torchbagua: opening private groups on all ranks .+ failed on rank {rank}, waiting for rank \d+",
+    rf"torchbagua: the \w+ group of ranks .+ could not be opened on {_OWN} .+ ranks \[\d.*\]",
+    rf"torchbagua: opening private groups on all ranks .+ failed on {_OWN}, waiting for rank \d+",
     r"torchbagua: weights cannot be averaged: rank \d+ has left",
     r"torchbagua: ranks have stopped averaging for different reasons: rank \d+ for \w+, rank \d+ for \w+",
     r"torchbagua: ranks have not loaded the same weights since attach: (?:rank \d+ .*rank \d+|ranks \d+ and \d+ )",
