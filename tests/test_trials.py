@@ -158,7 +158,6 @@ BUGS: dict[str, tuple[str, ...]] = {
     "loaded_weights_are_changed_by_background_rounds": ("async", "late start", "slow link", "none", "late attach"),
     "calls_are_not_compared": ("diloco", "other call"),
     "late_open_names_no_rank": ("all", "long stall"),
-    "skipped_step_leaves_a_load_pending": ("async", "overflow"),
     "errors_of_node_gradients_name_ranks_of_the_node": ("local_sgd", "long stall", "death", "error", "early end"),
 }
 

@@ -101,7 +101,6 @@ class Attachment:
                 setup,
                 runner,
                 after_first_step=partial(check_first_step, runner, setup, watch),
-                on_skip=self._loads.settle,  # a skipped step does not call the optimizer
                 running_means=self._running_means,
             )
             undo.enter_context(step_hooks)

@@ -32,7 +32,6 @@ class StepClock:
         raises_if_never_stepped: whether it is an error if an optimizer never steps, because nothing is averaged then.
         check_gradients: raises if a gradient is sparse. Called after each backward before the first step, and if the
             first gradient of an optimizer is sparse.
-        on_skip: called when a GradScaler has decided to skip a step.
     """
 
     def __init__(
@@ -42,10 +41,8 @@ class StepClock:
         *,
         raises_if_never_stepped: bool,
         check_gradients: Callable[[], None] = lambda: None,
-        on_skip: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_end = on_end
-        self._on_skip = on_skip
         self._check_gradients = check_gradients
         self._has_ended_one = False
         self._progress = {id(watch.optimizer): _OptimizerSteps(watch.optimizer) for watch in watches}
@@ -81,7 +78,6 @@ class StepClock:
         """Record the result of a GradScaler's search: after an overflow it skips the optimizer's next step."""
         progress = self._progress[id(optimizer)]
         if overflow:
-            self._on_skip()
             progress.gradients.forget()
             progress.is_done = progress.was_called = True
             self._end_if_done(optimizer)

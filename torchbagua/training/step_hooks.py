@@ -25,7 +25,6 @@ def install_step_hooks(
     runner: Runner,
     *,
     after_first_step: Callable[[], None],
-    on_skip: Callable[[], None],
     running_means: RunningMeans | None = None,
 ) -> tuple[ExitStack, StepClock]:
     """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock.
@@ -36,7 +35,6 @@ def install_step_hooks(
         runner: its impl provides the hooks. With a weight algorithm, it also decides which steps the GradScaler skips:
             with the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
         after_first_step: called within the optimizer's `step`, since it searches the call stack for a GradScaler.
-        on_skip: called when the GradScaler of a weight algorithm has decided to skip a step.
         running_means: the running means of weights that differ between ranks; notified of each training step.
     """
     wrapper, module, impl = setup.module, setup.inner, runner.impl
@@ -83,7 +81,6 @@ def install_step_hooks(
         end_step,
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
-        on_skip=on_skip,
     )
     runner.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only if an installation raises
