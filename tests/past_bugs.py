@@ -28,18 +28,15 @@ from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 
 
-@contextmanager
-def group_closes_while_others_connect() -> Iterator[None]:
+def group_closes_while_others_connect() -> AbstractContextManager[object]:
     """A rank that opened and closed a group at once broke connections that slower ranks were still making.
 
     Fixed in ead68ba.
     """
-    with patch.object(BaguaProcessGroup, "_wait_until_all_are_open", lambda group: None):
-        yield
+    return patch.object(BaguaProcessGroup, "_wait_until_all_are_open", lambda group: None)
 
 
-@contextmanager
-def search_for_inf_sends_one_number() -> Iterator[None]:
+def search_for_inf_sends_one_number() -> AbstractContextManager[object]:
     """The search for Inf sent one number, a round several: ranks in different places sent different lengths.
 
     Fixed in f55aa3f.
@@ -50,12 +47,10 @@ def search_for_inf_sends_one_number() -> Iterator[None]:
         world = lockstep._world
         return lockstep._lane.submit(lambda: all_reduce_max(world, [int(found_inf)], purpose)).result() == [1]
 
-    with patch.object(Lockstep, "agree_on_overflow", agree_on_overflow):
-        yield
+    return patch.object(Lockstep, "agree_on_overflow", agree_on_overflow)
 
 
-@contextmanager
-def qadam_compares_only_during_the_warmup() -> Iterator[None]:
+def qadam_compares_only_during_the_warmup() -> AbstractContextManager[object]:
     """Ranks no longer compared QAdam's progress after the warm-up, so a rank that alone loaded a state sent float32.
 
     Fixed in 44c1437.
@@ -70,12 +65,10 @@ def qadam_compares_only_during_the_warmup() -> Iterator[None]:
         if before < len(q_adam.parameters):
             compare(agreement, device)
 
-    with patch.object(WarmupAgreement, "compare", compare_during_warmup):
-        yield
+    return patch.object(WarmupAgreement, "compare", compare_during_warmup)
 
 
-@contextmanager
-def residual_counts_twice() -> Iterator[None]:
+def residual_counts_twice() -> AbstractContextManager[object]:
     """A second synchronized backward before the step added the same residual again, and dropped the first pass's.
 
     Fixed in deadeaf.
@@ -84,12 +77,10 @@ def residual_counts_twice() -> Iterator[None]:
     def continue_from_committed(residual: Residual, parts: Sequence[slice]) -> None:
         residual._continued = None
 
-    with patch.object(Residual, "continue_from_staged", continue_from_committed):
-        yield
+    return patch.object(Residual, "continue_from_staged", continue_from_committed)
 
 
-@contextmanager
-def rounds_restart_after_an_error() -> Iterator[None]:
+def rounds_restart_after_an_error() -> AbstractContextManager[object]:
     """A rank that raised within `averaged_weights` began a round on its way out, and waited for the other ranks.
 
     Fixed in bee6443.
@@ -106,12 +97,10 @@ def rounds_restart_after_an_error() -> Iterator[None]:
             if was_running:
                 impl._start()
 
-    with patch.object(AsyncModelAverageAlgorithmImpl, "averaged_weights", restart_always):
-        yield
+    return patch.object(AsyncModelAverageAlgorithmImpl, "averaged_weights", restart_always)
 
 
-@contextmanager
-def failed_attach_cannot_be_retried() -> Iterator[None]:
+def failed_attach_cannot_be_retried() -> AbstractContextManager[object]:
     """A rank that gave up on a late rank still counted its attempt, so a retry used other keys of the store.
 
     Fixed in f090b32.
@@ -125,12 +114,10 @@ def failed_attach_cannot_be_retried() -> Iterator[None]:
             group._group_store.add(f"torchbagua/constructed/{group.rank}", 1)
             raise
 
-    with patch.object(BaguaProcessGroup, "_agree", count_failures_too):
-        yield
+    return patch.object(BaguaProcessGroup, "_agree", count_failures_too)
 
 
-@contextmanager
-def job_is_queued_after_the_stop() -> Iterator[None]:
+def job_is_queued_after_the_stop() -> AbstractContextManager[object]:
     """A job that one thread submitted while another closed the lane was queued behind the stop, and never ran.
 
     Fixed in f090b32.
@@ -141,12 +128,10 @@ def job_is_queued_after_the_stop() -> Iterator[None]:
         init(lane, *arguments, **named)
         lane._lock = nullcontext()  # type: ignore[assignment]
 
-    with patch.object(Lane, "__init__", init_without_lock):
-        yield
+    return patch.object(Lane, "__init__", init_without_lock)
 
 
-@contextmanager
-def error_of_a_closed_group_has_no_cause() -> Iterator[None]:
+def error_of_a_closed_group_has_no_cause() -> AbstractContextManager[object]:
     """After a failure on one thread, another thread raised "the group is closed", which named neither rank nor cause.
 
     Fixed in 27b5a78.
@@ -156,12 +141,10 @@ def error_of_a_closed_group_has_no_cause() -> Iterator[None]:
     def close_without_cause(communicator: Communicator, failure: CommunicationError | None = None) -> None:
         close(communicator, None)
 
-    with patch.object(Communicator, "close", close_without_cause):
-        yield
+    return patch.object(Communicator, "close", close_without_cause)
 
 
-@contextmanager
-def loaded_weights_are_lost_at_the_next_round() -> Iterator[None]:
+def loaded_weights_are_lost_at_the_next_round() -> AbstractContextManager[object]:
     """DiLoCo did not see weights that were loaded between two rounds: the next round set them to the shadow weights.
 
     Fixed in 824728b.
@@ -170,12 +153,10 @@ def loaded_weights_are_lost_at_the_next_round() -> Iterator[None]:
     def keep_shadow(impl: DiLoCoAlgorithmImpl, values: Mapping[str, torch.Tensor]) -> None:
         pass
 
-    with patch.object(DiLoCoAlgorithmImpl, "weights_loaded", keep_shadow):
-        yield
+    return patch.object(DiLoCoAlgorithmImpl, "weights_loaded", keep_shadow)
 
 
-@contextmanager
-def loaded_weights_are_changed_by_the_outer_round() -> Iterator[None]:
+def loaded_weights_are_changed_by_the_outer_round() -> AbstractContextManager[object]:
     """DiLoCo's round in flight changed weights that were loaded meanwhile.
 
     Fixed in 824728b.
@@ -184,12 +165,10 @@ def loaded_weights_are_changed_by_the_outer_round() -> Iterator[None]:
     def drop_nothing(outer_round: OuterRound, names: Collection[str]) -> None:
         pass
 
-    with patch.object(OuterRound, "drop", drop_nothing):
-        yield
+    return patch.object(OuterRound, "drop", drop_nothing)
 
 
-@contextmanager
-def loaded_weights_are_changed_by_background_rounds() -> Iterator[None]:
+def loaded_weights_are_changed_by_background_rounds() -> AbstractContextManager[object]:
     """An asynchronous round in flight added the difference to a snapshot from before a load to the loaded weights.
 
     Fixed in 824728b.
@@ -198,12 +177,10 @@ def loaded_weights_are_changed_by_background_rounds() -> Iterator[None]:
     def load_nothing(rounds: BackgroundRounds, names: Collection[str], loads: LoadMark) -> None:
         pass
 
-    with patch.object(BackgroundRounds, "weights_loaded", load_nothing):
-        yield
+    return patch.object(BackgroundRounds, "weights_loaded", load_nothing)
 
 
-@contextmanager
-def calls_are_not_compared() -> Iterator[None]:
+def calls_are_not_compared() -> AbstractContextManager[object]:
     """Ranks that called different methods after the same steps, such as a load and a mean, waited for each other.
 
     Found by the simulation, in "other call" of DiLoCo. Over gloo, the process of a rank could end.
@@ -213,22 +190,18 @@ def calls_are_not_compared() -> Iterator[None]:
     def without_call(lockstep: Lockstep, purpose: str, **options: Any) -> Callable[[], bool]:
         return comparison(lockstep, "a call", **options)
 
-    with patch.object(Lockstep, "comparison", without_call):
-        yield
+    return patch.object(Lockstep, "comparison", without_call)
 
 
-@contextmanager
-def late_open_names_no_rank() -> Iterator[None]:
+def late_open_names_no_rank() -> AbstractContextManager[object]:
     """A rank that waited for another one to open its groups raised an error that named no rank.
 
     Found by the simulation, in "death" and "long stall".
     """
-    with patch.object(process_group, "missing_ranks", lambda *_: []):
-        yield
+    return patch.object(process_group, "missing_ranks", lambda *_: [])
 
 
-@contextmanager
-def pending_load_counts_as_another_one() -> Iterator[None]:
+def pending_load_counts_as_another_one() -> AbstractContextManager[object]:
     """A rank that had not begun a step since a load was said to have loaded other values than ranks that had.
 
     Found by the simulation, in "skipped step" and "overflow" of asynchronous averaging.
@@ -237,12 +210,10 @@ def pending_load_counts_as_another_one() -> Iterator[None]:
     def with_pending(mark: LoadMark) -> LoadMark:
         return mark._replace(num_loads=mark.num_loads + 1)
 
-    with patch.object(LoadMark, "with_pending", with_pending):
-        yield
+    return patch.object(LoadMark, "with_pending", with_pending)
 
 
-@contextmanager
-def errors_of_node_gradients_name_ranks_of_the_node() -> Iterator[None]:
+def errors_of_node_gradients_name_ranks_of_the_node() -> AbstractContextManager[object]:
     """An error within a node named ranks by their places on the node, without their numbers in the job.
 
     Found by the simulation, in "long stall" of local SGD on two nodes.
@@ -252,12 +223,11 @@ def errors_of_node_gradients_name_ranks_of_the_node() -> Iterator[None]:
     def init_without_numbers(group: BaguaProcessGroup, *arguments: Any, **named: Any) -> None:
         init(group, *arguments, **{**named, "global_ranks": None})
 
-    with patch.object(BaguaProcessGroup, "__init__", init_without_numbers):
-        yield
+    return patch.object(BaguaProcessGroup, "__init__", init_without_numbers)
 
 
 # `job_is_queued_after_the_stop` needs no training: tests/test_simulation.py finds it with a lane alone.
-PAST_BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+PAST_BUGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     bug.__name__: bug
     for bug in (
         group_closes_while_others_connect,

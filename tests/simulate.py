@@ -119,7 +119,7 @@ def replay(trial: Trial, path: Path) -> int:
             print(f"and {state} at {outcome.ended_s:.6f} s")
             if outcome.error is not None:
                 print("".join(traceback.format_exception(outcome.error)))
-        happened = simulation.fault_s is not None or simulation.network.failed_s is not None
+        happened = simulation.fault_s is not None
         print(f"the fault {'happened' if happened else 'did not happen, or lasted for the whole run'}")
         print(f"{report.num_turns} turns, digest {report.digest}")
     trace.write(path)

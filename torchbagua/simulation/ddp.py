@@ -1,6 +1,5 @@
 """DistributedDataParallel in a simulation: torch's own, with its reducer, above simulated communication of the hook."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,23 +44,17 @@ class SimulatedDdp(DistributedDataParallel):
         super().__init__(module, process_group=process_group, **arguments)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        # The garbage collector does not see the reducer's reference to the hook, so the hook refers to nothing else.
-        futures_of = weakref.WeakMethod(self._futures_of_backward)
+        futures: list[torch.futures.Future[torch.Tensor]] = []  # of this backward
 
         def wait_at_last(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            futures_of_backward = futures_of()
-            assert futures_of_backward is not None
-            futures = futures_of_backward(bucket.index() == 0)
+            if bucket.index() == 0:
+                futures.clear()
             future = hook(state, bucket)
             futures.append(future)
             if bucket.is_last():
                 for earlier in futures:
                     _concurrency.wait_for(earlier)
+                futures.clear()  # the garbage collector does not see the reducer's reference to this hook
             return future
 
         super().register_comm_hook(state, wait_at_last)
-
-    def _futures_of_backward(self, begins: bool) -> list["torch.futures.Future[torch.Tensor]"]:
-        if begins:
-            self._futures: list[torch.futures.Future[torch.Tensor]] = []
-        return self._futures

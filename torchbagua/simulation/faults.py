@@ -90,12 +90,13 @@ class Fault:
         if (happen := at_turn.get(self.kind)) is not None:
 
             def begin() -> None:
-                simulation.fault_s = simulation.scheduler.now_s
+                simulation.note_fault()
                 happen()
 
             simulation.scheduler.call_at_turn(self.turn, begin)
         elif self.kind == "failed operation":
             network.failing[rank] = self.operation
+            network.on_failure = simulation.note_fault
         elif self.kind == "slow store":
             store.latency_s = timeout_s / 100
         elif self.kind == "late store":
@@ -171,5 +172,5 @@ class UserCode:
     def _begin_if_due(self, kind: str, step: int) -> bool:
         happens = self._has_fault and self._fault.kind == kind and self._fault.step == step
         if happens:
-            self._rank.simulation.fault_s = self._rank.simulation.scheduler.now_s
+            self._rank.simulation.note_fault()
         return happens

@@ -65,8 +65,8 @@ class _Check:
         self, trial: "Trial", simulation: Simulation, outcomes: Sequence[Outcome[None]], records: Sequence[Record]
     ) -> None:
         self.trial = trial
-        has_happened = simulation.fault_s is not None or simulation.network.failed_s is not None
-        self.kind = trial.fault.kind if has_happened or trial.fault.kind in FROM_THE_START else "none"
+        has_happened = simulation.fault_s is not None or trial.fault.kind in FROM_THE_START
+        self.kind = trial.fault.kind if has_happened else "none"
         self.simulation = simulation
         self.outcomes = outcomes
         self.records = records
@@ -92,9 +92,8 @@ class _Check:
         evaluation_s = program.evaluation_s if program.evaluates_at is not None else 0
         if self.kind in HARMLESS:
             return AT_ONCE_S + _HARMLESS_TIMEOUTS.get(self.kind, 0) * timeout_s + evaluation_s
-        fault_s = self.simulation.network.failed_s if self.kind == "failed operation" else self.simulation.fault_s
-        if fault_s is None:
-            return AT_ONCE_S + evaluation_s
+        fault_s = self.simulation.fault_s
+        assert fault_s is not None, "a fatal fault has happened"
         is_attached = all(record.attached_s is not None and record.attached_s <= fault_s for record in self.records)
         num_timeouts = 0 if is_attached else 2
         if self.kind == "cut link":

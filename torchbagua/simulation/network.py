@@ -78,7 +78,7 @@ class Network:
         jitter_s: a message takes up to this much longer, as the seed determines. Messages of one connection keep their
             order.
         failing: for a rank, the number of the operation of its transports that fails.
-        failed_s: when it failed; None before.
+        on_failure: is called when it fails.
         num_operations: the number of operations that each rank's transports have begun.
         wrong_lengths: descriptions of messages whose length differs from that of their receive. With gloo, such a
             message can end the process.
@@ -92,7 +92,7 @@ class Network:
         self.cut: set[tuple[int, int]] = set()
         self.jitter_s = 0.0
         self.failing: dict[int, int] = {}
-        self.failed_s: float | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self.num_operations: dict[int, int] = defaultdict(int)
         self.wrong_lengths: list[str] = []
         self.recorder: MessageRecorder | None = None
@@ -188,7 +188,7 @@ class Network:
         """Count an operation of a rank's transports. Raises TransportError if it is the one that fails."""
         self.num_operations[rank] += 1
         if self.failing.get(rank) == self.num_operations[rank]:
-            self.failed_s = self.scheduler.now_s
+            self.on_failure()
             raise TransportError(f"{operation} failed: operation {self.num_operations[rank]} of rank {rank}")
 
     def _delay_s(self) -> float:

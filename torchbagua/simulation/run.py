@@ -138,6 +138,10 @@ class Simulation:
         self._limit_s = limit_s
         self._outcomes: list[Outcome[Any]] = []
 
+    def note_fault(self) -> None:
+        """Note that a fault happens now."""
+        self.fault_s = self.scheduler.now_s
+
     def kill(self, rank: int) -> None:
         """Let a rank die now; for `Scheduler.call_at` and `Scheduler.call_at_turn`."""
         if not self._outcomes[rank].is_done:
