@@ -84,7 +84,7 @@ def library(binary: Any, toolkit: Any = None) -> setuptools.Extension:
     nvcc_flags, folders, libraries = list(binary.nvcc_flags), [], []
     if toolkit is not None:
         architectures = [name for name in RECIPE["ARCHITECTURES"] if name in toolkit.architectures]
-        nvcc_flags += RECIPE["gencode_flags"](architectures)
+        nvcc_flags += [*RECIPE["gencode_flags"](architectures), "--threads=0"]  # compiles them in parallel
         folders, libraries = list(map(str, toolkit.library_folders())), ["torch_cuda"]
     return CppExtension(
         name="torchbagua.native." + RECIPE["stem"](binary, ROOT / "csrc_cuda"),

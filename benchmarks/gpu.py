@@ -12,6 +12,8 @@ there. `--trial` runs the same steps on the CPU, with tiny sizes, to try out thi
 """
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -34,10 +36,13 @@ from table import table
 
 PATHS = ("aot", "jit", "nvrtc")
 SANITIZER = "compute-sanitizer"
+GRACE_S = 5.0  # from the interrupt of a step to its end
 LEAST_TIME_S = 5  # a step does not start with less time left
 # Instead of the options in pyproject.toml, which exclude the GPU tests and reject settings of newer pytest versions.
 PYTEST = ("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider")
 SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax.py")
+# Of one bucket, and of a rank's chunk of it among eight ranks.
+SIZES = {"bucket": 6_553_600, "chunk": 819_200}
 
 
 @dataclass(frozen=True)
@@ -65,38 +70,69 @@ class Outcome:
         return self.result in ("passed", "skipped")
 
 
-def steps(scratch: Path, *, is_trial: bool) -> list[Step]:
-    """Return all steps in order; the longest and least informative are last. They write results to `scratch`."""
+def steps(scratch: Path, logs: Path, *, is_trial: bool) -> list[Step]:
+    """Return all steps in order; the longest and least informative are last.
+
+    They write results to `scratch`, and a trace to `logs`.
+    """
     python = sys.executable
     marked = "not gpu and not soak and not browser" if is_trial else "gpu"
     tests = [*SANITIZED, "-k", "same_bytes"] if is_trial else ["tests"]
     small = ["--device", "cpu", "--rounds", "1"] if is_trial else ["--device", "cuda"]
     tiny_tensor = ["--num-elements", "100000"] if is_trial else []
     tiny_model = ["--small", "--batch", "2"] if is_trial else []
-    test = [python, *PYTEST, "-m", marked, "-rs", "--durations=10", "--continue-on-collection-errors", *tests]
-    overhead = [python, "benchmarks/nccl_overhead.py", "--json", f"{scratch}/overhead.json", *small, *tiny_model]
-    sanitized = ["--report-api-errors", "no", "--error-exitcode", "86", python, *PYTEST, "-m", marked]
+    test = [
+        python,
+        *PYTEST,
+        "-m",
+        marked,
+        "-rs",
+        "--durations=10",
+        "-o",
+        "faulthandler_timeout=45",
+        "--continue-on-collection-errors",
+        *tests,
+    ]
+    if importlib.util.find_spec("xdist") is not None:
+        test += ["--numprocesses=6", "--dist=worksteal"]
+    trace = ["--trace", f"{logs}/step.json.gz"]
+    overhead = [
+        python,
+        "benchmarks/nccl_overhead.py",
+        "--json",
+        f"{scratch}/overhead.json",
+        *trace,
+        *small,
+        *tiny_model,
+    ]
+    # Checking torch's kernels too would take far too long.
+    sanitized = ["--kernel-name", "kernel_substring=torchbagua", "--report-api-errors", "no", "--error-exitcode", "86"]
+    sanitized += [python, *PYTEST, "-m", marked]
     sanitized += ["-k", "same_bytes", "--hypothesis-profile=few", *SANITIZED]
+
+    def codec_step(path: str, size: str = "") -> Step:
+        """Time the codecs of a path, on tensors of one of SIZES, or on the benchmark's own."""
+        name = f"codec {path} {size}".strip()
+        elements = tiny_tensor or (["--num-elements", str(SIZES[size])] if size else [])
+        command = [python, "benchmarks/codec.py", "--json", f"{scratch}/{name}.json", *small, *elements]
+        limit_s = 150 if path == "jit" else 60  # the first use compiles
+        return Step(name, command, limit_s, {"TORCHBAGUA_NATIVE": path})
+
     # Every tensor has a separate allocation, so that an access beyond its end hits no other tensor.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return [
         Step("build", [python, "setup.py", "build_ext", "--inplace"], 200),
         Step("doctor", [python, "-m", "torchbagua.cli", "doctor"], 60),
         Step("tests", test, 200),
-        *(
-            Step(
-                f"codec {path}",
-                [python, "benchmarks/codec.py", "--json", f"{scratch}/codec {path}.json", *small, *tiny_tensor],
-                150 if path == "jit" else 60,  # the first use compiles
-                {"TORCHBAGUA_NATIVE": path},
-            )
-            for path in PATHS
-        ),
+        codec_step("aot"),
+        *(codec_step("aot", name) for name in SIZES),
         Step("overhead", overhead, 90),
         *(
             Step(f"sanitizer {tool}", [SANITIZER, "--tool", tool, *sanitized], 90, alone, needs=SANITIZER)
             for tool in ("memcheck", "racecheck", "synccheck")
         ),
+        codec_step("nvrtc"),
+        codec_step("jit"),
     ]
 
 
@@ -107,11 +143,12 @@ def results_of(scratch: Path) -> dict[str, Any]:
         path = scratch / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    return {"codec": {path: read(f"codec {path}") for path in PATHS}, "overhead": read("overhead")}
+    names = [*PATHS, *(f"aot {size}" for size in SIZES)]
+    return {"codec": {name: read(f"codec {name}") for name in names}, "overhead": read("overhead")}
 
 
 def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
-    """Run a step with its output in `log`. On a timeout, kill it and its children."""
+    """Run a step with its output in `log`. On a timeout, interrupt it, and soon kill it and its children."""
     if step.needs is not None and shutil.which(step.needs) is None:
         return Outcome(step.name, "skipped", 0.0, f"{step.needs} is not on PATH")
     if left_s < LEAST_TIME_S:
@@ -129,6 +166,9 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
         status: int | None = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         status = None
+        process.send_signal(signal.SIGINT)  # pytest then reports the failures so far
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -151,11 +191,10 @@ def report(record: dict[str, Any]) -> str:
         for step in record["steps"]
     ]
     parts = [table(["step", "result", "s", ""], outcomes)]
-    measured = {path: found for path, found in record["codec"].items() if found is not None}
-    if measured:
-        rows = [row for found in measured.values() for row in found["results"]]
-        called = [f"{path}: {codec.launches_line(found['launch_us'])}" for path, found in measured.items()]
-        parts.append("\n".join([codec.table_of(rows), "", *called]))
+    for name, found in record["codec"].items():
+        if found is not None:
+            title = f"{name}, {found['num_elements']} elements: {codec.launches_line(found['launch_us'])}"
+            parts.append(f"{title}\n\n{codec.table_of(found['results'])}")
     if record["overhead"] is not None:
         parts.append(nccl_overhead.table_of(record["overhead"]))
     return "\n\n".join(parts)
@@ -180,7 +219,9 @@ def main() -> None:
         record["gpu"] = gpu_record()
     with tempfile.TemporaryDirectory() as folder, open(logs / f"{name}.log", "w+b") as log:
         prefixes = tuple(arguments.only or [""])
-        planned = [step for step in steps(Path(folder), is_trial=arguments.trial) if step.name.startswith(prefixes)]
+        planned = [
+            step for step in steps(Path(folder), logs, is_trial=arguments.trial) if step.name.startswith(prefixes)
+        ]
         if not planned:
             sys.exit(f"--only {' '.join(arguments.only)}: no step has such a name")
         for step in planned:

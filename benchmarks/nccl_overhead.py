@@ -1,11 +1,11 @@
 """Measures the overhead of the lane over NCCL on one GPU: a GPT of 124 M parameters, bfloat16 autocast, AdamW.
 
-    python benchmarks/nccl_overhead.py [--rounds 15] [--json PATH]
+    python benchmarks/nccl_overhead.py [--rounds 15] [--json PATH] [--trace PATH]
 
 The group has one rank, so no bytes cross a network, and ByteGrad returns immediately because it has nothing to average:
 its row shows the cost of the hook. The last row runs all local work of a rank, encode, reduce and decode
 (whole_mean.py). All contestants take turns in one run; a time is a median over rounds of a few steps each, by the GPU's
-clock.
+clock. `--trace` also writes torch.profiler's trace of a turn of the last row.
 
 `--device cpu --small` tries out the program, over gloo.
 """
@@ -14,6 +14,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ class Size:
 SMALL = Size(num_layers=2, width=64, num_heads=2, vocabulary=300, context=32)
 BLOCK_STEPS = 4  # steps of a contestant's turn
 BASELINE = "plain DDP"
+WHOLE = "DDP, ByteGrad but for messages"
 ALGORITHMS: dict[str, tb.Algorithm | None] = {
     BASELINE: None,
     "DDP, ByteGrad's hook": tb.ByteGradAlgorithm(),
-    "DDP, ByteGrad but for messages": WholeByteGradAlgorithm(),
+    WHOLE: WholeByteGradAlgorithm(),
 }
 
 
@@ -98,13 +100,17 @@ class Training:
             self._runner.close()
 
 
-def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return the milliseconds per step of every contestant."""
+def measure(size: Size, batch: int, rounds: int, device: torch.device, trace: Path | None) -> dict[str, Any]:
+    """Return the milliseconds per step of every contestant; write a trace to `trace`."""
     trainings = {"no DDP": Training(size, batch, device, None, is_ddp=False)}
     trainings |= {name: Training(size, batch, device, algorithm) for name, algorithm in ALGORITHMS.items()}
     # No head start: a step is long, and the time should show if the host cannot run ahead of the GPU.
     turns = {name: partial(elapsed_ms, device, training.steps) for name, training in trainings.items()}
     blocks_ms = alternated(turns, rounds, warm_ups=2)
+    if trace is not None:
+        with torch.profiler.profile() as profiler:
+            turns[WHOLE]()
+        profiler.export_chrome_trace(str(trace))
     for training in trainings.values():
         training.close()
     rounds_ms = {name: [ms / BLOCK_STEPS for ms in values] for name, values in blocks_ms.items()}
@@ -132,6 +138,7 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=15)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--trace", type=Path, help="file for a trace, .json or .json.gz")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 tokens")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
@@ -145,7 +152,7 @@ def main() -> None:
         "nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, device_id=device if on_gpu else None
     )
 
-    result = measure(SMALL if arguments.small else Size(), arguments.batch, arguments.rounds, device)
+    result = measure(SMALL if arguments.small else Size(), arguments.batch, arguments.rounds, device, arguments.trace)
     leave_process_group()
 
     print(table_of(result))

@@ -4,7 +4,7 @@ Arguments: rank, world size, a file for the store, the fault, the algorithm. The
 the third step, or has no data for more steps ("early"), or no rank misbehaves ("none"). The other ranks print their
 error, the seconds since the start of that step, and their remaining lanes. With a further argument "later", ranks
 connect at their first message, as in a large group. With "messages" or "collectives", they communicate with torch's
-own point-to-point calls or collectives.
+own point-to-point calls or collectives. With "nccl", they communicate over NCCL, and share one GPU.
 """
 
 import os
@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from one_gpu import begin_rank
 from torchbagua.transport import gloo
 from torchbagua.transport.torch_backend import TorchBackendTransport
 
 TIMEOUT = timedelta(seconds=4)
+ON_ONE_GPU = timedelta(seconds=20)  # ranks that share a GPU take turns, also while NCCL connects them
 ALGORITHMS = {
     "bytegrad": tb.ByteGradAlgorithm(),
     "gradient_allreduce": tb.GradientAllReduceAlgorithm(),
@@ -47,8 +49,15 @@ def main() -> None:
     if sys.argv[6:] == ["later"]:
         gloo.MOST_CONNECTED_AT_ONCE = 1
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=size)
-    model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)])
+    uses_nccl = sys.argv[6:] == ["nccl"]
+    device = begin_rank(
+        "nccl" if uses_nccl else "gloo",
+        timeout=ON_ONE_GPU if uses_nccl else None,
+        init_method=f"file://{store_path}",
+        rank=rank,
+        world_size=size,
+    )
+    model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)]).to(device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2)
     torch.manual_seed(rank)  # with equal batches ranks would have equal weights without averaging
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -73,7 +82,7 @@ def main() -> None:
             parameter.register_post_accumulate_grad_hook(misbehave)
     start = time.monotonic()
     # A rank that is stopped for longer than the timeout ends the others; a shorter pause does not.
-    timeout = TIMEOUT * 10 if fault == "pause" else TIMEOUT
+    timeout = TIMEOUT * 10 if fault == "pause" else ON_ONE_GPU if uses_nccl else TIMEOUT
     # Training must outlast a pause.
     num_steps = 3 if is_faulty and fault == "early" else 400 if fault == "pause" else 100
     if fault == "none":  # test_faults.py kills a rank from outside
@@ -90,7 +99,7 @@ def main() -> None:
             for step in range(num_steps):
                 start = time.monotonic()
                 optimizer.zero_grad()
-                ddp(torch.randn(4, 200)).square().mean().backward()
+                ddp(torch.randn(4, 200).to(device)).square().mean().backward()
                 optimizer.step()
                 if step == 1:
                     dist.barrier()  # all ranks have completed the slow first step

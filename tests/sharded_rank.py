@@ -4,8 +4,8 @@ The oracle: each rank computes the gradients of every rank's data with an unshar
 of each gradient, and sums the rows in rank order. The gradients that FSDP stores in `.grad` must be bitwise equal. If
 weights are quantized, the copy computes with weights whose rows were encoded and decoded.
 
-Arguments: the names of the cases, "scaled" for gradients with a GradScaler, "gathered" for weights only, "gathered
-exactly" for weights in full precision, "overlapped", and "uneven nodes".
+Arguments: "nccl" for ranks that share one GPU; the names of the cases, "scaled" for gradients with a GradScaler,
+"gathered" for weights only, "gathered exactly" for weights in full precision, "overlapped", and "uneven nodes".
 """
 
 import copy
@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 import torchbagua as tb
+from one_gpu import begin_rank
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from rank_cases import run_cases
 from torchbagua._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.codecs import Compressor, Identity, MeanCodecs, MinMaxUInt4, MinMaxUInt8
 from torchbagua.training.fsdp2.bounded import BoundedGather
 
+DEVICE = torch.device("cpu")
 BLOCK = 16
 F32 = np.float32
 BYTEGRAD = tb.ByteGradAlgorithm(block=BLOCK)
@@ -167,7 +170,7 @@ def row_of(gradient: torch.Tensor, rank: int, size: int) -> Any:
     """Return the rows of a gradient that `rank` owns, flat and padded with zeros."""
     length = -(-gradient.shape[0] // size)
     padded = torch.zeros(size * length, *gradient.shape[1:])
-    padded[: gradient.shape[0]] = gradient.float()
+    padded[: gradient.shape[0]] = gradient.float().cpu()
     return padded[rank * length : (rank + 1) * length].reshape(-1).numpy()
 
 
@@ -210,7 +213,7 @@ def data_of(step: int, rank: int, micro: int, case: Case) -> torch.Tensor:
     x = torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
     if step == 1 and rank == 0:
         x[0, 0] += case.poison
-    return x
+    return x.to(DEVICE)
 
 
 def comms(module: nn.Module) -> list[Any]:
@@ -223,11 +226,11 @@ def comms(module: nn.Module) -> list[Any]:
 def train(case: Case) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    module, copied = Net(), Net()
+    module, copied = Net().to(DEVICE), Net().to(DEVICE)
     copied.load_state_dict(module.state_dict())
     shard = partial(
         fully_shard,
-        mesh=init_device_mesh("cpu", (size,)),
+        mesh=init_device_mesh(DEVICE.type, (size,)),
         reshard_after_forward=case.reshards,
         mp_policy=case.policy,
     )
@@ -236,7 +239,7 @@ def train(case: Case) -> None:
     shard(module.frozen)
     groups = [["first", "middle.0"], ["middle.1"], ["frozen"], ["last"]]
     if case.skips:  # a single group, with a layer that forward skips
-        module = Net()
+        module = Net().to(DEVICE)
         module.load_state_dict(copied.state_dict())
         groups = [["first", "middle.0", "middle.1", "frozen", "last"]]
     shard(module)
@@ -306,7 +309,7 @@ def train(case: Case) -> None:
                 )
                 totals = [before + new for before, new in zip(totals, rows, strict=True)] if totals else rows
             for name, row in zip(members, totals, strict=True):
-                local = parameters[name].grad.to_local().reshape(-1)
+                local = parameters[name].grad.to_local().reshape(-1).cpu()
                 assert torch.equal(local.nan_to_num(7e7), torch.from_numpy(row[: local.numel()]).nan_to_num(7e7)), (
                     f"step {step}, {name}: {local[:5]} {row[:5]}"
                 )
@@ -545,9 +548,11 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    global DEVICE
+    backend, *names = sys.argv[1:] if sys.argv[1] == "nccl" else ["gloo", *sys.argv[1:]]
+    DEVICE = begin_rank(backend, timedelta(seconds=60))
     torch.set_num_threads(1)
-    run_cases(sys.argv[1:], lambda name: train(CASES[name]) if name in CASES else CHECKS[name]())
+    run_cases(names, lambda name: train(CASES[name]) if name in CASES else CHECKS[name]())
 
 
 if __name__ == "__main__":

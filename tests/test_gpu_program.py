@@ -41,7 +41,7 @@ def test_outcomes_of_a_step(tmp_path: Path, code: str, options: dict[str, float]
 
 
 def test_a_report_without_figures_has_every_step(tmp_path: Path) -> None:
-    names = [step.name for step in steps(tmp_path, is_trial=False)]
+    names = [step.name for step in steps(tmp_path, tmp_path, is_trial=False)]
     done = [{"step": name, "result": "failed", "seconds": 1.0, "detail": "a | b"} for name in names]
     table = report({"steps": done, "codec": {"aot": None}, "overhead": None})
     assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == names
@@ -51,7 +51,7 @@ def test_a_report_without_figures_has_every_step(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
 @pytest.mark.parametrize("name", ["codec aot", "overhead"])
 def test_benchmarks_accept_the_arguments_of_the_steps(tmp_path: Path, name: str) -> None:
-    [step] = (step for step in steps(tmp_path, is_trial=False) if step.name == name)
+    [step] = (step for step in steps(tmp_path, tmp_path, is_trial=False) if step.name == name)
     called = warm_python.run(list(step.command)[1:], cwd=REPOSITORY, check=False)
     assert called.returncode == 1
     assert called.stderr == "--device cuda: this torch cannot use a GPU\n"

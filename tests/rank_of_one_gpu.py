@@ -1,0 +1,262 @@
+"""One rank of a job over NCCL in which all ranks share one GPU; rank 0 compares the results with the oracle's.
+
+Started by torchrun. Arguments: the backend, "nccl", or "gloo" for ranks on the CPU; and the names of the cases. A wrong
+result is printed, and the other cases still run.
+"""
+
+import faulthandler
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import averaging
+import q_adam_life
+import test_ddp
+import test_power_sgd
+import torchbagua as tb
+from averaging import Normed
+from diloco_oracle import check_rounds
+from one_gpu import begin_rank
+from test_decentralized import check_decentralized, check_low_precision
+from training import Tower, build, train
+
+TIMEOUT = timedelta(seconds=60)
+STACKS_AFTER_S = 100.0  # the job ends then
+NODES = [0, 0, 1, 1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training on every rank.
+
+    Attributes:
+        body: trains on one rank; returns what the check needs.
+        check: checks the results of all ranks, in rank order.
+    """
+
+    body: Callable[[dist.ProcessGroup, torch.device], Any]
+    check: Callable[[list[Any]], object]
+
+
+def gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None = None) -> Case:
+    """Averaged gradients: every average equals the oracle's."""
+    model = build(Tower)
+    if nodes is not None:
+        algorithm = replace(algorithm, hierarchical=True)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        return train(group, model.to(device), algorithm, nodes=nodes, bucket_cap_mb=0.01)
+
+    return Case(body, partial(test_ddp.check_runs, algorithm=algorithm, nodes=nodes))
+
+
+def power_sgd(nodes: Sequence[int] | None = None) -> Case:
+    """PowerSGD: replicas are equal. On a GPU its matrix products have other last bits than the oracle's."""
+    algorithm, model = tb.PowerSGDAlgorithm(rank=3, start_step=1), build(Tower)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        return test_power_sgd.run_training(group, model.to(device), algorithm, nodes=nodes, bucket_cap_mb=0.01)
+
+    def check(runs: list[Any]) -> None:
+        for step, averaged in enumerate(runs[0].averaged):
+            for name, gradient in averaged.items():
+                assert gradient.isfinite().all()
+                assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"{name}, step {step}"
+
+    return Case(body, check)
+
+
+def sparse() -> Case:
+    """TopK: replicas are equal, and the mean is sparse."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        return train(group, model.to(device), tb.TopKAlgorithm(0.1), bucket_cap_mb=0.01, tells_optimizer=True)
+
+    def check(runs: list[Any]) -> None:
+        for run in runs:
+            for name, gradient in run.averaged[-1].items():
+                assert torch.equal(gradient, runs[0].averaged[-1][name]), name
+        largest = runs[0].averaged[-1]["layers.1.weight"]
+        assert 0 < largest.count_nonzero() < 0.8 * largest.numel()
+
+    return Case(body, check)
+
+
+def qadam(nodes: Sequence[int] | None = None) -> Case:
+    """QAdam: gradients and steps equal the oracle's."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        trainer = q_adam_life.Trainer(group, model.to(device), bucket_cap_mb=0.01)
+        impl = trainer.hook(nodes)
+        for _ in range(q_adam_life.NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    def check(lives: list[Any]) -> None:
+        device = next(iter(lives[0].weights[0].values())).device
+        q_adam_life.check_lives(lives, q_adam_life.initial_of(model.to(device)), nodes)
+
+    return Case(body, check)
+
+
+def weights(
+    algorithm: tb.Algorithm, check: Callable[[list[Any]], object], nodes: Sequence[int] | None = None, **options: Any
+) -> Case:
+    """Averaged weights: every step equals the oracle's."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        return averaging.train(group, model.to(device), algorithm, nodes=nodes, **options)
+
+    return Case(body, check)
+
+
+def diloco(algorithm: tb.DiLoCoAlgorithm) -> Case:
+    """DiLoCo: every round equals the oracle's."""
+    model = build(Normed)
+    fragments: dict[str, int] = {}
+
+    def keep_fragments(trainer: averaging.Trainer, attachment: tb.Attachment) -> None:
+        fragments.update(attachment.impl._fragments.by_name)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        return averaging.train(group, model.to(device), algorithm, num_steps=9, lr=0.01, after_step=keep_fragments)
+
+    return Case(body, lambda traces: check_rounds(traces, algorithm, fragments))
+
+
+def asynchronous() -> Case:
+    """Asynchronous averaging: rounds happen, and all ranks end with the same weights."""
+    model, num_rounds = build(Normed), [0]
+
+    def let_rounds_happen(trainer: averaging.Trainer, attachment: tb.Attachment) -> None:
+        num_rounds.append(attachment.impl.num_rounds)
+        time.sleep(0.05)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)
+        trace = averaging.train(group, model.to(device), algorithm, num_steps=30, lr=0.01, after_step=let_rounds_happen)
+        return trace.final
+
+    def check(finals: list[averaging.Weights]) -> None:
+        assert num_rounds[-1] > 0
+        averaging.assert_same_weights(finals)
+
+    return Case(body, check)
+
+
+def full_precision_state() -> Case:
+    """A state in the middle of DiLoCo's round: the tensors are on the GPU, and another attach loads them."""
+    model, algorithm = build(Normed), tb.DiLoCoAlgorithm(3)
+
+    def body(group: dist.ProcessGroup, device: torch.device) -> Any:
+        whole = averaging.train(group, model.to(device), algorithm, num_steps=8, lr=0.01).final
+        trainer = averaging.Trainer(group, model.to(device), lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for _ in range(4):
+                trainer.step()
+            state = attachment.state_dict()
+            momenta, weights = trainer.optimizer.state_dict(), averaging.weights_of(trainer.module)
+        with torch.no_grad():
+            for name, tensor in [*trainer.module.named_parameters(), *trainer.module.named_buffers()]:
+                if name in weights:
+                    tensor.copy_(weights[name])
+        trainer.optimizer.load_state_dict(momenta)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            attachment.load_state_dict(state)
+            for _ in range(4):
+                trainer.step()
+        return whole, averaging.weights_of(trainer.module)
+
+    def check(pairs: list[tuple[averaging.Weights, averaging.Weights]]) -> None:
+        averaging.assert_same_weights([weights for pair in pairs for weights in pair])
+
+    return Case(body, check)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "bytegrad": partial(gradients, tb.ByteGradAlgorithm()),
+    "bytegrad over nodes": partial(gradients, tb.ByteGradAlgorithm(), NODES),
+    "bytegrad flat over nodes": partial(gradients, tb.ByteGradAlgorithm(hierarchical=False)),
+    "four bits": partial(gradients, tb.CompressedAllReduceAlgorithm()),
+    "four bits over nodes": partial(gradients, tb.CompressedAllReduceAlgorithm(), NODES),
+    "topk": sparse,
+    "powersgd": power_sgd,
+    "powersgd over nodes": partial(power_sgd, NODES),
+    "qadam": qadam,
+    "qadam over nodes": partial(qadam, NODES),
+    "all": partial(
+        weights,
+        tb.DecentralizedAlgorithm(),
+        lambda traces: check_decentralized(traces, "all", 1, None),
+    ),
+    "all over nodes": partial(
+        weights,
+        tb.DecentralizedAlgorithm(True),
+        lambda traces: check_decentralized(traces, "all", 1, NODES),
+        NODES,
+    ),
+    "shift_one": partial(
+        weights,
+        tb.DecentralizedAlgorithm(True, "shift_one"),
+        lambda traces: check_decentralized(traces, "shift_one", 1, None),
+    ),
+    "low precision": partial(
+        weights, tb.LowPrecisionDecentralizedAlgorithm(), lambda traces: check_low_precision(traces, 1, None)
+    ),
+    "low precision over nodes": partial(
+        weights,
+        tb.LowPrecisionDecentralizedAlgorithm(True),
+        lambda traces: check_low_precision(traces, 1, NODES),
+        NODES,
+    ),
+    "diloco": partial(diloco, tb.DiLoCoAlgorithm(4)),
+    "diloco, fragments": partial(diloco, tb.DiLoCoAlgorithm(4, fragments=2, delay=1)),
+    "diloco, loaded": full_precision_state,
+    "async": asynchronous,
+}
+
+
+def run_case(name: str, device: torch.device) -> None:
+    """Run a case on all ranks; rank 0 prints what is wrong."""
+    case = CASES[name]()
+    group = dist.group.WORLD
+    assert group is not None
+    start_s = time.monotonic()
+    result = case.body(group, device)
+    results: list[Any] = [None] * group.size()
+    dist.all_gather_object(results, result)
+    if group.rank() == 0:
+        seconds = time.monotonic() - start_s
+        try:
+            case.check(results)
+        except Exception:
+            print(f"wrong: {name}\n{traceback.format_exc()}", flush=True)
+        else:
+            print(f"right: {name}\nseconds: {seconds:.1f}", flush=True)
+
+
+def main() -> None:
+    backend, *names = sys.argv[1:]
+    faulthandler.dump_traceback_later(STACKS_AFTER_S, exit=True)
+    torch.set_num_threads(1)
+    device = begin_rank(backend, TIMEOUT)
+    for name in names:
+        run_case(name, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Several ranks over NCCL on one GPU, in real processes: what they compute, and how they end if a rank dies."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import programs
+from rank_of_one_gpu import CASES
+
+TESTS = Path(__file__).parent
+MOST_SECONDS = 45  # the timeout is 20 s; NCCL's watchdog fires 10 s after it, and starts seconds late
+
+BY_NCCL = ["bytegrad", "four bits", "reduced in bfloat16", "weights in 8 bits"]
+GRADIENTS, WEIGHTS = list(CASES)[:10], list(CASES)[10:]
+
+
+def right(output: str) -> list[str]:
+    return re.findall("^right: (.*)$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("nccl", marks=pytest.mark.gpu),
+        pytest.param("gloo", marks=pytest.mark.slow),  # tests the program
+    ],
+)
+@pytest.mark.parametrize("names", [GRADIENTS, WEIGHTS], ids=["gradients", "weights"])
+def test_averages_equal_the_oracle(backend: str, names: list[str]) -> None:
+    command = programs.forked_ranks(TESTS / "rank_of_one_gpu.py", backend, *names, ranks=4)
+    done = programs.run(command, timeout_s=150, check=False)
+    assert right(done.stdout) == names, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BY_NCCL)
+def test_sharded_gradients_equal_the_oracle(name: str) -> None:
+    command = programs.forked_ranks(TESTS / "sharded_rank.py", "nccl", name, ranks=2)
+    done = programs.run(command, timeout_s=120, check=False)
+    assert right(done.stdout) == [name], f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fault", "algorithm"),
+    [("kill", "all"), ("raise", "all"), ("kill", "diloco"), ("kill", "async"), ("kill", "bytegrad")],
+)
+def test_survivor_ends(fault: str, algorithm: str, tmp_path: Path) -> None:
+    """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it."""
+    arguments = [str(tmp_path / "store"), fault, algorithm, "nccl"]
+    with ExitStack() as stack:
+        survivor, faulty = (
+            stack.enter_context(
+                programs.started(
+                    [sys.executable, str(TESTS / "faulty_rank.py"), str(rank), "2", *arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            for rank in range(2)
+        )
+        output, _ = faulty.communicate(timeout=90)
+        assert "fault" in output.splitlines(), output
+        since_s = time.monotonic()
+        output, _ = survivor.communicate(timeout=90)
+        seconds = time.monotonic() - since_s
+    print(f"{fault}, {algorithm}: the survivor ended after {seconds:.1f} s, status {survivor.returncode}\n{output}")
+    if algorithm == "bytegrad" and survivor.returncode != 0:
+        assert survivor.returncode == -signal.SIGABRT
+    else:
+        assert survivor.returncode == 0
+        assert "raised on MainThread: CommunicationError" in output
+    assert seconds < MOST_SECONDS
