@@ -87,6 +87,8 @@ def steps(scratch: Path, logs: Path, *, is_trial: bool) -> list[Step]:
         "-m",
         marked,
         "-rs",
+        "-v",
+        "--tb=short",
         "--durations=10",
         "-o",
         "faulthandler_timeout=45",
@@ -162,10 +164,11 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
     process = subprocess.Popen(
         step.command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
+    said = None
     try:
         status: int | None = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        status = None
+        status, said = None, last_line(log, begin)
         process.send_signal(signal.SIGINT)  # pytest then reports the failures so far
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_S)
@@ -174,14 +177,19 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start_s
-    log.seek(begin)
-    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip(" =")]
-    said = lines[-1].strip(" =")[:160] if lines else "it printed nothing"
+    said = said or last_line(log, begin)
     if status is None:
         return Outcome(step.name, "timed out", seconds, f"after {limit_s:.0f} s; last: {said}")
     if status != 0:
         return Outcome(step.name, "failed", seconds, f"exit status {status}; last: {said}")
     return Outcome(step.name, "passed", seconds, said)
+
+
+def last_line(log: IO[bytes], begin: int) -> str:
+    """Return the last line of `log` after the position `begin`."""
+    log.seek(begin)
+    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip(" =")]
+    return lines[-1].strip(" =")[:160] if lines else "it printed nothing"
 
 
 def report(record: dict[str, Any]) -> str:
