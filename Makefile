@@ -170,7 +170,7 @@ bench-tracing: $(STAMPS)/package ## time training steps with and without observe
 .PHONY: gpu
 gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of PYTHON; takes ten minutes
 	@$(PYTHON) -c 'import torch, pytest, hypothesis, numpy, tqdm, tensorboard' || { echo 'make gpu: PYTHON must be a Python with a CUDA torch and the packages that its tests need'; exit 1; }
-	$(PYTHON) benchmarks/gpu.py $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 .PHONY: simulate
 simulate: $(STAMPS)/dev ## run a thousand trainings with faults in a simulated network; ARGS='--seeds 10000'

@@ -91,7 +91,7 @@ def measure_with_one_copy(case: Case, names: Sequence[str], setting: Setting, ro
     arguments = {name: [first.arguments()[name]()] for name in names}
     num_bytes = {name: num_tensor_bytes(own) for name, [own] in arguments.items()}
     for name, sets in arguments.items():
-        sets += [Buffers(case).arguments()[name]() for _ in range(setting.rotated_bytes // num_bytes[name])]
+        sets += [cloned(sets[0]) for _ in range(setting.rotated_bytes // num_bytes[name])]
     if setting.copies_tensor:
         copies = [partial(first.y.copy_, first.x)]
         copied_bytes = 2 * first.x.nbytes
@@ -134,6 +134,10 @@ def reference_ms(case: Case, name: str) -> float:
     arguments = Buffers(case).arguments()[name]()
     timed = partial(elapsed_ms, case.device, partial(NATIVE_OPS[case.kernel(name)], *arguments))
     return statistics.median(alternated({name: timed}, REFERENCE_ROUNDS)[name])
+
+
+def cloned(arguments: Arguments) -> Arguments:
+    return tuple(argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments)
 
 
 def num_tensor_bytes(arguments: Arguments) -> int:

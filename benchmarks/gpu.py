@@ -1,6 +1,6 @@
 """Runs everything that needs an NVIDIA GPU, in ten minutes: builds, tests, sanitizers and benchmarks.
 
-    python benchmarks/gpu.py [--deadline 560] [--only build tests ...]
+    PYTHONPATH=. python benchmarks/gpu.py [--deadline 560] [--only build tests ...]
 
 Prints one table and writes one JSON file. Uses the current Python and its packages (torch with CUDA, pytest,
 hypothesis, numpy; nvcc for the libraries), installs nothing and needs no network: libraries are built in place. A step
