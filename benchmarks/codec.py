@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codec_cases import BLOCK, CODECS, LAYOUTS, OF_ALL, ONE_BLOCK, ONE_PARAMETER, OPS, Arguments, Buffers, Case
+from codec_cases import BLOCK, CODECS, LAYOUTS, OF_ALL, ONE_BLOCK, ONE_PARAMETER, OPS, Arguments, Buffers, Case, Codec
 from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms, host_us
@@ -144,10 +144,12 @@ def num_tensor_bytes(arguments: Arguments) -> int:
     return sum(argument.nbytes for argument in arguments if isinstance(argument, Tensor))
 
 
-def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str, str]) -> list[Row]:
+def measure(
+    codecs: Sequence[Codec], setting: Setting, rounds: int, device: torch.device, paths: dict[str, str]
+) -> list[Row]:
     """Return a row for each layout, element type, operation, and codec with kernels on `device`."""
     rows: list[Row] = []
-    for codec, layout, dtype in itertools.product(CODECS, setting.layouts, setting.dtypes):
+    for codec, layout, dtype in itertools.product(codecs, setting.layouts, setting.dtypes):
         path = paths[f"{codec.op_prefix}_encode"]
         if path == "reference" or (issubclass(codec, SparseCodec) and layout == ONE_BLOCK):
             continue
@@ -202,6 +204,8 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=31)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--num-elements", type=int, help="size of the tensor (default: 6.6 M, on a GPU 67.1 M)")
+    names = [codec.__name__ for codec in CODECS]
+    parser.add_argument("--codecs", nargs="+", choices=names, default=names)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: this torch cannot use a GPU")
@@ -217,7 +221,8 @@ def main() -> None:
     if paths[f"{MinMaxUInt8.op_prefix}_encode"] == "reference":
         sys.exit(f"no native kernels to time: {status[0].why}")
 
-    rows = measure(setting, arguments.rounds, device, paths)
+    codecs = [codec for codec in CODECS if codec.__name__ in arguments.codecs]
+    rows = measure(codecs, setting, arguments.rounds, device, paths)
     launch_us = launches(device)
 
     print(

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -33,11 +33,23 @@ struct Call : NativeOp {
   const Tensor& first;
 };
 
+// Without streams: a compiler that is newer than the system's libstdc++ links parts of them into the library, and they
+// crash beside those of torch.
+inline std::string text_of_part(const std::string& part) { return part; }
+inline std::string text_of_part(const char* part) { return part; }
+inline std::string text_of_part(double part) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", part);
+  return text;
+}
+template <typename Integer, std::enable_if_t<std::is_integral_v<Integer>, int> = 0>
+std::string text_of_part(Integer part) {
+  return std::to_string(part);
+}
+
 template <typename... Parts>
 std::string text_of(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+  return (std::string() + ... + text_of_part(parts));
 }
 
 // Python sees std::invalid_argument as a ValueError.

@@ -9,6 +9,7 @@ import torch
 import oracle
 import torchbagua as tb
 from averaging import Trace, is_buffer, stacked
+from training import flat
 
 BLOCK = 128  # of MinMaxUInt4
 
@@ -85,10 +86,10 @@ class OuterRounds:
         if self.nodes is not None:
             rows = [rows[self.nodes.index(node)] for node in dict.fromkeys(self.nodes)]
         theta = self.theta[name]
-        theta.grad = torch.from_numpy(self.means[name]([theta.numpy() - row for row in rows]))
-        self.optimizer.step()
+        theta.grad = torch.from_numpy(self.means[name]([flat(theta) - row for row in rows])).to(theta.device)
+        self.optimizer.step()  # on the weights' device: on a GPU, SGD has other last bits
         theta.grad = None
-        return theta.numpy().copy()
+        return flat(theta).copy()
 
 
 def check_rounds(

@@ -76,11 +76,53 @@ struct OneRow {
   }
 };
 
+// The coders of the rows of one block, up to kRows at a time. Each is unpacked by one thread of the team. A team of all
+// threads shares them in memory, and a part of a warp through its lanes, since its threads cannot synchronize with
+// those of other teams.
+template <typename Format, int kTeam>
+class RowCoders {
+ public:
+  static constexpr bool kIsInMemory = kTeam == kThreads;
+  static constexpr int kRows = kIsInMemory ? 32 : kTeam;
+
+  // `headers` is the first row's header of the block.
+  __device__ __forceinline__ RowCoders(Coder* shared, const unsigned char* headers, long long row_bytes, int num_rows)
+      : shared_(shared) {
+    const int own = rank_in_team<kTeam>();
+    if constexpr (kIsInMemory) {
+      __syncthreads();  // all threads have read the coders of the previous rows
+      if (own < num_rows) {
+        shared_[own] = make_coder<Format>(read_range<Format>(headers + own * row_bytes));
+      }
+      __syncthreads();
+    } else {
+      own_ = make_coder<Format>(read_range<Format>(headers + (own < num_rows ? own : 0) * row_bytes));
+    }
+  }
+
+  // All threads of the team must call it together.
+  __device__ __forceinline__ Coder of(int row) const {
+    if constexpr (kIsInMemory) {
+      return shared_[row];
+    } else {
+      const int lane = static_cast<int>(threadIdx.x % kWarpThreads) / kTeam * kTeam + row;
+      const unsigned int lanes = team_lanes<kTeam>();
+      const float inverse = 0.0f;  // only for encoding
+      return Coder{__shfl_sync(lanes, own_.min, lane),   __shfl_sync(lanes, own_.max, lane),
+                   __shfl_sync(lanes, own_.pivot, lane), inverse,
+                   __shfl_sync(lanes, own_.step, lane),  __shfl_sync(lanes, own_.lowest, lane)};
+    }
+  }
+
+ private:
+  Coder* shared_;
+  Coder own_;
+};
+
 // The mean of the senders' values, summed in row order; NaN if a header is not usable.
 template <typename Format, int kWidestCodes>
 struct Mean {
   static constexpr int kWidest = kWidestCodes;
-  static constexpr int kCoders = 32;  // unpacked at a time, each by one thread
   template <typename Tile>
   static constexpr int kRowsInFlight = Tile::kIsNarrow ? 1 : 4;  // rows with concurrent loads of codes
   Rows rows;
@@ -93,23 +135,15 @@ struct Mean {
 
   template <typename Tile>
   __device__ __forceinline__ void load(const Tile& tile, const Block& block, Values<Tile>& mean) const {
-    // Teams smaller than the thread block cannot synchronize: each of their threads unpacks all headers.
-    constexpr bool kShares = Tile::kTeam == kThreads;
-    __shared__ Coder coders[kShares ? kCoders : 1];
+    using Coders = RowCoders<Format, Tile::kTeam>;
+    __shared__ Coder shared[Coders::kIsInMemory ? Coders::kRows : 1];
     fill(mean, 0.0f);  // no value is -0, so the first sum is the first value
     bool are_usable = true;
-    for (long long first = 0; first < rows.num_rows; first += kCoders) {
+    for (long long first = 0; first < rows.num_rows; first += Coders::kRows) {
       const unsigned char* wires = rows.data + first * rows.row_bytes;
       const long long rest = rows.num_rows - first;
-      const int num_rows = static_cast<int>(rest < kCoders ? rest : kCoders);
-      if constexpr (kShares) {
-        __syncthreads();  // all threads have read the coders of the previous rows
-        if (static_cast<int>(threadIdx.x) < num_rows) {
-          coders[threadIdx.x] =
-              make_coder<Format>(read_range<Format>(wires + threadIdx.x * rows.row_bytes + block.header));
-        }
-        __syncthreads();
-      }
+      const int num_rows = static_cast<int>(rest < Coders::kRows ? rest : Coders::kRows);
+      const Coders coders(shared, wires + block.header, rows.row_bytes, num_rows);
 #pragma unroll 1
       for (int row = 0; row < num_rows; row += kRowsInFlight<Tile>) {
         // Each row has separate registers, so that no load waits for the sum of the row before. A missing row is
@@ -123,9 +157,7 @@ struct Mean {
 #pragma unroll
         for (int i = 0; i < kRowsInFlight<Tile>; ++i) {
           if (row + i < num_rows) {
-            const Coder coder =
-                kShares ? coders[row + i]
-                        : make_coder<Format>(read_range<Format>(wires + (row + i) * rows.row_bytes + block.header));
+            const Coder coder = coders.of(row + i);
             are_usable = are_usable && is_usable(coder);
             for_each_decoded<Format>(tile, codes[i], coder, [&](int k, float value) { mean[k] += value; });
           }

@@ -24,13 +24,19 @@ __device__ __forceinline__ void join_tile(Extremes& extremes, const Tile& tile, 
   tile.for_each_element([&](int i, int) { join(extremes, values[i], values[i], magnitude_of(values[i])); });
 }
 
+// The lanes of this thread's warp that belong to its team: other lanes may be at another point in the code.
+template <int kTeam>
+__device__ __forceinline__ unsigned int team_lanes() {
+  constexpr int kLanes = kTeam < kWarpThreads ? kTeam : kWarpThreads;
+  const unsigned int all = 0xffffffffu >> (kWarpThreads - kLanes);
+  return all << (threadIdx.x % kWarpThreads / kLanes * kLanes);
+}
+
 // Joins the extremes of all threads of a team; every thread gets the result.
 template <int kTeam>
 __device__ __forceinline__ void join_team(Extremes& extremes) {
   constexpr int kLanes = kTeam < kWarpThreads ? kTeam : kWarpThreads;
-  // Only the lanes of this team: other lanes of the warp may be at another point in the code.
-  const unsigned int all = 0xffffffffu >> (kWarpThreads - kLanes);
-  const unsigned int lanes = all << (threadIdx.x % kWarpThreads / kLanes * kLanes);
+  const unsigned int lanes = team_lanes<kTeam>();
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {
     const float min = __shfl_xor_sync(lanes, extremes.min, distance);
