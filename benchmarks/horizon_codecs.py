@@ -1,4 +1,4 @@
-"""The codecs of the package, and a codec of 2 bits, for the flat weights of many replicas: encode and decode at once."""
+"""Codecs for the flat weights of many replicas, which encode and decode at once: the package's, and one of 2 bits."""
 
 from collections.abc import Sequence
 

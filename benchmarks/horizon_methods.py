@@ -23,7 +23,7 @@ class Method:
     """
 
     def bind(self, weights: Tensor, moments: Sequence[Tensor], num_steps: int, lengths: Sequence[int]) -> None:
-        """Start a training of `num_steps` steps with parameters of these lengths. All weights of a training are equal."""
+        """Start trainings of `num_steps` steps, with parameters of these lengths. All workers have equal weights."""
         self.weights, self.moments, self.num_steps, self.lengths = weights, moments, num_steps, lengths
         self.num_workers, self.num_elements = weights.shape[1:]
         self.state: list[Tensor] = []
@@ -71,7 +71,7 @@ class TwoPhaseMean:
 
     def __init__(self, codec: str | None, like: Tensor, lengths: Sequence[int], decay: float | None) -> None:
         self._codec = None if codec is None else RoundTrip(codec, lengths)
-        self._decay = decay
+        self._decay = decay or 0.0
         has_feedback = codec is not None and decay is not None
         self.residuals = [torch.zeros_like(like), torch.zeros_like(like[:, :1])] if has_feedback else []
         self.wire_bytes = 4.0 * sum(lengths) if self._codec is None else float(self._codec.wire_bytes)
@@ -135,7 +135,7 @@ class DiLoCo(Method):
         self._mean = TwoPhaseMean(self.codec, self.weights, self.lengths, self.decay)
         first_short = round(self.num_steps * (1 - self.short_last))
         short_steps = max(1, self.inner_steps // 3)
-        self._rounds = {step for step in range(self.inner_steps, self.num_steps + 1, self.inner_steps)}
+        self._rounds = set(range(self.inner_steps, self.num_steps + 1, self.inner_steps))
         self._rounds |= set(range(first_short + short_steps, self.num_steps + 1, short_steps))
         self._rounds.add(self.num_steps)
 

@@ -106,7 +106,7 @@ class Muon:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Return torch.optim.Muon's Newton-Schulz iteration of bfloat16 matrices [K, m, n] with m <= n."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=MUON_EPS)
+    x: Tensor = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=MUON_EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -123,9 +123,7 @@ class Trainings:
 
     def run(self, on_step: Callable[[int], None] = lambda step: None) -> None:
         """Train to the end, or until all trainings have diverged. `on_step` may raise to stop."""
-        evaluation_steps = {
-            round(self._num_steps * share / NUM_EVALUATIONS) for share in range(1, NUM_EVALUATIONS + 1)
-        }
+        evaluation_steps = {round(self._num_steps * share / NUM_EVALUATIONS) for share in range(1, NUM_EVALUATIONS + 1)}
         self.evaluate(0)
         for step in range(1, self._num_steps + 1):
             self.step(step)
