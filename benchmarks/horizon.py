@@ -235,6 +235,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     arguments.rows = list(dict.fromkeys(name for choice in arguments.rows for name in SETS[choice]))
+    needed = {ROWS[name].rate_of for name in arguments.rows} - {None, *arguments.rows}
+    arguments.rows = [*(name for name in ROWS if name in needed), *arguments.rows]  # rows whose best rate is used
     arguments.batch = arguments.batch or DEFAULT_BATCH[arguments.device]
     if arguments.quick:
         arguments.steps, arguments.rungs = QUICK_STEPS, [0]

@@ -113,9 +113,9 @@ class StackedGPT:
 
         def attention(x_rmd: Tensor, name: str) -> Tensor:
             heads = (num_replicas * num_sequences, length, 3, NUM_HEADS, -1)
-            joint = linear(x_rmd, f"{name}.query_key_value").view(heads)
-            query, key = _rotate(joint[:, :, :2]).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(query, key, joint[:, :, 2].transpose(1, 2), is_causal=True)
+            query_key, value = linear(x_rmd, f"{name}.query_key_value").view(heads).split((2, 1), dim=2)
+            query, key = _rotate(query_key).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(query, key, value.squeeze(2).transpose(1, 2), is_causal=True)
             mixed_rmd = mixed.transpose(1, 2).reshape(num_replicas, num_sequences * length, -1)
             return linear(mixed_rmd, f"{name}.attention_out")
 

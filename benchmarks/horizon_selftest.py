@@ -11,9 +11,10 @@ from horizon_rows import SEQUENCES
 from horizon_training import Group, Setup, Task, Trainings
 
 NUM_STEPS = 5
-RATE = 5e-3
-# Sums in another order change a loss by about 1e-6; a quantizer, or Newton-Schulz in bfloat16, amplifies this.
-TOLERANCE = 5e-3
+RATE = 3e-2
+# Sums in another order change a loss by about 1e-6; quantizers, and Newton-Schulz in bfloat16, amplify this. The losses
+# themselves fall by more than 0.5.
+TOLERANCE = 2e-2
 TIMED_STEPS = 40
 
 
@@ -73,8 +74,9 @@ def selftest(task: Task, text: Tensor, num_trainings: int) -> int:
         by_graph, by_device = ((graph - other).abs().max().item() for other in (eager, cpu))
         is_right &= max(by_graph, by_device) < TOLERANCE and is_captured == is_gpu
         print(
-            f"{inner}: graph {'captured' if is_captured else 'NOT captured'}, losses differ by {by_graph:.2g} from "
-            f"eager steps, by {by_device:.2g} from the CPU, in {time.perf_counter() - start_s:.1f} s",
+            f"{inner}: graph {'captured' if is_captured else 'NOT captured'}, losses fall by "
+            f"{(graph[0] - graph[-1]).min().item():.2g} and differ by {by_graph:.2g} from eager steps, by "
+            f"{by_device:.2g} from the CPU, in {time.perf_counter() - start_s:.1f} s",
             flush=True,
         )
     for inner in ("adamw", "muon"):
