@@ -233,6 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--selftest", action="store_true", help="compare graph, eager and CPU; time steps; no training")
     parser.add_argument("--plan", action="store_true", help="only print what is missing")
     parser.add_argument("--show", action="store_true", help="only print the table")
+    parser.add_argument("--picture", type=Path, help="with --show: also draw the chosen rows into this file")
     arguments = parser.parse_args()
     arguments.rows = list(dict.fromkeys(name for choice in arguments.rows for name in SETS[choice]))
     needed = {ROWS[name].rate_of for name in arguments.rows} - {None, *arguments.rows}
@@ -256,7 +257,12 @@ def load_text(path: Path | None) -> Tensor:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.show:
-        print(markdown_table(json.loads(arguments.json.read_text())))
+        document = json.loads(arguments.json.read_text())
+        print(markdown_table(document))
+        if arguments.picture:
+            from horizon_picture import draw  # matplotlib is not installed on every machine that trains
+
+            draw(document, arguments.rows).savefig(arguments.picture)
         return 0
     if arguments.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True

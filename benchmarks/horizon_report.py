@@ -52,6 +52,15 @@ def markdown_table(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def best_records(document: Mapping[str, Any], name: str) -> dict[int, Record]:
+    """Return a row's records at its best rate, by seed."""
+    rate_of = ROWS[name].rate_of or name
+    records = {
+        row: [record for record in document["trainings"] if record["contestant"] == row] for row in (name, rate_of)
+    }
+    return _at_best(records[name], tuning_losses(records[rate_of]))
+
+
 def _at_best(records: Sequence[Record], tuned: Mapping[int, float]) -> dict[int, Record]:
     """Return the records at the best rate, by seed."""
     best = best_rung(tuned)

@@ -11,7 +11,7 @@ from typing import Any
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, best_rung, grow_grid, tuning_losses
 from horizon_methods import DDP, Async, Compressed, Decentralized, DiLoCo, LowPrecision, Method
 
-MIDDLE_RATES = {"adamw": 1.2e-2, "muon": 2.0e-2}
+MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2}
 RUNGS = (-2, -1, 0, 1, 2)
 SEQUENCES = 8  # the batch of a worker
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
