@@ -56,6 +56,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, task: Task, document: dict[str, Any], limits: Limits) -> None:
         self._arguments, self._task, self._document, self._limits = arguments, task, document, limits
+        self._device = torch.cuda.get_device_name() if task.train.device.type == "cuda" else "cpu"
         self._batch: int = arguments.batch
         self._num_steps: int = arguments.steps
 
@@ -122,7 +123,7 @@ class Run:
 
     def run(self) -> None:
         """Train until nothing is missing. Raises Stopped."""
-        with tqdm(unit=" training steps", unit_scale=True, smoothing=0.1) as bar:
+        with tqdm(unit=" training steps", unit_scale=True, smoothing=0.1, mininterval=1) as bar:
             while trials := self._next_batch():
                 bar.total = bar.n + sum(count * self._steps(name) for name, count in self._expected())
                 done_before = bar.n
@@ -180,7 +181,7 @@ class Run:
                 **until_divergence(trainings.evaluated_steps, losses[index]),
                 "sent_bytes_a_step": method.bytes_a_step(),
                 "num_elements": self._task.model.num_elements,
-                "device": self._task.train.device.type,
+                "device": self._device,
                 "seconds": seconds / len(trials),  # a share of the batch's time
             }
             for index, (trial, (name, method)) in enumerate(zip(trials, methods, strict=True))

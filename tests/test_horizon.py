@@ -241,7 +241,7 @@ def test_a_row_tries_rates_then_more_seeds() -> None:
 
 def test_a_short_run_and_its_table(tmp_path: Path) -> None:
     path = tmp_path / "horizon.json"
-    command = [sys.executable, REPOSITORY / "benchmarks" / "horizon.py", "--quick", "--steps", "4", "--width", "32"]
+    command = [sys.executable, REPOSITORY / "benchmarks" / "horizon.py", "--quick", "--width", "32"]
     command += ["--layers", "1", "--json", path, "--rows", "adamw_ddp", "muon_diloco_10"]
     for _ in range(2):  # the second continues: nothing is missing
         finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
