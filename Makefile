@@ -162,6 +162,10 @@ bench-convergence: $(STAMPS)/bench ## train four models with every algorithm at 
 bench-convergence-times: $(STAMPS)/bench ## time the steps of the convergence models over emulated slow networks (as root, on Linux)
 	$(BIN)/python benchmarks/convergence_times.py $(ARGS)
 
+.PHONY: bench-horizon
+bench-horizon: $(STAMPS)/bench ## train a small GPT for 3,000 steps with every method at its best learning rate, in one process; takes hours, or minutes on a GPU
+	$(BIN)/python benchmarks/horizon.py $(ARGS)
+
 .PHONY: bench-tracing
 bench-tracing: $(STAMPS)/package ## time training steps with and without observers
 	$(BIN)/python benchmarks/tracing.py $(ARGS)
