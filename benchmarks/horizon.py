@@ -41,7 +41,7 @@ from torchbagua.cli.demo.text import read_standard_library
 QUICK_STEPS = 32
 QUICK_HELD_OUT = 32
 DEFAULT_BATCH = {"cpu": 5, "cuda": 40}
-ASSUMED_FLOPS = {"cpu": 7e10, "cuda": 1.2e13}  # of two cores, and of an H100; for the plan
+ASSUMED_FLOPS = {"cpu": 9e10, "cuda": 1.2e13}  # of two cores, and of an H100; for the plan
 CHECK_STEPS = 50  # between two checks of the deadline
 
 Key = tuple[str, int, float]  # inner optimizer, sequences and share of the steps: equal in a batch
