@@ -33,15 +33,18 @@ class Parameter:
     @property
     def kind(self) -> str:
         """The name without the layer's number."""
-        return ".".join(part for part in self.name.split(".") if part != "layers")[self.name.startswith("layers") * 2 :]
+        return _kind(self.name)
+
+
+def _kind(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("layers") else name
 
 
 def _order(item: tuple[str, Tensor]) -> tuple[int, str]:
     """Order hidden matrices first, by kind, then the embedding, then the norms: see `StackedGPT.num_hidden`."""
     name, value = item
     is_hidden = value.ndim == 2 and not name.startswith("embedding")
-    kind = name.split(".", 2)[2] if name.startswith("layers") else name
-    return (0 if is_hidden else 1 if value.ndim == 2 else 2, kind)
+    return (0 if is_hidden else 1 if value.ndim == 2 else 2, _kind(name))
 
 
 class StackedGPT:

@@ -16,7 +16,8 @@ def draw(document: Mapping[str, Any], names: Sequence[str]) -> Figure:
     """Draw the training of each named row with the tuning seed, at the best rate."""
     figure = Figure(figsize=(8, 4.6), dpi=200, layout="constrained")
     by_samples, by_bytes = figure.subplots(1, 2, sharey=True)
-    lines, finals = {}, []
+    lines: dict[str, Any] = {}
+    finals: list[float] = []
     for name in names:
         record = best_records(document, name).get(TUNING_SEED)
         if record is None or record["held_out_losses"][-1] is None:
