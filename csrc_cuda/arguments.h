@@ -33,8 +33,7 @@ struct Call : NativeOp {
   const Tensor& first;
 };
 
-// Without streams: a compiler that is newer than the system's libstdc++ links parts of them into the library, and they
-// crash beside those of torch.
+// Without streams: a compiler that has no shared libstdc++ links the static one, whose streams crash beside torch's.
 inline std::string text_of_part(const std::string& part) { return part; }
 inline std::string text_of_part(const char* part) { return part; }
 inline std::string text_of_part(double part) {

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,15 +20,19 @@ WAITING_CALLS = {
 }
 
 
-def calls_within(profile: torch.profiler.profile, name: str, folder: Path) -> Counter[str]:
-    """Count the calls during the `torch.profiler.record_function(name)` of a profile that has ended.
+Events = list[dict[str, Any]]
 
-    Args:
-        folder: for the trace, which is written there.
-    """
+
+def events_of(profile: torch.profiler.profile, folder: Path) -> Events:
+    """Return the events of a profile that has ended. torch writes its trace, into `folder`, only once."""
     path = folder / "trace.json"
     profile.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
+    events: Events = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def calls_within(events: Events, name: str) -> Counter[str]:
+    """Count the calls during the `torch.profiler.record_function(name)` of a profile's events."""
     spans = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == name]
     assert len(spans) == 1, f"{len(spans)} annotations {name!r}"
     begin, end = spans[0]["ts"], spans[0]["ts"] + spans[0]["dur"]

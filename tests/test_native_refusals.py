@@ -1,14 +1,22 @@
 """Errors of the codecs' kernels: native and reference raise the same errors, and write nothing."""
 
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import include_paths, library_paths
 
+import programs
 from devices import CPU
 from native_codecs import CODECS, Codec
+from source_tree import COMPILER, REPOSITORY
+from torchbagua.native import loader, recipe
+from torchbagua.native.build import instruction_set_flag
 
 MEANS = ("decode_mean", "decode_mean_encode", "decode_mean_encode_feedback")
 OPERATIONS = ("encode", "decode", "encode_feedback", *MEANS)
@@ -142,3 +150,32 @@ def test_blocks_outside_the_tensors_are_refused(own: Codec, operation: str) -> N
         good["table"][1] = torch.tensor(row)
         message = rf"table must be rows .*, got row 1 = \({', '.join(map(str, row))}\)"
         assert_refused(codec, operation, message, good)
+
+
+_REFUSE = """
+import sys, torch
+import torchbagua  # the schemas
+torch.ops.load_library(sys.argv[1])
+table, wire = torch.tensor([[0, 16, 0, 8]]), torch.zeros(24, dtype=torch.uint8)
+try:
+    torch.ops.torchbagua.minmax_uint8_decode_mean_encode(torch.zeros(2, 24, dtype=torch.uint8), table, 0.5e-60, wire)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_library_with_a_libstdcxx_of_its_own_refuses(tmp_path: Path) -> None:
+    """A compiler without the shared libstdc++ links the static one: beside torch's, its streams crash."""
+    csrc, library = loader.sources(), tmp_path / "library.so"
+    sources = [csrc / "cpu" / f"{name}.cpp" for name in ("minmax_uint8", "instruction_set", "old_glibc")]
+    command = [*COMPILER, *recipe.CPU.cxx_flags, "-O0", instruction_set_flag(), "-fPIC", "-shared", *map(str, sources)]
+    command += [f"-I{path}" for path in (csrc, *include_paths())] + [f"-L{path}" for path in library_paths()]
+    # Functions of its own, and data of the process, as Ubuntu's Python links extensions.
+    command += ["-ltorch_cpu", "-static-libstdc++", "-Wl,-Bsymbolic-functions", "-o", str(library)]
+    programs.run(command)
+    printed = programs.run(
+        [sys.executable, "-c", _REFUSE, str(library)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    )
+    message = "torchbagua::minmax_uint8_decode_mean_encode: divisor must be a positive finite float32, got 5e-61\n"
+    assert printed.stdout == message

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import averaging
 import q_adam_life
 import torchbagua as tb
-from cuda_calls import calls_within, waiting
+from cuda_calls import calls_within, events_of, waiting
 from ranks import run_ranks, without_default_group
 from test_ddp import ALGORITHMS, check_runs
 from training import Tower, build, train
@@ -22,7 +22,6 @@ from training import Tower, build, train
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.nccl import PrivateNcclTransport
 from whole_mean import WholeByteGradAlgorithm
 
@@ -155,15 +154,16 @@ def test_no_step_waits_according_to_the_profiler(
                 step()
         with torch.profiler.record_function("control"):
             torch.cuda.synchronize()
-    calls = calls_within(profile, "steps", tmp_path)
     end()
+    events = events_of(profile, tmp_path)
+    calls = calls_within(events, "steps")
     assert sum(count for name, count in calls.items() if "LaunchKernel" in name) > 5, calls
     assert not waiting(calls), calls
-    assert waiting(calls_within(profile, "control", tmp_path)), "a wait is not seen"
+    assert waiting(calls_within(events, "control")), "a wait is not seen"
 
 
-def test_nccl_runs_an_exchange_and_a_mean(group: dist.ProcessGroup, gpu: torch.device) -> None:
-    """A single rank has no peers, so it sends to itself, and averages with itself."""
+def test_nccl_runs_an_all_to_all_and_a_mean(group: dist.ProcessGroup, gpu: torch.device) -> None:
+    """A single rank sends to itself, and averages with itself."""
     own = tb.BaguaProcessGroup(group)
     x = torch.arange(1000, dtype=torch.float32, device=gpu)
     for is_private in (False, True):
@@ -171,7 +171,7 @@ def test_nccl_runs_an_exchange_and_a_mean(group: dist.ProcessGroup, gpu: torch.d
             own.move_to_lane()
             own.use_device(gpu)
         received = torch.zeros_like(x)
-        Exchange(Pipeline(own.world, x.device), "all_to_all", [received], "bucket 0", [(0, 0)]).run([x])
+        own.world.all_to_all([received], [x], "all_to_all of bucket 0", list)
         assert torch.equal(received, x)
         mean = torch.empty_like(x)
         AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)
