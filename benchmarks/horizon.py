@@ -31,7 +31,7 @@ from convergence_sweep import RATE_FACTOR, save
 from environment import RESULTS, note_environment
 from horizon_model import StackedGPT
 from horizon_optimizers import newton_schulz_flops
-from horizon_report import markdown_table
+from horizon_report import outer_table, rows_table
 from horizon_rows import MIDDLE_RATES, ROWS, RUNGS, SEQUENCES, SETS, Record, Trial, missing_trials
 from horizon_selftest import selftest
 from horizon_training import NUM_HELD_OUT, NUM_WORKERS, Group, Setup, Task, Trainings
@@ -259,7 +259,7 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.show:
         document = json.loads(arguments.json.read_text())
-        print(markdown_table(document))
+        print(f"{rows_table(document)}\n\n{outer_table(document)}")
         if arguments.picture:
             from horizon_picture import draw  # matplotlib is not installed on every machine that trains
 
@@ -301,9 +301,9 @@ def main() -> int:
         run.run()
     except Stopped as error:
         print(f"stopped by {error}; the same command continues from {arguments.json}.", file=sys.stderr)
-        print(markdown_table(document))
+        print(f"{rows_table(document)}\n\n{outer_table(document)}")
         return 128 + limits.signal if limits.signal else 1
-    print(markdown_table(document))
+    print(f"{rows_table(document)}\n\n{outer_table(document)}")
     return 0 if is_right else 1
 
 

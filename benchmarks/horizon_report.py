@@ -1,70 +1,70 @@
-"""The table of the horizon benchmark."""
+"""The tables of the horizon benchmark."""
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from convergence_sweep import best_rung, held_out_loss, tuning_losses
-from horizon_rows import ROWS, Record
+from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, Record
+from table import table
 
 REFERENCE = "adamw_ddp"  # (A); (B) is DDP with the same inner optimizer
-HEADER = (
-    "| method | inner optimizer | best rate | seeds | held-out loss | vs. DDP, AdamW | vs. DDP, same optimizer "
-    "| bytes a step | fewer bytes |\n|---|---|---:|---:|---:|---:|---:|---:|---:|"
-)
+INNER = {"adamw": "AdamW", "muon": "Muon"}
+HEAD = ("method", "optimizer", "rate", "seeds", "loss, nats per byte", "vs. DDP and AdamW, %")
+HEAD += ("vs. DDP and the same optimizer, %", "times fewer bytes than DDP")
 
 
-def markdown_table(document: Mapping[str, Any]) -> str:
-    """Return a line for each row with finished trainings. Differences are of the same seeds."""
-    by_row: dict[str, list[Record]] = defaultdict(list)
-    for record in document["trainings"]:
-        by_row[record["contestant"]].append(record)
-    lines = [HEADER]
-    for name, row in ROWS.items():
-        tuned = tuning_losses(by_row[row.rate_of or name])
-        records = _at_best(by_row[name], tuned)
+def rows_table(document: Mapping[str, Any], names: Iterable[str] = (*MAIN, *MORE)) -> str:
+    """Return a line for each of the rows with finished trainings. Differences are of the same seeds."""
+    references = {inner: best_records(document, f"{inner}_ddp") for inner in INNER}
+    lines = []
+    for name in names:
+        row, records = ROWS[name], best_records(document, name)
         if not records:
-            if by_row[name]:
-                lines.append(f"| {row.label} | {row.inner} | diverges at all {len(by_row[name])} rates | | | | | | |")
             continue
         losses = [held_out_loss(record) for record in records.values()]
-        spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         some = next(iter(records.values()))
-        is_edge = some["rung"] in (min(tuned), max(tuned))
-        references = [
-            _at_best(by_row[reference], tuning_losses(by_row[reference]))
-            for reference in (REFERENCE, f"{row.inner}_ddp")
-        ]
-        ddp_bytes = next((_total_bytes(of[seed]) for of in references for seed in of), None)
-        fewer = "" if ddp_bytes is None else f"{ddp_bytes / _total_bytes(some):.3g}"
-        cells = [
-            row.label,
-            row.inner,
-            f"{some['rate']:.3g}{' (edge)' * is_edge}",
-            str(len(losses)),
-            f"{statistics.fmean(losses):.4f}{spread}",
-            *(_difference(records, reference) for reference in references),
-            f"{some['sent_bytes_a_step']:,.0f}",
-            fewer,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        of_ddp = next(iter(references[row.inner].values()), None)
+        spread = f" \N{PLUS-MINUS SIGN} {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+        cells = [f"{some['rate']:.3g}{' (at the edge)' * _is_at_edge(document, name, some)}", str(len(losses))]
+        cells += [f"{statistics.fmean(losses):.3f}{spread}"]
+        cells += [_difference(records, reference) for reference in (references["adamw"], references[row.inner])]
+        cells += ["" if of_ddp is None else _reduction(of_ddp, some)]
+        lines.append([row.label, INNER[row.inner], *cells])
+    return table(HEAD, lines)
+
+
+def outer_table(document: Mapping[str, Any]) -> str:
+    """Return the losses of the outer optimizers, a column for each number of steps between rounds."""
+    cells: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in OUTER:
+        if records := best_records(document, name):
+            cells[ROWS[name].label][OUTER_STEPS[name]] = f"{held_out_loss(next(iter(records.values()))):.3f}"
+    columns = sorted(set(OUTER_STEPS.values()))
+    lines = [[label, *(of_label.get(steps, "") for steps in columns)] for label, of_label in cells.items()]
+    return table(["outer optimizer", *(f"every {steps} steps" for steps in columns)], lines)
+
+
+def _reduction(of_ddp: Record, record: Record) -> str:
+    factor = _total_bytes(of_ddp) / _total_bytes(record)
+    return f"{factor:.0f}" if factor > 9.95 else f"{factor:.1f}"
+
+
+def _is_at_edge(document: Mapping[str, Any], name: str, record: Record) -> bool:
+    tuned = tuning_losses(_records_of(document, ROWS[name].rate_of or name))
+    return record["rung"] in (min(tuned), max(tuned))
+
+
+def _records_of(document: Mapping[str, Any], name: str) -> list[Record]:
+    return [record for record in document["trainings"] if record["contestant"] == name]
 
 
 def best_records(document: Mapping[str, Any], name: str) -> dict[int, Record]:
     """Return a row's records at its best rate, by seed."""
-    rate_of = ROWS[name].rate_of or name
-    records = {
-        row: [record for record in document["trainings"] if record["contestant"] == row] for row in (name, rate_of)
-    }
-    return _at_best(records[name], tuning_losses(records[rate_of]))
-
-
-def _at_best(records: Sequence[Record], tuned: Mapping[int, float]) -> dict[int, Record]:
-    """Return the records at the best rate, by seed."""
+    tuned = tuning_losses(_records_of(document, ROWS[name].rate_of or name))
     best = best_rung(tuned)
-    return {record["seed"]: record for record in records if record["rung"] == best}
+    return {record["seed"]: record for record in _records_of(document, name) if record["rung"] == best}
 
 
 def _total_bytes(record: Record) -> float:
@@ -76,4 +76,4 @@ def _difference(records: Mapping[int, Record], references: Mapping[int, Record])
     if not seeds:
         return ""
     loss, reference = (statistics.fmean(held_out_loss(of[seed]) for seed in seeds) for of in (records, references))
-    return f"{100 * (loss / reference - 1):+.2f} %"
+    return f"{100 * (loss / reference - 1):+.1f}"

@@ -112,6 +112,7 @@ MORE = {
     ),
     "adamw_diloco_10": _diloco("adamw", 10),
     "adamw_diloco_100": _diloco("adamw", 100),
+    "muon_diloco_200": _diloco("muon", 200),
     "muon_diloco_10_2bits": _two_bits("muon", 10),
     "muon_diloco_30_2bits_table": _diloco("muon", 30, ", 2 bits and a table", codec="two_bits_table", decay=0.95),
     "muon_diloco_30_2bits_whole": _diloco("muon", 30, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
@@ -138,7 +139,7 @@ MORE = {
 # At the best rate of a row with the same rounds. The first is plain averaging.
 OUTER = {
     f"outer_{inner_steps}_{outer_lr}_{momentum}{'_nesterov' * nesterov}": Row(
-        f"DiLoCo, {inner_steps} steps, float32, outer rate {outer_lr}, {'Nesterov ' * nesterov}momentum {momentum}",
+        f"rate {outer_lr:g}, {'Nesterov ' * nesterov}momentum {momentum:g}" if momentum else "plain averaging",
         "muon",
         partial(DiLoCo, inner_steps, codec=None, outer_lr=outer_lr, outer_momentum=momentum, nesterov=bool(nesterov)),
         rate_of=f"muon_diloco_{inner_steps}",
@@ -156,6 +157,8 @@ OUTER = {
         (0.4, 0.9, 1),
     )
 }
+
+OUTER_STEPS = {name: int(name.split("_")[1]) for name in OUTER}  # between rounds
 
 ROWS = MAIN | MORE | OUTER
 SETS: dict[str, Iterable[str]] = {"main": MAIN, "more": MORE, "outer": OUTER, **{name: [name] for name in ROWS}}

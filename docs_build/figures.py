@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -22,6 +23,8 @@ from convergence_report import summarise
 from environment import RESULTS, dated, git_revision
 from figure_charts import THEMES, draw_losses, draw_speedups, draw_steps, to_svg
 from figure_texts import PARTS, Shown
+from horizon_picture import draw
+from horizon_report import outer_table, rows_table
 from markers import fill
 from released import NUM_RUNS, load_figures, newest_runs, read_choice, write_choice
 
@@ -40,6 +43,17 @@ PAGES = (
     "docs/choose.md",
     "docs/index.md",
 )
+# The rows of the horizon benchmark in its picture.
+DRAWN = (
+    "adamw_ddp",
+    "muon_ddp",
+    "muon_diloco_10",
+    "muon_diloco_30",
+    "muon_diloco_100",
+    "adamw_diloco_30",
+    "muon_4bits",
+)
+DRAWN += ("adamw_decentralized", "adamw_async")
 # Arguments of network.py; all others have their defaults.
 ARGUMENTS = ("--deadline", "3600")
 
@@ -49,9 +63,17 @@ def load_shown() -> Shown:
     return {group: load_figures(names) for group, names in read_choice().items()}
 
 
+def load_horizon() -> dict[str, Any]:
+    """Read the results of `make bench-horizon`."""
+    document: dict[str, Any] = json.loads((RESULTS / "horizon.json").read_text("utf-8"))
+    return document
+
+
 def updated(name: str, shown: Shown) -> str:
     """Return the text that the page `name`, below the root, should have."""
     parts = {make.__name__: partial(make, shown) for make in PARTS}
+    horizon = load_horizon()
+    parts |= {"horizon_rows": partial(rows_table, horizon), "horizon_outer": partial(outer_table, horizon)}
     return fill((ROOT / name).read_text("utf-8"), PROGRAM, parts)
 
 
@@ -59,6 +81,7 @@ def charts(shown: Shown) -> Iterator[tuple[Path, bytes]]:
     """Yield each chart with its file."""
     trained = json.loads((RESULTS / "convergence.json").read_text("utf-8"))
     losses = [summarise(task, trained, None) for task in ("gpt", "lstm")]
+    yield PICTURES / "horizon.svg", to_svg(draw(load_horizon(), DRAWN))
     for name, theme in THEMES.items():
         for title, figure in {
             "speedups": draw_speedups(shown["gradients"], theme),
