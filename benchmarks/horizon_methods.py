@@ -153,6 +153,27 @@ class DiLoCo(Method):
 
 
 @dataclass
+class DesLoc(DiLoCo):
+    """DES-LOC (arXiv 2505.22549): DiLoCo that also averages the inner optimizer's moments, in float32.
+
+    Attributes:
+        moments_every: the steps between two means of the first moment, and of the second.
+    """
+
+    moments_every: tuple[int, ...] = (90, 180)
+
+    def after_step(self, step: int) -> None:
+        for moment, interval in zip(self.moments, self.moments_every, strict=True):
+            if step % interval == 0:
+                moment.copy_(mean(moment))
+        super().after_step(step)
+
+    def bytes_a_step(self) -> float:
+        pairs = zip(self.moments, self.moments_every, strict=True)
+        return super().bytes_a_step() + sum(self._ring_bytes(moment.shape[2]) / interval for moment, interval in pairs)
+
+
+@dataclass
 class _Averaging(Method):
     """Options of methods that average weights in float32.
 

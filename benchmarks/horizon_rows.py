@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, best_rung, grow_grid, tuning_losses
-from horizon_methods import DDP, Async, Compressed, Decentralized, DiLoCo, LowPrecision, Method
+from horizon_methods import DDP, Async, Compressed, Decentralized, DesLoc, DiLoCo, LowPrecision, Method
 
 MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2}
 RUNGS = (-2, -1, 0, 1, 2)
@@ -116,6 +116,8 @@ MORE = {
     "muon_diloco_10_2bits": _two_bits("muon", 10),
     "muon_diloco_30_2bits_table": _diloco("muon", 30, ", 2 bits and a table", codec="two_bits_table", decay=0.95),
     "muon_diloco_30_2bits_whole": _diloco("muon", 30, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
+    "adamw_local_sgd_30": Row("LocalSGD, 30 steps", "adamw", partial(DiLoCo, 30, **_LOCAL_SGD)),
+    "adamw_des_loc_30": Row("DES-LOC, 30, 90 and 180 steps", "adamw", partial(DesLoc, 30, **_LOCAL_SGD)),
     "muon_local_sgd_10": Row("LocalSGD, 10 steps", "muon", partial(DiLoCo, 10, **_LOCAL_SGD)),
     "adamw_shift_one": Row("Decentralized, shift_one", "adamw", partial(Decentralized, mode="shift_one")),
     "adamw_shift_one_on_time": Row(
