@@ -139,8 +139,8 @@ def main() -> None:
     say(f"{num_all:,} parameters, of which Muon steps {num_muon:,}")
     losses, table = {}, ["                 loss   vs. DDP, AdamW   MB sent by a rank   seconds"]
     for name, (algorithm, optimizer_name, lr) in METHODS.items():
+        say(name)
         losses[name], seconds, mb_a_step = train(algorithm, optimizer_name, lr)
-        say(f"{name}, learning rate {lr}")
         for step in range(2 * INNER_STEPS, STEPS + 1, 2 * INNER_STEPS):
             loss = losses[name][step // INNER_STEPS - 1]
             say(f"  step {step}: loss {loss:.3f}, sent {step * mb_a_step:7.3f} MB")
