@@ -1,6 +1,7 @@
 """A small training run with a weight algorithm on every rank, and a trace of its weights."""
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ class Trace:
 
     Attributes:
         start: at the start of each step, and after the last.
-        updated: in each step, after the optimizer's update.
+        updated: in each step, after the last optimizer's update.
         final: after detach.
     """
 
@@ -73,24 +74,43 @@ def weights_of(module: nn.Module) -> Weights:
     return {name: tensor.detach().clone() for name, tensor in averaged.items()}
 
 
-class Trainer:
-    """A copy of a model on one rank, on its device, wrapped in DDP, with a separate optimizer and data."""
+def make_sgd(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Return SGD with momentum, for the trained parameters."""
+    return [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=lr, momentum=0.9)]
 
-    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1, **ddp_options: Any) -> None:
+
+class Trainer:
+    """A copy of a model on one rank, on its device, wrapped in DDP, with separate optimizers and data.
+
+    The optimizers step in the order in which `make_optimizers` returns them. `optimizer` is the first one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        model: nn.Module,
+        *,
+        lr: float = 0.1,
+        make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = make_sgd,
+        **ddp_options: Any,
+    ) -> None:
         self.module = copy.deepcopy(model)
         self.ddp = DistributedDataParallel(self.module, process_group=group, **ddp_options)
-        self.optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+        self.optimizers = make_optimizers(self.module, lr)
+        self.optimizer = self.optimizers[0]
         self.data = torch.Generator().manual_seed(1000 + group.rank())
         self.device = device_of(self.module)
         self.trace = Trace()
-        self.optimizer.register_step_post_hook(lambda *_: self.trace.updated.append(weights_of(self.module)))
+        self.optimizers[-1].register_step_post_hook(lambda *_: self.trace.updated.append(weights_of(self.module)))
 
     def step(self) -> None:
         """Take one step of a user's loop."""
         self.trace.start.append(weights_of(self.module))
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         self.ddp(torch.randn(6, 10, generator=self.data).to(self.device)).square().sum().backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def train(
@@ -106,13 +126,53 @@ def train(
     """Train a copy of `model` with `algorithm`."""
     trainer = Trainer(group, model, **trainer_options)
     bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
-    with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group) as attachment:
+    with tb.attach(trainer.ddp, trainer.optimizers, algorithm, process_group=bagua_group) as attachment:
         for _ in range(num_steps):
             trainer.step()
             after_step(trainer, attachment)
         trainer.trace.start.append(weights_of(trainer.module))
     trainer.trace.final = weights_of(trainer.module)
     return trainer.trace
+
+
+def check_resume(
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    algorithm: tb.Algorithm,
+    resumed: tb.Algorithm,
+    stop: int,
+    *,
+    nodes: Sequence[int] | None = None,
+    **trainer_options: Any,
+) -> None:
+    """Check that a run of 11 steps, saved after `stop` steps and resumed with `resumed`, is bitwise equal."""
+    end = 11
+    expected = train(group, model, algorithm, num_steps=end, nodes=nodes, **trainer_options)
+
+    def attach(trainer: Trainer, algorithm: tb.Algorithm) -> tb.Attachment:
+        bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
+        return tb.attach(trainer.ddp, trainer.optimizers, algorithm, process_group=bagua_group)
+
+    first = Trainer(group, model, **trainer_options)
+    with attach(first, algorithm) as attachment:
+        for _ in range(stop):
+            first.step()
+        file = io.BytesIO()
+        torch.save([attachment.rank_state_dict(), first.data.get_state()], file)
+        first.step()  # saving must change nothing
+        assert_same_weights([weights_of(first.module), expected.start[stop + 1]])
+    file.seek(0)
+    second = Trainer(group, model, **trainer_options)
+    with attach(second, resumed) as attachment:
+        for _ in range(4):
+            second.step()  # loading must undo these steps
+        state, data = torch.load(file, weights_only=True)
+        attachment.load_rank_state_dict(state)
+        second.data.set_state(data)
+        for step in range(stop, end):
+            assert_same_weights([weights_of(second.module), expected.start[step]])
+            second.step()
+    assert_same_weights([weights_of(second.module), expected.final])
 
 
 def is_buffer(name: str) -> bool:

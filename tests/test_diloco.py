@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import itertools
 import re
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, assert_same_weights, train, weights_of
+from averaging import Normed, Trace, Trainer, assert_same_weights, check_resume, train, weights_of
 from diloco_oracle import check_rounds
 from pairwise import pairwise
 from ranks import run_ranks
@@ -290,36 +289,11 @@ RESUMED = {
 @pytest.mark.parametrize("nodes", [None, pytest.param([0, 0, 1, 1], marks=pytest.mark.slow)], ids=["flat", "nodes"])
 def test_a_run_resumes_bit_for_bit(name: str, stop: int, nodes: list[int] | None) -> None:
     """Between rounds, after a round, and with a round in flight; also into other buckets."""
-    model, algorithm, end = build(Normed), RESUMED[name], 11
+    model, algorithm = build(Normed), RESUMED[name]
     resumed = dataclasses.replace(algorithm, bucket_cap_mb=0.001)
 
     def body(group: dist.ProcessGroup) -> None:
-        expected = train(group, model, algorithm, num_steps=end, lr=0.01, nodes=nodes)
-
-        def attach(trainer: Trainer, algorithm: tb.Algorithm) -> tb.Attachment:
-            bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
-            return tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group)
-
-        first = Trainer(group, model, lr=0.01)
-        with attach(first, algorithm) as attachment:
-            for _ in range(stop):
-                first.step()
-            file = io.BytesIO()
-            torch.save([attachment.rank_state_dict(), first.data.get_state()], file)
-            first.step()  # saving must change nothing
-            assert_same_weights([weights_of(first.module), expected.start[stop + 1]])
-        file.seek(0)
-        second = Trainer(group, model, lr=0.01)
-        with attach(second, resumed) as attachment:
-            for _ in range(4):
-                second.step()  # loading must undo these steps
-            state, data = torch.load(file, weights_only=True)
-            attachment.load_rank_state_dict(state)
-            second.data.set_state(data)
-            for step in range(stop, end):
-                assert_same_weights([weights_of(second.module), expected.start[step]])
-                second.step()
-        assert_same_weights([weights_of(second.module), expected.final])
+        check_resume(group, model, algorithm, resumed, stop, nodes=nodes, lr=0.01)
 
     run_ranks(2 if nodes is None else 4, body)
 

@@ -142,6 +142,25 @@ def fsdp() -> Figure:
     return over_bytes_and_seconds("08_fsdp", "200 Mbit/s a rank", *names)
 
 
+def muon_diloco() -> Figure:
+    output, names = output_of("09_muon_diloco"), ("DDP, AdamW", "DDP, Muon", "DiLoCo, AdamW", "DiLoCo, Muon")
+    loss, sent = (steps_of(output, what, *names) for what in ("loss", "sent"))
+    figure, (over_steps, over_bytes) = panels("held-out loss over steps", "held-out loss over bytes")
+    curves(over_steps, loss)
+    curves(
+        over_bytes,
+        {name: [(mb, value) for (_, mb), (_, value) in zip(sent[name], loss[name], strict=True)] for name in names},
+    )
+    over_bytes.set_xlabel("MB sent by a rank")
+    over_bytes.set_xscale("log")
+    over_bytes.get_legend().remove()  # the same as in the other panel
+    for axes in (over_steps, over_bytes):
+        axes.set_ylim(bottom=2)
+    return figure
+
+
+DRAWN = (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam, diloco, fsdp, muon_diloco)
+
 if __name__ == "__main__":
-    for draw in (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam, diloco, fsdp):
+    for draw in DRAWN:
         draw().savefig(PICTURES / f"{draw.__name__}.png")

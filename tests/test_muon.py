@@ -1,0 +1,106 @@
+"""DiLoCo with two inner optimizers: Muon for matrices, AdamW for the other parameters."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchbagua as tb
+from averaging import Normed, Trace, Trainer, assert_same_weights, check_resume, train, weights_of
+from diloco_oracle import check_rounds
+from ranks import run_ranks
+from training import build
+
+
+def make_muon_and_adamw(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the trained matrices, and AdamW for the other trained parameters."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        torch.optim.Muon([p for p in trained if p.ndim == 2], lr=lr, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([p for p in trained if p.ndim != 2], lr=lr),
+    ]
+
+
+def make_adamw_and_muon(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Return the same optimizers in the other order, in which they then step."""
+    return make_muon_and_adamw(module, lr)[::-1]
+
+
+@pytest.mark.parametrize("make_optimizers", [make_muon_and_adamw, make_adamw_and_muon])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_rounds_equal_the_oracle(
+    make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]], delay: int
+) -> None:
+    """A round contains the updates of both optimizers. Without a delay, ranks have equal weights after it."""
+    algorithm, model = tb.DiLoCoAlgorithm(3, delay=delay), build(Normed)
+    found: dict[str, int] = {}
+
+    def body(group: dist.ProcessGroup) -> Trace:
+        def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
+            found.update(attachment.impl._fragments.by_name)
+
+        return train(
+            group, model, algorithm, num_steps=8, lr=0.01, make_optimizers=make_optimizers, after_step=after_step
+        )
+
+    traces = run_ranks(2, body)
+    check_rounds(traces, algorithm, found)
+    for step in (2, 3, 5, 6):
+        first, second = (trace.start[step] for trace in traces)
+        is_after_round = delay == 0 and step % 3 == 0
+        for name in ("first.weight", "first.bias"):  # of Muon, and of AdamW
+            assert torch.equal(first[name], second[name]) == is_after_round, (step, name)
+
+
+@pytest.mark.parametrize("stop", [4, 5])
+def test_a_run_resumes_bit_for_bit(stop: int) -> None:
+    """With a round in flight, and after it; `rank_state_dict` contains the state of both optimizers."""
+    model, algorithm = build(Normed), tb.DiLoCoAlgorithm(3, delay=2)
+
+    def body(group: dist.ProcessGroup) -> None:
+        check_resume(group, model, algorithm, algorithm, stop, lr=0.01, make_optimizers=make_muon_and_adamw)
+
+    run_ranks(2, body)
+
+
+MUON_OVERFLOWS, BOTH_OVERFLOW, NUM_STEPS = 1, 4, 8
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one_rank() -> None:
+    """Ranks agree for each optimizer: all skip Muon and step AdamW, or skip both. A round counts the steps taken."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> list[tuple[int, bool, bool, float, dict[str, torch.Tensor]]]:
+        trainer = Trainer(group, model, lr=0.01, make_optimizers=make_muon_and_adamw)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        seen = []
+        algorithm = tb.DiLoCoAlgorithm(3)
+        with tb.attach(trainer.ddp, trainer.optimizers, algorithm, grad_scaler=scaler) as attachment:
+            for step in range(NUM_STEPS):
+                before = weights_of(trainer.module)
+                trainer.ddp.zero_grad()
+                scaler.scale(trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum()).backward()
+                if group.rank() == 1 and step in (MUON_OVERFLOWS, BOTH_OVERFLOW):
+                    trainer.module.first.weight.grad[0, 0] = torch.inf
+                if group.rank() == 1 and step == BOTH_OVERFLOW:
+                    trainer.module.first.bias.grad[0] = torch.inf
+                for optimizer in trainer.optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+                after = weights_of(trainer.module)
+                changed = [not torch.equal(before[name], after[name]) for name in ("first.weight", "first.bias")]
+                seen.append((attachment.impl.rounds.step, *changed, scaler.get_scale(), after))
+        return seen
+
+    ranks = run_ranks(2, body)
+    for seen in ranks:
+        numbers, muon_steps, adamw_steps, scales, _ = zip(*seen, strict=True)
+        assert numbers == (1, 2, 3, 4, 4, 5, 6, 7), "a step that both optimizers skip is not counted"
+        assert muon_steps == tuple(step not in (MUON_OVERFLOWS, BOTH_OVERFLOW) for step in range(NUM_STEPS))
+        assert adamw_steps == tuple(step != BOTH_OVERFLOW for step in range(NUM_STEPS))
+        assert scales == (8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0, 2.0)
+        assert all(weight.isfinite().all() for weight in seen[-1][-1].values())
+    for step in (2, 6):  # after the rounds
+        assert_same_weights([seen[step][-1] for seen in ranks])
