@@ -308,6 +308,22 @@ def test_one_of_two_optimizers_never_steps() -> None:
         run_ranks(2, body)
 
 
+def test_parameters_in_no_attached_optimizer() -> None:
+    """Weights would be averaged between the steps of two optimizers; gradients are averaged before both."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        for algorithm in (RARELY["decentralized"], tb.ByteGradAlgorithm()):
+            ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+            tb.attach(ddp, torch.optim.SGD([ddp.module.weight], lr=0.01), algorithm).detach()
+        ddp.module.bias.requires_grad_(False)
+        tb.attach(ddp, torch.optim.SGD([ddp.module.weight], lr=0.01), RARELY["decentralized"]).detach()
+
+    with pytest.warns(RuntimeWarning, match="attached") as caught:
+        run_ranks(1, body)
+    expected = "1 parameters require gradients, but are in no attached optimizer, the first is module.bias"
+    assert [expected in str(warning.message) for warning in caught] == [True]
+
+
 def test_lbfgs_warns_what_its_closure_must_do() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)

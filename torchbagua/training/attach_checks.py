@@ -74,6 +74,7 @@ def check_arguments(
     check_sharding(module, setup.sharded_parts, algorithm, sharding)
     if algorithm.averages_weights:
         check_weight_averaging(setup)
+        warn_of_parameters_without_optimizer(setup)
     elif not setup.is_sharded:
         check_gradient_averaging(setup)
     if process_group is not None:
@@ -210,6 +211,20 @@ def check_weight_averaging(setup: TrainingSetup) -> None:
             check_around(setup.module, ddp)
         if is_joining(ddp):
             raise ValueError(f"attach: {JOIN_REFUSAL}. The module was passed to Join: wrap the model again")
+
+
+def warn_of_parameters_without_optimizer(setup: TrainingSetup) -> None:
+    """Warn of parameters that require gradients, but are in no optimizer: one that is not attached may step them."""
+    stepped = {id(parameter) for optimizer in setup.optimizers for parameter in parameters_of(optimizer)}
+    named = setup.module.named_parameters()
+    names = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in stepped]
+    if names:
+        warn_user(
+            f"torchbagua: {len(names)} parameters require gradients, but are in no attached optimizer, the first is "
+            f"{names[0]}. If another optimizer steps them, pass attach a list of all optimizers: a round begins after "
+            "the last of them has stepped, and would otherwise begin between their steps. If nothing steps them, call "
+            "requires_grad_(False)"
+        )
 
 
 def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProcessGroup) -> None:
