@@ -12,7 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from convergence_report import summarise
 from environment import RESULTS, dated, git_revision
 from figure_charts import THEMES, draw_losses, draw_speedups, draw_steps, to_svg
+from figure_tables import paragraphs
 from figure_texts import PARTS, Shown
 from horizon_picture import draw
 from horizon_report import outer_table, rows_table
@@ -69,11 +70,22 @@ def load_horizon() -> dict[str, Any]:
     return document
 
 
+def horizon_rows(document: Mapping[str, Any]) -> str:
+    return paragraphs(rows_table(document))
+
+
+def horizon_outer(document: Mapping[str, Any]) -> str:
+    return paragraphs(outer_table(document))
+
+
+HORIZON_PARTS = (horizon_rows, horizon_outer)
+
+
 def updated(name: str, shown: Shown) -> str:
     """Return the text that the page `name`, below the root, should have."""
     parts = {make.__name__: partial(make, shown) for make in PARTS}
     horizon = load_horizon()
-    parts |= {"horizon_rows": partial(rows_table, horizon), "horizon_outer": partial(outer_table, horizon)}
+    parts |= {make.__name__: partial(make, horizon) for make in HORIZON_PARTS}
     return fill((ROOT / name).read_text("utf-8"), PROGRAM, parts)
 
 
