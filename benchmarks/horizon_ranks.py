@@ -6,7 +6,7 @@
 horizon.py trains many models with four workers each in one process, with methods and optimizers that are written
 again for stacked weights. This benchmark trains some of its rows, at their best learning rates, with four processes
 that communicate over gloo, torch's own optimizers and the package's algorithms. Weights, batches and schedule are the
-same. Sums in another order diverge after some hundred steps, so final losses agree only within the noise floor: the
+same. Sums in another order diverge after a few hundred steps, so final losses agree only within the noise floor: the
 standard deviation of the final losses of DDP with the same optimizer, over its seeds.
 """
 
@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from horizon_training import NUM_WORKERS
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 
 PATIENCE_S = 120
-DEFAULT_ROWS = ("adamw_ddp", "muon_diloco_30", "adamw_decentralized")
 SHOWN_EVALUATIONS = 4  # the first, before training, included
 HEADER = (
     "| row | rate | seed | loss, separate ranks | loss, one process | difference | noise floor "
@@ -37,10 +37,10 @@ HEADER = (
 )
 
 
-def reference(document: dict[str, Any], row: str) -> Record:
-    """Return the training in one process: at the row's best rate, with seed 0, or else with the tuning seed."""
+def reference(document: dict[str, Any], row: str, seed: int) -> Record:
+    """Return the training in one process at the row's best rate, with the tuning seed if there is none with `seed`."""
     records = best_records(document, row)
-    return records.get(0, records[TUNING_SEED])
+    return records.get(seed, records[TUNING_SEED])
 
 
 def find(records: Sequence[Record], like: Record) -> Record | None:
@@ -50,15 +50,18 @@ def find(records: Sequence[Record], like: Record) -> Record | None:
 
 
 def markdown_table(horizon: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return a line for each row that separate ranks have trained."""
+    """Return a line for each training of separate ranks."""
     lines = [HEADER]
-    for row in ALGORITHMS:
-        one_process = reference(horizon, row)
-        ranks = find(records, one_process)
+    pairs = [
+        (find(records, one_process), one_process)
+        for row in ALGORITHMS
+        for one_process in best_records(horizon, row).values()
+    ]
+    for ranks, one_process in pairs:
         if ranks is None:
             continue
-        seeds = best_records(horizon, f"{ROWS[row].inner}_ddp").values()
-        floors = [held_out_loss(record) for record in seeds]
+        row: str = ranks["contestant"]
+        floors = [held_out_loss(record) for record in best_records(horizon, f"{ROWS[row].inner}_ddp").values()]
         loss, expected = held_out_loss(ranks), held_out_loss(one_process)
         cells = [
             row,
@@ -108,7 +111,8 @@ def train(like: Record, settings: dict[str, Any], num_steps: int, limits: Limits
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ALGORITHMS), default=list(DEFAULT_ROWS), metavar="ROW")
+    parser.add_argument("--rows", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), metavar="ROW")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of each row, if horizon.py has trained them")
     parser.add_argument("--steps", type=int, help="shorter trainings, which the table does not show")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds until the run stops")
     parser.add_argument("--horizon", type=Path, default=RESULTS / "horizon.json", help="results of horizon.py")
@@ -125,8 +129,8 @@ def main() -> int:
         limits = Limits(arguments.deadline)
         note_environment(document["environments"])
         try:
-            for row in arguments.rows:
-                like = reference(horizon, row) | ({"steps": arguments.steps} if arguments.steps else {})
+            for row, seed in product(arguments.rows, arguments.seeds):
+                like = reference(horizon, row, seed) | ({"steps": arguments.steps} if arguments.steps else {})
                 if find(document["trainings"], like) is None:
                     record = train(like, horizon["settings"], like["steps"], limits)
                     document["trainings"].append(record)
