@@ -167,7 +167,7 @@ bench-horizon: $(STAMPS)/bench ## train a small GPT for 3,000 steps with every m
 	$(BIN)/python benchmarks/horizon.py $(ARGS)
 
 .PHONY: bench-horizon-ranks
-bench-horizon-ranks: $(STAMPS)/bench ## check rows of bench-horizon against trainings in four processes with the package; takes half an hour
+bench-horizon-ranks: $(STAMPS)/bench ## check rows of bench-horizon against trainings in four processes with the package; takes a quarter of an hour
 	$(BIN)/python benchmarks/horizon_ranks.py $(ARGS)
 
 .PHONY: bench-tracing
