@@ -166,6 +166,10 @@ bench-convergence-times: $(STAMPS)/bench ## time the steps of the convergence mo
 bench-horizon: $(STAMPS)/bench ## train a small GPT for 3,000 steps with every method at its best learning rate, in one process; takes hours, or minutes on a GPU
 	$(BIN)/python benchmarks/horizon.py $(ARGS)
 
+.PHONY: bench-horizon-ranks
+bench-horizon-ranks: $(STAMPS)/bench ## check rows of bench-horizon against trainings in four processes with the package; takes a quarter of an hour
+	$(BIN)/python benchmarks/horizon_ranks.py $(ARGS)
+
 .PHONY: bench-tracing
 bench-tracing: $(STAMPS)/package ## time training steps with and without observers
 	$(BIN)/python benchmarks/tracing.py $(ARGS)

@@ -8,7 +8,8 @@
 
 One process trains many models with four workers each; see horizon_training.py. horizon_rows.py lists the rows and
 chooses their trainings. Each finished training is stored in a JSON file, from which the same command continues. The
-mean of the workers' weights is evaluated on held-out data.
+mean of the workers' weights is evaluated on held-out data. horizon_ranks.py checks rows against separate processes that
+train with torch's optimizers and the package's algorithms.
 """
 
 import argparse

@@ -1,0 +1,148 @@
+"""Checks the horizon benchmark's trainings in one process against trainings in four separate ranks.
+
+    python benchmarks/horizon_ranks.py            # minutes on two cores; continues where it was stopped
+    python benchmarks/horizon_ranks.py --show     # only the table of the stored results
+
+horizon.py trains many models with four workers each in one process, with methods and optimizers that are written
+again for stacked weights. This benchmark trains some of its rows, at their best learning rates, with four processes
+that communicate over gloo, torch's own optimizers and the package's algorithms. Weights, batches and schedule are the
+same. The bits are not: separate ranks sum in another order, and trainings diverge after a few hundred steps, so final
+losses agree only within the noise floor, the standard deviation of the final losses of DDP with the same optimizer,
+over its seeds. Rounding is a large part of it: five trainings of DiLoCo, 30 steps, with seed 1, whose initial weights
+differed by a millionth, ended between 1.437 and 1.453.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from convergence_sweep import TUNING_SEED, held_out_loss, save
+from environment import RESULTS, note_environment
+from horizon_ranks_rank import ALGORITHMS, Settings
+from horizon_report import best_records
+from horizon_rows import ROWS, Record
+from horizon_training import NUM_WORKERS
+from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
+
+PATIENCE_S = 120
+SHOWN_EVALUATIONS = 4  # the first, before training, included
+HEADER = (
+    "| row | rate | seed | loss, separate ranks | loss, one process | difference | noise floor "
+    "| bytes a step, kernel | bytes a step, computed | first losses, separate ranks | first losses, one process |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---|"
+)
+
+
+def reference(document: dict[str, Any], row: str, seed: int) -> Record:
+    """Return the training in one process at the row's best rate, with the tuning seed if there is none with `seed`."""
+    records = best_records(document, row)
+    return records.get(seed, records[TUNING_SEED])
+
+
+def find(records: Sequence[Record], like: Record) -> Record | None:
+    """Return the training of separate ranks with the row, rate, seed and steps of `like`."""
+    keys = ("contestant", "rung", "seed", "steps")
+    return next((record for record in records if all(record[key] == like[key] for key in keys)), None)
+
+
+def markdown_table(horizon: dict[str, Any], records: Sequence[Record]) -> str:
+    """Return a line for each training of separate ranks."""
+    lines = [HEADER]
+    pairs = [
+        (find(records, one_process), one_process)
+        for row in ALGORITHMS
+        for one_process in best_records(horizon, row).values()
+    ]
+    for ranks, one_process in pairs:
+        if ranks is None:
+            continue
+        row: str = ranks["contestant"]
+        floors = [held_out_loss(record) for record in best_records(horizon, f"{ROWS[row].inner}_ddp").values()]
+        loss, expected = held_out_loss(ranks), held_out_loss(one_process)
+        cells = [
+            row,
+            f"{ranks['rate']:.3g}",
+            str(ranks["seed"]),
+            f"{loss:.4f}",
+            f"{expected:.4f}",
+            f"{100 * (loss / expected - 1):+.2f} %",
+            f"{100 * statistics.stdev(floors) / statistics.fmean(floors):.2f} %",
+            *(f"{record['sent_bytes_a_step']:,.0f}" for record in (ranks, one_process)),
+            *(
+                ", ".join(f"{each:.4f}" for each in record["held_out_losses"][:SHOWN_EVALUATIONS])
+                for record in (ranks, one_process)
+            ),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def train(like: Record, settings: dict[str, Any], num_steps: int, limits: Limits) -> Record:
+    """Train like a training in one process, in four ranks. Raises RankFailure or Stopped."""
+    with tempfile.TemporaryDirectory(prefix="torchbagua-horizon-ranks-") as folder:
+        run_ranks(
+            "horizon_ranks_rank.py",
+            Settings(
+                scratch=folder,
+                init_method=f"tcp://127.0.0.1:{free_port()}",
+                patience_s=PATIENCE_S,
+                row=like["contestant"],
+                rung=like["rung"],
+                rate=like["rate"],
+                seed=like["seed"],
+                num_steps=num_steps,
+                width=settings["width"],
+                num_layers=settings["layers"],
+            ),
+            Path(folder),
+            limits,
+            "horizon, separate ranks",
+            prefixes=[[]] * NUM_WORKERS,
+            environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK},
+            stall_s=2 * PATIENCE_S,  # gloo's own timeout reports more
+        )
+        record: Record = json.loads((Path(folder) / "record.json").read_text())
+        return record
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), metavar="ROW")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of each row, if horizon.py has trained them")
+    parser.add_argument("--steps", type=int, help="shorter trainings, which the table does not show")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds until the run stops")
+    parser.add_argument("--horizon", type=Path, default=RESULTS / "horizon.json", help="results of horizon.py")
+    parser.add_argument("--json", type=Path, default=RESULTS / "horizon-ranks.json", help="file of results")
+    parser.add_argument("--show", action="store_true", help="only print the table")
+    arguments = parser.parse_args()
+    horizon = json.loads(arguments.horizon.read_text())
+    document: dict[str, Any] = {"settings": horizon["settings"], "environments": [], "trainings": []}
+    if arguments.json.exists():
+        document = json.loads(arguments.json.read_text())
+    if document["settings"] != horizon["settings"]:
+        parser.error(f"{arguments.json} and {arguments.horizon} have different settings; pass another --json")
+    if not arguments.show:
+        limits = Limits(arguments.deadline)
+        note_environment(document["environments"])
+        try:
+            for row, seed in product(arguments.rows, arguments.seeds):
+                like = reference(horizon, row, seed) | ({"steps": arguments.steps} if arguments.steps else {})
+                if find(document["trainings"], like) is None:
+                    record = train(like, horizon["settings"], like["steps"], limits)
+                    document["trainings"].append(record)
+                    save(arguments.json, document)
+        except (RankFailure, Stopped) as error:
+            print(f"{error}\nThe same command continues from {arguments.json}.", file=sys.stderr)
+            return 1
+    print(markdown_table(horizon, document["trainings"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
