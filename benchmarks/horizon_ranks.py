@@ -14,7 +14,6 @@ differed by a millionth, ended between 1.437 and 1.453.
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,18 +24,15 @@ from typing import Any
 from convergence_sweep import TUNING_SEED, held_out_loss, save
 from environment import RESULTS, note_environment
 from horizon_ranks_rank import ALGORITHMS, Settings
-from horizon_report import best_records
+from horizon_report import INNER, best_records
 from horizon_rows import ROWS, Record
 from horizon_training import NUM_WORKERS
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
+from table import table
 
 PATIENCE_S = 120
-SHOWN_EVALUATIONS = 4  # the first, before training, included
-HEADER = (
-    "| row | rate | seed | loss, separate ranks | loss, one process | difference | noise floor "
-    "| bytes a step, kernel | bytes a step, computed | first losses, separate ranks | first losses, one process |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---|"
-)
+HEAD = ("method", "optimizer", "seed", "loss, separate ranks", "loss, one process", "difference, %")
+HEAD += ("bytes a step, counted by the kernel", "computed")
 
 
 def reference(document: dict[str, Any], row: str, seed: int) -> Record:
@@ -51,36 +47,18 @@ def find(records: Sequence[Record], like: Record) -> Record | None:
     return next((record for record in records if all(record[key] == like[key] for key in keys)), None)
 
 
-def markdown_table(horizon: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return a line for each training of separate ranks."""
-    lines = [HEADER]
-    pairs = [
-        (find(records, one_process), one_process)
-        for row in ALGORITHMS
-        for one_process in best_records(horizon, row).values()
-    ]
-    for ranks, one_process in pairs:
-        if ranks is None:
-            continue
-        row: str = ranks["contestant"]
-        floors = [held_out_loss(record) for record in best_records(horizon, f"{ROWS[row].inner}_ddp").values()]
-        loss, expected = held_out_loss(ranks), held_out_loss(one_process)
-        cells = [
-            row,
-            f"{ranks['rate']:.3g}",
-            str(ranks["seed"]),
-            f"{loss:.4f}",
-            f"{expected:.4f}",
-            f"{100 * (loss / expected - 1):+.2f} %",
-            f"{100 * statistics.stdev(floors) / statistics.fmean(floors):.2f} %",
-            *(f"{record['sent_bytes_a_step']:,.0f}" for record in (ranks, one_process)),
-            *(
-                ", ".join(f"{each:.4f}" for each in record["held_out_losses"][:SHOWN_EVALUATIONS])
-                for record in (ranks, one_process)
-            ),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def ranks_table(horizon: dict[str, Any], records: Sequence[Record]) -> str:
+    """Return a line for each training of separate ranks, beside the one in one process."""
+    lines = []
+    for name in ALGORITHMS:
+        for one_process in best_records(horizon, name).values():
+            if (ranks := find(records, one_process)) is None:
+                continue
+            loss, expected = held_out_loss(ranks), held_out_loss(one_process)
+            cells = [str(ranks["seed"]), f"{loss:.4f}", f"{expected:.4f}", f"{100 * (loss / expected - 1):+.2f}"]
+            cells += [f"{record['sent_bytes_a_step']:,.0f}" for record in (ranks, one_process)]
+            lines.append([ROWS[name].label, INNER[ROWS[name].inner], *cells])
+    return table(HEAD, lines)
 
 
 def train(like: Record, settings: dict[str, Any], num_steps: int, limits: Limits) -> Record:
@@ -140,7 +118,7 @@ def main() -> int:
         except (RankFailure, Stopped) as error:
             print(f"{error}\nThe same command continues from {arguments.json}.", file=sys.stderr)
             return 1
-    print(markdown_table(horizon, document["trainings"]))
+    print(ranks_table(horizon, document["trainings"]))
     return 0
 
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from figure_charts import THEMES, draw_losses, draw_speedups, draw_steps, to_svg
 from figure_tables import paragraphs
 from figure_texts import PARTS, Shown
 from horizon_picture import draw
+from horizon_ranks import ranks_table
 from horizon_report import outer_table, rows_table
 from markers import fill
 from released import NUM_RUNS, load_figures, newest_runs, read_choice, write_choice
@@ -70,15 +71,20 @@ def load_horizon() -> dict[str, Any]:
     return document
 
 
-def horizon_rows(document: Mapping[str, Any]) -> str:
+def horizon_rows(document: dict[str, Any]) -> str:
     return paragraphs(rows_table(document))
 
 
-def horizon_outer(document: Mapping[str, Any]) -> str:
+def horizon_outer(document: dict[str, Any]) -> str:
     return paragraphs(outer_table(document))
 
 
-HORIZON_PARTS = (horizon_rows, horizon_outer)
+def horizon_ranks(document: dict[str, Any]) -> str:
+    ranks = json.loads((RESULTS / "horizon-ranks.json").read_text("utf-8"))
+    return paragraphs(ranks_table(document, ranks["trainings"]))
+
+
+HORIZON_PARTS = (horizon_rows, horizon_outer, horizon_ranks)
 
 
 def updated(name: str, shown: Shown) -> str:
