@@ -33,6 +33,7 @@ import codec
 import nccl_overhead
 from environment import REPOSITORY, RESULTS, dated, gpu_record, write_record
 from table import table
+from torchbagua._environment import usable_cores
 
 PATHS = ("aot", "jit", "nvrtc")
 SANITIZER = "compute-sanitizer"
@@ -96,7 +97,7 @@ def steps(scratch: Path, logs: Path, *, is_trial: bool) -> list[Step]:
         *tests,
     ]
     if importlib.util.find_spec("xdist") is not None:
-        test += ["--numprocesses=6", "--dist=worksteal"]
+        test += [f"--numprocesses={min(12, usable_cores())}", "--dist=worksteal"]
     trace = ["--trace", f"{logs}/step.json.gz"]
     overhead = [
         python,
