@@ -114,7 +114,7 @@ def steps(scratch: Path, logs: Path, *, is_trial: bool) -> list[Step]:
     sanitized += ["-k", "same_bytes", "--hypothesis-profile=few", *SANITIZED]
 
     def codec_step(path: str, size: str = "") -> Step:
-        """Time the codecs of a path, on tensors of one of SIZES, or on the benchmark's own."""
+        """Return the step that times the codecs of a path, on tensors of one of SIZES, or on the benchmark's own."""
         name = f"codec {path} {size}".strip()
         elements = tiny_tensor or (["--num-elements", str(SIZES[size])] if size else [])
         command = [python, "benchmarks/codec.py", "--json", f"{scratch}/{name}.json", *small, *elements]
@@ -174,9 +174,10 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_S)
     finally:
-        if process.poll() is None:
+        # Even if the process has ended: ranks that it started may still run.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
     seconds = time.monotonic() - start_s
     said = said or last_line(log, begin)
     if status is None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from convergence_sweep import RATE_FACTOR, save
+from convergence_sweep import RATE_FACTOR, TUNING_SEED, save
 from environment import RESULTS, note_environment
 from horizon_model import StackedGPT
 from horizon_optimizers import newton_schulz_flops
@@ -88,7 +88,7 @@ class Run:
             count = len(trials)
             if ROWS[name].rate_of:
                 count = 0 if by_row.get(name) else 1
-            elif len({trial.rung for trial in trials}) > 1 or not by_row.get(name):
+            elif trials and trials[0].seed == TUNING_SEED:  # then the other seeds follow
                 count += len(ROWS[name].seeds) - 1
             if count:
                 yield name, count
@@ -156,7 +156,7 @@ class Run:
         def on_step(step: int) -> None:
             if step % CHECK_STEPS:
                 return
-            if torch.cuda.is_available():
+            if self._task.train.device.type == "cuda":
                 torch.cuda.synchronize()
             self._limits.check()
             bar.update(CHECK_STEPS * len(trials))

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from convergence_sweep import TUNING_SEED, held_out_loss, save
+from convergence_sweep import held_out_loss, save
 from environment import RESULTS, note_environment
 from horizon_ranks_rank import ALGORITHMS, Settings
 from horizon_report import INNER, best_records
@@ -31,14 +31,22 @@ from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ran
 from table import table
 
 PATIENCE_S = 120
-HEAD = ("method", "optimizer", "seed", "loss, separate ranks", "loss, one process", "difference, %")
-HEAD += ("bytes a step, counted by the kernel", "computed")
+HEAD = (
+    *("method", "optimizer", "seed", "loss, separate ranks", "loss, one process", "difference, %"),
+    *("bytes a step, counted by the kernel", "computed"),
+)
 
 
 def reference(document: dict[str, Any], row: str, seed: int) -> Record:
-    """Return the training in one process at the row's best rate, with the tuning seed if there is none with `seed`."""
+    """Return the training in one process at the row's best rate with `seed`.
+
+    Raises:
+        ValueError: there is none.
+    """
     records = best_records(document, row)
-    return records.get(seed, records[TUNING_SEED])
+    if seed not in records:
+        raise ValueError(f"horizon.py has not trained {row} with seed {seed}, only with {sorted(records)}")
+    return records[seed]
 
 
 def find(records: Sequence[Record], like: Record) -> Record | None:
@@ -115,6 +123,8 @@ def main() -> int:
                     record = train(like, horizon["settings"], like["steps"], limits)
                     document["trainings"].append(record)
                     save(arguments.json, document)
+        except ValueError as error:
+            parser.error(str(error))
         except (RankFailure, Stopped) as error:
             print(f"{error}\nThe same command continues from {arguments.json}.", file=sys.stderr)
             return 1

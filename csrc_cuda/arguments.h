@@ -33,7 +33,8 @@ struct Call : NativeOp {
   const Tensor& first;
 };
 
-// Without streams: a compiler that has no shared libstdc++ links the static one, whose streams crash beside torch's.
+// Without streams: a compiler that has no shared libstdc++ links the static one, whose streams crash if torch has
+// loaded another.
 inline std::string text_of_part(const std::string& part) { return part; }
 inline std::string text_of_part(const char* part) { return part; }
 inline std::string text_of_part(double part) {

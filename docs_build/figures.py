@@ -47,15 +47,9 @@ PAGES = (
 )
 # The rows of the horizon benchmark in its picture.
 DRAWN = (
-    "adamw_ddp",
-    "muon_ddp",
-    "muon_diloco_10",
-    "muon_diloco_30",
-    "muon_diloco_100",
-    "adamw_diloco_30",
-    "muon_4bits",
+    *("adamw_ddp", "muon_ddp", "muon_diloco_10", "muon_diloco_30", "muon_diloco_100"),
+    *("adamw_diloco_30", "muon_4bits", "adamw_decentralized", "adamw_async"),
 )
-DRAWN += ("adamw_decentralized", "adamw_async")
 # Arguments of network.py; all others have their defaults.
 ARGUMENTS = ("--deadline", "3600")
 

@@ -320,7 +320,7 @@ def test_parameters_in_no_attached_optimizer() -> None:
 
     with pytest.warns(RuntimeWarning, match="attached") as caught:
         run_ranks(1, body)
-    expected = "1 parameters require gradients, but are in no attached optimizer, the first is module.bias"
+    expected = "no attached optimizer contains bias, although gradients are required"
     assert [expected in str(warning.message) for warning in caught] == [True]
 
 

@@ -245,5 +245,5 @@ def test_a_short_run_and_its_table(tmp_path: Path) -> None:
     command += ["--layers", "1", "--json", path, "--rows", "adamw_ddp", "muon_diloco_10"]
     for _ in range(2):  # the second continues: nothing is missing
         finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
-        assert "| DDP | adamw |" in finished.stdout
+        assert "| DDP | AdamW |" in finished.stdout
     assert len(json.loads(path.read_text())["trainings"]) == 5 + 3

@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 import programs
+from devices import require_gpu
 from rank_of_one_gpu import by_number_of_ranks
 
 TESTS = Path(__file__).parent
@@ -32,6 +34,8 @@ def right(output: str) -> list[str]:
 )
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_averages_equal_the_oracle(backend: str, ranks: int) -> None:
+    if backend == "nccl":
+        require_gpu()
     names = by_number_of_ranks()[ranks]
     command = programs.forked_ranks(TESTS / "rank_of_one_gpu.py", backend, *names, ranks=ranks)
     done = programs.run(command, timeout_s=150, check=False)
@@ -41,7 +45,7 @@ def test_averages_equal_the_oracle(backend: str, ranks: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BY_NCCL)
-def test_sharded_gradients_equal_the_oracle(name: str) -> None:
+def test_sharded_gradients_equal_the_oracle(gpu: torch.device, name: str) -> None:
     command = programs.forked_ranks(TESTS / "sharded_rank.py", "nccl", name, ranks=2)
     done = programs.run(command, timeout_s=120, check=False)
     assert right(done.stdout) == [name], f"{done.stdout}\n{done.stderr}"
@@ -52,7 +56,7 @@ def test_sharded_gradients_equal_the_oracle(name: str) -> None:
     ("fault", "algorithm"),
     [("kill", "all"), ("raise", "all"), ("kill", "diloco"), ("kill", "async"), ("kill", "bytegrad")],
 )
-def test_survivor_ends(fault: str, algorithm: str, tmp_path: Path) -> None:
+def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: Path) -> None:
     """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it."""
     arguments = [str(tmp_path / "store"), fault, algorithm, "nccl"]
     with ExitStack() as stack:

@@ -83,6 +83,7 @@ template <typename Format, int kTeam>
 class RowCoders {
  public:
   static constexpr bool kIsInMemory = kTeam == kThreads;
+  static_assert(kIsInMemory || kTeam <= kWarpThreads, "a team is a part of a warp, or all threads");
   static constexpr int kRows = kIsInMemory ? 32 : kTeam;
 
   // `headers` is the first row's header of the block.
@@ -95,7 +96,7 @@ class RowCoders {
         shared_[own] = make_coder<Format>(read_range<Format>(headers + own * row_bytes));
       }
       __syncthreads();
-    } else {
+    } else {  // threads without a row unpack the first row's header, which no thread asks them for
       own_ = make_coder<Format>(read_range<Format>(headers + (own < num_rows ? own : 0) * row_bytes));
     }
   }
@@ -115,8 +116,8 @@ class RowCoders {
   }
 
  private:
-  Coder* shared_;
-  Coder own_;
+  Coder* shared_;  // in memory
+  Coder own_;      // else
 };
 
 // The mean of the senders' values, summed in row order; NaN if a header is not usable.

@@ -216,14 +216,13 @@ def check_weight_averaging(setup: TrainingSetup) -> None:
 def warn_of_parameters_without_optimizer(setup: TrainingSetup) -> None:
     """Warn of parameters that require gradients, but are in no optimizer: one that is not attached may step them."""
     stepped = {id(parameter) for optimizer in setup.optimizers for parameter in parameters_of(optimizer)}
-    named = setup.module.named_parameters()
-    names = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in stepped]
+    names = [name for name, parameter in setup.trained().items() if id(parameter) not in stepped]
     if names:
+        others = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
         warn_user(
-            f"torchbagua: {len(names)} parameters require gradients, but are in no attached optimizer, the first is "
-            f"{names[0]}. If another optimizer steps them, pass attach a list of all optimizers: a round begins after "
-            "the last of them has stepped, and would otherwise begin between their steps. If nothing steps them, call "
-            "requires_grad_(False)"
+            f"torchbagua: no attached optimizer contains {names[0]}{others}, although gradients are required. If "
+            "another optimizer steps them, pass attach a list of all optimizers: otherwise weights are averaged "
+            "between their steps. If nothing steps them, call requires_grad_(False)"
         )
 
 
