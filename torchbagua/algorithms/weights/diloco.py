@@ -57,7 +57,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         inner_steps: the number of steps between two rounds of a fragment, H. Fragment p of F communicates after step
             (p + 1) H // F, and then every H steps. Buffers are sent with the last fragment.
         outer_lr: the learning rate of the outer SGD.
-        outer_momentum: the momentum of the outer SGD: 0.6 for tens of rounds, up to 0.9 for many hundreds.
+        outer_momentum: the momentum of the outer SGD. With up to 300 rounds, 0.9 increased the loss.
         nesterov: whether the outer SGD uses Nesterov momentum.
         outer_optimizer: replaces the three previous arguments. A function that gets the list of shadow weights, a
             float32 tensor for each parameter, and returns a torch.optim.Optimizer of them. Ranks compare it by its
