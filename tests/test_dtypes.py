@@ -184,9 +184,13 @@ def test_a_plain_module_starts_from_the_weights_of_rank_0() -> None:
     assert_same_weights([first, second])
 
 
-def wrap(group: dist.ProcessGroup, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def wrap(
+    group: dist.ProcessGroup, model: nn.Module, name: str
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-    return ddp, tb.QAdamOptimizer(p for p in ddp.parameters() if not p.is_complex())
+    if name == "qadam":
+        return ddp, tb.QAdamOptimizer(p for p in ddp.parameters() if not p.is_complex())
+    return ddp, torch.optim.SGD(ddp.parameters())
 
 
 COMPRESSING = pytest.mark.parametrize("name", ["bytegrad", "low_precision_decentralized", "qadam"])
@@ -200,7 +204,7 @@ def test_attach_warns_once_about_uncompressed_parameters(name: str) -> None:
     num_bytes = sum(model.get_parameter(parameter_name).nbytes for parameter_name in names)
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrap(group, model)
+        ddp, optimizer = wrap(group, model, name)
         with pytest.warns(RuntimeWarning) as warned:
             attachment = tb.attach(ddp, optimizer, name)
         with attachment:  # any further warning is an error
@@ -224,13 +228,13 @@ def test_an_error_filter_on_one_rank_makes_all_ranks_raise(name: str) -> None:
     exec("def call(function, *arguments): return function(*arguments)", caller)
 
     def body(group: dist.ProcessGroup) -> str:
-        ddp, optimizer = wrap(group, model)
+        ddp, optimizer = wrap(group, model, name)
         call = caller["call"] if group.rank() == 1 else lambda function, *arguments: function(*arguments)
         with pytest.raises(tb.UncompressedParametersWarning) as raised:
             call(tb.attach, ddp, optimizer, name)
         for algorithm in ("gradient_allreduce", "decentralized", "async"):  # they compress nothing
             call(tb.attach, ddp, optimizer, algorithm).detach()
-        call(tb.attach, *wrap(group, build(Tower)), name if name != "qadam" else "bytegrad").detach()
+        call(tb.attach, *wrap(group, build(Tower), name), name if name != "qadam" else "bytegrad").detach()
         return str(raised.value)
 
     before = set(threading.enumerate())
