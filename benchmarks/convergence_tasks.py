@@ -54,13 +54,17 @@ class Task:
     max_gradient_norm: float | None = None
 
 
-def load_text() -> Data:
-    """Load the text: train on the first nine tenths, hold out evenly spaced sequences of the last tenth."""
-    text = read_standard_library()
+def split_text(text: Tensor, num_held_out: int) -> tuple[Tensor, Tensor]:
+    """Return the first nine tenths, to train on, and evenly spaced windows [num_held_out, CONTEXT + 1] of the rest."""
     num_train = len(text) * 9 // 10
     train, rest = text[:num_train], text[num_train:]
-    starts = torch.linspace(0, len(rest) - CONTEXT - 1, HELD_OUT_SEQUENCES).long().unsqueeze(1)
-    windows = rest[starts + torch.arange(CONTEXT + 1)].long()
+    starts = torch.linspace(0, len(rest) - CONTEXT - 1, num_held_out).long().unsqueeze(1)
+    return train, rest[starts + torch.arange(CONTEXT + 1)].long()
+
+
+def load_text() -> Data:
+    """Load the standard library's sources; see `split_text`."""
+    train, windows = split_text(read_standard_library(), HELD_OUT_SEQUENCES)
     return Data(lambda generator: next_batch(train, generator, SEQUENCES_PER_RANK), (windows[:, :-1], windows[:, 1:]))
 
 

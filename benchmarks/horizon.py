@@ -29,13 +29,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, save
+from convergence_tasks import HELD_OUT_SEQUENCES, SEQUENCES_PER_RANK
 from environment import RESULTS, note_environment
 from horizon_model import StackedGPT
 from horizon_optimizers import newton_schulz_flops
 from horizon_report import outer_table, rows_table
-from horizon_rows import MIDDLE_RATES, ROWS, RUNGS, SEQUENCES, SETS, Record, Trial, missing_trials
+from horizon_rows import MIDDLE_RATES, ROWS, RUNGS, SETS, Record, Trial, missing_trials
 from horizon_selftest import selftest
-from horizon_training import NUM_HELD_OUT, NUM_WORKERS, Group, Setup, Task, Trainings
+from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
 from processes import Limits, Stopped
 from torchbagua.cli.demo.text import read_standard_library
 
@@ -117,7 +118,7 @@ class Run:
         """Return the largest batch of trainings that can train together."""
         best: list[Trial] = []
         for (_, sequences, _), trials in self._ready().items():
-            limit = max(1, self._batch * SEQUENCES // sequences)
+            limit = max(1, self._batch * SEQUENCES_PER_RANK // sequences)
             if min(len(trials), limit) > len(best):
                 best = trials[:limit]
         return best
@@ -271,7 +272,7 @@ def main() -> int:
     limits = Limits(arguments.deadline)
     text = load_text(arguments.text)
     model = StackedGPT(arguments.width, arguments.layers)
-    num_held_out = QUICK_HELD_OUT if arguments.quick else NUM_HELD_OUT
+    num_held_out = QUICK_HELD_OUT if arguments.quick else HELD_OUT_SEQUENCES
     task = Task.from_text(model, text, torch.device(arguments.device), num_held_out)
     # After a failure, training starts nevertheless: the printed differences show whether its results are usable.
     is_right = not arguments.selftest or selftest(task, arguments.batch)

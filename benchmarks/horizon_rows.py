@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, best_rung, grow_grid, tuning_losses
+from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_methods import DDP, Async, Compressed, Decentralized, DesLoc, DiLoCo, LowPrecision, Method
 
 MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2}
 RUNGS = (-2, -1, 0, 1, 2)
-SEQUENCES = 8  # the batch of a worker
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
 MORE_SEEDS = (*SEEDS, 2, 3)  # of the references, for the noise floor
 
@@ -36,7 +36,7 @@ class Row:
     label: str
     inner: str
     method: Callable[[], Method]
-    sequences: int = SEQUENCES
+    sequences: int = SEQUENCES_PER_RANK
     steps_share: float = 1.0
     seeds: Sequence[int] = SEEDS
     rate_of: str | None = None

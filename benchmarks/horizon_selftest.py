@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_methods import DDP, Async, Compressed, Decentralized, DiLoCo, LowPrecision
-from horizon_rows import SEQUENCES
 from horizon_training import Group, Setup, Task, Trainings
 
 NUM_STEPS = 5
@@ -35,7 +35,7 @@ def _groups() -> list[Group]:
 
 
 def _final_losses(task: Task, inner: str, *, use_graph: bool) -> tuple[Tensor, bool]:
-    trainings = Trainings(task, inner, _groups(), SEQUENCES, NUM_STEPS, use_graph=use_graph)
+    trainings = Trainings(task, inner, _groups(), SEQUENCES_PER_RANK, NUM_STEPS, use_graph=use_graph)
     trainings.run()
     return torch.stack(trainings.losses), trainings.is_captured
 
@@ -43,7 +43,7 @@ def _final_losses(task: Task, inner: str, *, use_graph: bool) -> tuple[Tensor, b
 def _step_ms(task: Task, inner: str, num_trainings: int, *, use_graph: bool) -> float:
     """Return the milliseconds of a step of DDP, divided by the number of trainings."""
     group = Group(DDP(), [Setup(0, RATE)] * num_trainings)
-    trainings = Trainings(task, inner, [group], SEQUENCES, TIMED_STEPS, use_graph=use_graph)
+    trainings = Trainings(task, inner, [group], SEQUENCES_PER_RANK, TIMED_STEPS, use_graph=use_graph)
     num_warm = TIMED_STEPS // 4
     for step in range(1, TIMED_STEPS + 1):
         if step == num_warm + 1:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from convergence_rank import NUM_EVALUATIONS
+from convergence_tasks import split_text
 from horizon_methods import Method
 from horizon_model import StackedGPT
 from horizon_optimizers import BETAS, OPTIMIZERS, Tick
 from torchbagua.cli.demo.train import CONTEXT, learning_rate_factor
 
 NUM_WORKERS = 4
-NUM_EVALUATIONS = 16
-NUM_HELD_OUT = 256
 EVALUATED_SEQUENCES = 2048  # of all trainings together in one forward pass
 WARM_UP_STEPS = 3  # before the capture of a CUDA graph
 
@@ -41,11 +41,8 @@ class Task:
 
     @classmethod
     def from_text(cls, model: StackedGPT, text: Tensor, device: torch.device, num_held_out: int) -> "Task":
-        """Train on the first nine tenths, hold out evenly spaced sequences of the last tenth, as convergence_tasks."""
-        num_train = len(text) * 9 // 10
-        train, rest = text[:num_train], text[num_train:]
-        starts = torch.linspace(0, len(rest) - CONTEXT - 1, num_held_out).long().unsqueeze(1)
-        held_out = rest[starts + torch.arange(CONTEXT + 1)].long()
+        """Split the text as the convergence benchmark does."""
+        train, held_out = split_text(text, num_held_out)
         return cls(model, train.to(device), held_out.to(device))
 
 

@@ -66,8 +66,6 @@ def test_losses_and_gradients_are_those_of_the_gpt(model: StackedGPT) -> None:
 
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 def test_the_optimizers_are_torchs_with_a_rate_for_each_training(model: StackedGPT, inner: str) -> None:
-    if inner == "muon" and not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
     rates = (1e-3, 3e-3)
     weights = torch.stack([model.initial_weights(seed) for seed in range(2)])[:, None].repeat(1, 2, 1)
     optimizer = (AdamW if inner == "adamw" else Muon)(weights, model)
