@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -55,16 +55,15 @@ def by_number_of_ranks() -> dict[int, list[str]]:
     return {2: TWO_RANKS, 4: [name for name in CASES if name not in TWO_RANKS]}
 
 
-def gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None = None) -> Case:
+def gradients(algorithm: Any, nodes: Sequence[int] | None = None) -> Case:
     """Averaged gradients: every average equals the oracle's."""
     model = build(Tower)
-    if nodes is not None:
-        algorithm = replace(algorithm, hierarchical=True)
 
     def body(group: dist.ProcessGroup, device: torch.device) -> Any:
         return train(group, model.to(device), algorithm, nodes=nodes, bucket_cap_mb=0.01)
 
-    return Case(body, partial(test_ddp.check_runs, algorithm=algorithm, nodes=nodes))
+    averaged_by = nodes if algorithm.hierarchical else None
+    return Case(body, partial(test_ddp.check_runs, algorithm=algorithm, nodes=averaged_by))
 
 
 def power_sgd(nodes: Sequence[int] | None = None) -> Case:
@@ -181,7 +180,7 @@ def resumed() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "bytegrad": partial(gradients, tb.ByteGradAlgorithm()),
     "bytegrad over nodes": partial(gradients, tb.ByteGradAlgorithm(), NODES),
-    "bytegrad flat over nodes": partial(gradients, tb.ByteGradAlgorithm(hierarchical=False)),
+    "bytegrad flat over nodes": partial(gradients, tb.ByteGradAlgorithm(hierarchical=False), NODES),
     "four bits": partial(gradients, tb.CompressedAllReduceAlgorithm()),
     "four bits over nodes": partial(gradients, tb.CompressedAllReduceAlgorithm(), NODES),
     "topk": sparse,
