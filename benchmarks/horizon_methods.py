@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from horizon_codecs import RoundTrip
+from horizon_model import Parameter
 
 
 @dataclass
@@ -19,12 +20,15 @@ class Method:
     Attributes:
         weights: [S, W, N], a view that the inner optimizer steps too.
         moments: the inner optimizer's state, [S, W, ...] each.
+        parameters: of a worker, in the order of the flat weights.
+        lengths: their numbers of elements.
         state: the tensors that `average_gradients` changes.
     """
 
-    def bind(self, weights: Tensor, moments: Sequence[Tensor], num_steps: int, lengths: Sequence[int]) -> None:
-        """Start trainings of `num_steps` steps, with parameters of these lengths. All workers have equal weights."""
-        self.weights, self.moments, self.num_steps, self.lengths = weights, moments, num_steps, lengths
+    def bind(self, weights: Tensor, moments: Sequence[Tensor], num_steps: int, parameters: Sequence[Parameter]) -> None:
+        """Start trainings of `num_steps` steps. All workers have equal weights."""
+        self.weights, self.moments, self.num_steps, self.parameters = weights, moments, num_steps, parameters
+        self.lengths = [parameter.shape.numel() for parameter in parameters]
         self.num_workers, self.num_elements = weights.shape[1:]
         self.state: list[Tensor] = []
         self._begin()
@@ -270,7 +274,11 @@ class LowPrecision(Method):
 
 @dataclass
 class Async(_Averaging):
-    """AsyncModelAverageAlgorithm, with steps instead of times: x += mean(snapshot) - snapshot, `delay` steps later."""
+    """AsyncModelAverageAlgorithm, with steps instead of times: x += mean(snapshot) - snapshot, `delay` steps later.
+
+    Attributes:
+        delay: less than `interval`; 0 averages on time.
+    """
 
     interval: int = 4
     delay: int = 2
@@ -283,11 +291,11 @@ class Async(_Averaging):
             self.weights.copy_(mean(self.weights))
             self._difference = None
         else:
-            if self._difference is not None and step % self.interval == self.delay % self.interval:
-                self.weights.add_(self._difference)
-                self._difference = None
             if step % self.interval == 0:
                 self._difference = mean(self.weights) - self.weights
+            if self._difference is not None and step % self.interval == self.delay:
+                self.weights.add_(self._difference)
+                self._difference = None
         if self._averages_moments(step):
             for moment in self.moments:
                 moment.copy_(mean(moment))

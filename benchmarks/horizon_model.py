@@ -35,6 +35,11 @@ class Parameter:
         """The name without the layer's number."""
         return _kind(self.name)
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether this is a matrix in a layer."""
+        return len(self.shape) == 2 and self.name.startswith("layers")
+
 
 def _kind(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("layers") else name
@@ -69,11 +74,7 @@ class StackedGPT:
     @property
     def hidden_parameters(self) -> list[Parameter]:
         """The matrices in the layers, in order."""
-        return [
-            parameter
-            for parameter in self.parameters
-            if len(parameter.shape) == 2 and parameter.name.startswith("layers")
-        ]
+        return [parameter for parameter in self.parameters if parameter.is_hidden]
 
     def hidden_kinds(self) -> Iterator[tuple[int, int, torch.Size]]:
         """Yield the first column, the number of layers and the shape of each kind of matrix."""

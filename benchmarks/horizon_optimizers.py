@@ -1,4 +1,4 @@
-"""AdamW and Muon on the flat weights of many replicas, with a learning rate for each training.
+"""The inner optimizers, on the flat weights of many replicas, with a learning rate for each training.
 
 Shapes: S trainings, W workers of each, N elements of a worker's parameters; R = S W replicas.
 """
@@ -103,6 +103,40 @@ class Muon:
         self._hidden.sub_(updates_rn.view_as(grads).mul_(tick.rates))
 
 
+class Orthogonal:
+    """Steps along the gradients of the matrices in the layers, which Dion has made orthogonal; AdamW for the rest.
+
+    Updates are scaled as Muon's.
+    """
+
+    def __init__(self, weights_swn: Tensor, model: StackedGPT) -> None:
+        self._hidden = weights_swn[..., : model.num_hidden]
+        self._rest = AdamW(weights_swn, model, start=model.num_hidden)
+        self.moments = self._rest.moments
+        scales = [
+            torch.full((parameter.shape.numel(),), 0.2 * max(parameter.shape) ** 0.5)
+            for parameter in model.hidden_parameters
+        ]
+        self._scales_n = torch.cat(scales).to(weights_swn.device)
+
+    def step(self, grads_swn: Tensor, tick: Tick) -> None:
+        self._rest.step(grads_swn, tick)
+        self._hidden.mul_(1 - tick.rates * WEIGHT_DECAY)
+        self._hidden.sub_(grads_swn[..., : self._hidden.shape[-1]] * self._scales_n * tick.rates)
+
+
+class Sign:
+    """Steps along the signs of the gradients, which are DeMo's sums of momentum."""
+
+    def __init__(self, weights_swn: Tensor, model: StackedGPT) -> None:
+        self._weights = weights_swn
+        self.moments: list[Tensor] = []
+
+    def step(self, grads_swn: Tensor, tick: Tick) -> None:
+        self._weights.mul_(1 - tick.rates * WEIGHT_DECAY)
+        self._weights.sub_(grads_swn.sign() * tick.rates)
+
+
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Return torch.optim.Muon's Newton-Schulz iteration of bfloat16 matrices [K, m, n] with m <= n."""
     a, b, c = NEWTON_SCHULZ
@@ -113,7 +147,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "orthogonal": Orthogonal, "sign": Sign}
 
 
 def newton_schulz_flops(model: StackedGPT) -> float:

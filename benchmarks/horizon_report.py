@@ -10,7 +10,7 @@ from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, Record
 from table import table
 
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer
-INNER = {"adamw": "AdamW", "muon": "Muon"}
+INNER = {"adamw": "AdamW", "muon": "Muon", "orthogonal": "its own", "sign": "its own"}
 HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),
     *("vs. DDP and AdamW, %", "vs. DDP and the same optimizer, %", "times fewer bytes than DDP"),
@@ -19,7 +19,7 @@ HEAD = (
 
 def rows_table(document: Mapping[str, Any], names: Iterable[str] = (*MAIN, *MORE)) -> str:
     """Return a line for each of the rows with finished trainings. Differences are of the same seeds."""
-    references = {inner: best_records(document, f"{inner}_ddp") for inner in INNER}
+    references = {inner: best_records(document, f"{inner}_ddp") for inner in INNER if f"{inner}_ddp" in ROWS}
     lines = []
     for name in names:
         row, records = ROWS[name], best_records(document, name)
@@ -27,11 +27,11 @@ def rows_table(document: Mapping[str, Any], names: Iterable[str] = (*MAIN, *MORE
             continue
         losses = [held_out_loss(record) for record in records.values()]
         some = next(iter(records.values()))
-        of_ddp = next(iter(references[row.inner].values()), None)
+        of_ddp = next((record for reference in references.values() for record in reference.values()), None)
         spread = f" \N{PLUS-MINUS SIGN} {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
         cells = [f"{some['rate']:.3g}{' (at the edge)' * _is_at_edge(document, name, some)}", str(len(losses))]
         cells += [f"{statistics.fmean(losses):.3f}{spread}"]
-        cells += [_difference(records, reference) for reference in (references["adamw"], references[row.inner])]
+        cells += [_difference(records, reference) for reference in (references["adamw"], references.get(row.inner, {}))]
         cells += ["" if of_ddp is None else _reduction(of_ddp, some)]
         lines.append([row.label, INNER[row.inner], *cells])
     return table(HEAD, lines)

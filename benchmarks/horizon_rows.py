@@ -11,8 +11,9 @@ from typing import Any
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, best_rung, grow_grid, tuning_losses
 from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_methods import DDP, Async, Compressed, Decentralized, DesLoc, DiLoCo, LowPrecision, Method
+from horizon_momentum import DeMo, Dion
 
-MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2}
+MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3.0e-3}
 RUNGS = (-2, -1, 0, 1, 2)
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
 MORE_SEEDS = (*SEEDS, 2, 3)  # of the references, for the noise floor
@@ -25,7 +26,7 @@ class Row:
     """A row of the table.
 
     Attributes:
-        inner: "adamw" or "muon".
+        inner: the inner optimizer, of OPTIMIZERS.
         method: creates the method.
         sequences: the batch of a worker.
         steps_share: the steps of a training, as a share of the other rows' steps.
@@ -102,7 +103,6 @@ MAIN = {
 }
 
 MORE = {
-    "adamw_ddp_thrice_all_steps": Row("DDP, 24 sequences", "adamw", DDP, sequences=24),
     "muon_ddp_third": Row("DDP, 3 sequences instead of 8", "muon", DDP, sequences=3),
     "muon_ddp_thrice": Row("DDP, 24 sequences, a third of the steps", "muon", DDP, sequences=24, steps_share=1 / 3),
     "adamw_bytegrad": Row("ByteGrad", "adamw", partial(Compressed, "minmax_uint8")),
@@ -123,18 +123,12 @@ MORE = {
     "adamw_shift_one_on_time": Row(
         "Decentralized, shift_one, on time", "adamw", partial(Decentralized, mode="shift_one", on_time=True)
     ),
-    "adamw_shift_one_mended": Row(
-        "Decentralized, shift_one, on time, moments every 10, last tenth exact",
-        "adamw",
-        partial(Decentralized, mode="shift_one", on_time=True, moments_every=10, exact_last=0.1),
-    ),
-    "adamw_decentralized_mended": Row(
-        "Decentralized, all, on time, moments every 10",
-        "adamw",
-        partial(Decentralized, on_time=True, moments_every=10),
-    ),
     "adamw_low_precision": Row("LowPrecisionDecentralized", "adamw", LowPrecision),
     "muon_low_precision": Row("LowPrecisionDecentralized", "muon", LowPrecision),
+    "demo": Row("DeMo", "sign", DeMo),
+    "dion_rank_1": Row("Dion, rank 1", "orthogonal", partial(Dion, 1)),
+    "dion_rank_8": Row("Dion, rank 8", "orthogonal", partial(Dion, 8)),
+    "adamw_async_on_time": Row("Async, on time", "adamw", partial(Async, delay=0)),
     "adamw_async_moments": Row("Async, moments every 12", "adamw", partial(Async, moments_every=12)),
 }
 

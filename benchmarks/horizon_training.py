@@ -102,8 +102,7 @@ class Trainings:
         for group in groups:
             part = slice(first, first + len(group.setups))
             moments = [moment[part] for moment in self._optimizer.moments]
-            lengths = [parameter.shape.numel() for parameter in model.parameters]
-            group.method.bind(self.weights[part], moments, num_steps, lengths)
+            group.method.bind(self.weights[part], moments, num_steps, model.parameters)
             self._methods.append((part, group.method))
             first = part.stop
         self._rates = torch.tensor([setup.rate for setup in setups], device=device).view(-1, 1, 1)

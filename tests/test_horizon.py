@@ -17,7 +17,8 @@ sys.path.append(str(REPOSITORY / "benchmarks"))
 from convergence_sweep import TUNING_SEED
 from horizon_codecs import INNER_LEVEL, OUTER_LEVEL, RoundTrip, block_runs
 from horizon_methods import DDP, Async, Compressed, Decentralized, DiLoCo, LowPrecision, Method
-from horizon_model import NUM_HEADS, StackedGPT
+from horizon_model import NUM_HEADS, Parameter, StackedGPT
+from horizon_momentum import DeMo, Dion, dct
 from horizon_optimizers import AdamW, Muon, Tick
 from horizon_rows import RUNGS, missing_trials
 from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
@@ -38,6 +39,10 @@ def model() -> StackedGPT:
 def task(model: StackedGPT) -> Task:
     text = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return Task.from_text(model, text, torch.device("cpu"), num_held_out=8)
+
+
+def vector(length: int) -> Parameter:
+    return Parameter("vector", torch.Size([length]), 0)
 
 
 def train(task: Task, method: Method, *, inner: str = "adamw", sequences: int = 2, rates: tuple[float, ...] = (1e-2,)):
@@ -182,7 +187,7 @@ def test_late_means_conserve_the_mean_of_the_workers(task: Task) -> None:
 def test_exact_means_make_weights_equal() -> None:
     weights = torch.randn(1, NUM_WORKERS, 256)
     for method in (Decentralized(exact_last=0.1), Async(exact_last=0.1, moments_every=10)):
-        method.bind(weights.clone(), [], 10, (256,))
+        method.bind(weights.clone(), [], 10, [vector(256)])
         for step in range(1, 11):
             method.after_step(step)
         torch.testing.assert_close(method.weights, weights.mean(1, keepdim=True).expand_as(weights))
@@ -192,14 +197,14 @@ def test_exact_means_make_weights_equal() -> None:
 
 def test_shift_one_pairs_every_two_workers_of_different_halves() -> None:
     method = Decentralized(mode="shift_one", on_time=True)
-    method.bind(torch.arange(4.0).view(1, 4, 1).clone(), [], 4, (1,))
+    method.bind(torch.arange(4.0).view(1, 4, 1).clone(), [], 4, [vector(1)])
     assert method._peers(method.weights, 0).flatten().tolist() == [1, 2, 1, 2]
     assert method._peers(method.weights, 1).flatten().tolist() == [1.5, 1.5, 1.5, 1.5]
 
 
 def test_error_feedback_sends_everything_in_the_end() -> None:
     method = Compressed("minmax_uint4", decay=1.0)
-    method.bind(torch.zeros(1, NUM_WORKERS, 256), [], 100, (256,))
+    method.bind(torch.zeros(1, NUM_WORKERS, 256), [], 100, [vector(256)])
     grads = torch.randn(1, NUM_WORKERS, 256)
     total = torch.zeros(1, 1, 256)
     for _ in range(100):
@@ -213,6 +218,66 @@ def test_low_precision_follows_the_ring(task: Task) -> None:
     trained = train(task, LowPrecision())
     assert (trained.weights - trained.weights.mean(1, keepdim=True)).norm() > 0
     assert trained.losses[-1].isfinite().all()
+
+
+def test_demo_sends_the_largest_coefficients_and_keeps_the_rest() -> None:
+    torch.testing.assert_close(dct(64) @ dct(64).mT, torch.eye(64), atol=1e-5, rtol=0)
+    shape = torch.Size([128, 64])
+    coefficients = torch.zeros(1, NUM_WORKERS, 2, 64, 64)
+    large = torch.randperm(64 * 64)[:32]
+    coefficients.flatten(-2)[..., large] = torch.randn(1, NUM_WORKERS, 2, 32) + 10
+    coefficients.flatten(-2)[:, 0, 0, large[0]] = 1.5  # less than `elsewhere`, which the first worker sends instead
+    elsewhere = next(index for index in range(64 * 64) if index not in large)
+    coefficients.flatten(-2)[:, 0, 0, elsewhere] = 2.0
+    grads = (dct(64).mT @ coefficients @ dct(64)).flatten(2)
+    method = DeMo()
+    method.bind(torch.zeros_like(grads), [], 1, [Parameter("matrix", shape, 0)])
+    method.average_gradients(grads)
+    expected = coefficients.mean(1, keepdim=True)
+    expected.flatten(-2)[:, 0, 0, large[0]] = coefficients.flatten(-2)[0, 1:, 0, large[0]].mean()
+    expected.flatten(-2)[:, 0, 0, elsewhere] = 2.0  # the mean of those that sent it
+    result = dct(64) @ grads.view_as(coefficients) @ dct(64).mT
+    torch.testing.assert_close(result, expected.expand_as(result), atol=1e-4, rtol=1e-4)
+    kept = dct(64) @ method.state[0].view_as(coefficients) @ dct(64).mT
+    assert kept[0, 0, 0].flatten()[large[0]].item() == pytest.approx(1.5, abs=1e-4)
+    assert kept.abs().sum().item() == pytest.approx(1.5, abs=0.1)
+    assert method.bytes_a_step() == 3 * 2 * 32 * 4
+
+
+def test_dion_of_local_momenta_equals_dion_of_the_mean_gradient() -> None:
+    shape = torch.Size([24, 16])
+    parameters = [Parameter("layers.0.matrix", shape, 0), Parameter("vector", torch.Size([8]), 384)]
+    local, joint = Dion(4), Dion(4)
+    local.bind(torch.zeros(1, NUM_WORKERS, 392), [], 1, parameters)
+    joint.bind(torch.zeros(1, 1, 392), [], 1, parameters)
+    for _ in range(3):
+        grads = torch.randn(1, NUM_WORKERS, 392)
+        mean = grads.mean(1, keepdim=True)
+        local.average_gradients(grads)
+        joint.average_gradients(mean)
+        torch.testing.assert_close(grads, mean.expand_as(grads), atol=1e-5, rtol=1e-4)
+    update = grads[0, 0, :384].view(shape)
+    assert torch.linalg.matrix_rank(update) == 4
+    assert local.bytes_a_step() == 4 * 1.5 * (4 * 40 + 8)
+
+
+def test_dion_of_full_rank_orthogonalizes_the_momentum() -> None:
+    method = Dion(16)
+    shape = torch.Size([16, 16])
+    method.bind(torch.zeros(1, 1, 256), [], 1, [Parameter("layers.0.matrix", shape, 0)])
+    gradient = torch.randn(1, 1, 256)
+    for _ in range(400):  # with one gradient, power iteration converges to the singular vectors
+        update = gradient.clone()
+        method.average_gradients(update)
+    u, _, v = torch.linalg.svd(gradient.view(shape))
+    torch.testing.assert_close(update.view(shape), u @ v, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(("method", "inner"), [(DeMo(), "sign"), (Dion(2), "orthogonal")])
+def test_methods_that_send_momentum_keep_weights_equal(task: Task, method: Method, inner: str) -> None:
+    trained = train(task, method, inner=inner, rates=(3e-3,))
+    assert torch.equal(trained.weights, trained.weights[:, :1].expand_as(trained.weights))
+    assert trained.losses[-1] < trained.losses[0]
 
 
 def test_a_diverged_training_does_not_change_the_others(task: Task) -> None:
