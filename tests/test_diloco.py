@@ -518,6 +518,7 @@ def assert_equal(first: Any, second: Any) -> None:
             "delay must be less than inner_steps / fragments, 30 / 3, .*got 10",
         ),
         ({"outer_lr": -1.0}, ValueError, r"outer_lr must be at least 0, got -1\.0"),
+        ({"outer_momentum": 1}, ValueError, "outer_momentum must be less than 1, .*got 1"),
         ({"outer_momentum": "much"}, TypeError, "outer_momentum must be a number, got 'much'"),
         ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
         ({"outer_optimizer": 0.7}, TypeError, r"outer_optimizer must be None or a function .* got 0\.7"),

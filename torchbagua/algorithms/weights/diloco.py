@@ -57,7 +57,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         inner_steps: the number of steps between two rounds of a fragment, H. Fragment p of F communicates after step
             (p + 1) H // F, and then every H steps. Buffers are sent with the last fragment.
         outer_lr: the learning rate of the outer SGD.
-        outer_momentum: the momentum of the outer SGD. With up to 300 rounds, 0.9 increased the loss.
+        outer_momentum: the momentum of the outer SGD, less than 1. With up to 300 rounds, 0.9 increased the loss.
         nesterov: whether the outer SGD uses Nesterov momentum.
         outer_optimizer: replaces the three previous arguments. A function that gets the list of shadow weights, a
             float32 tensor for each parameter, and returns a torch.optim.Optimizer of them. Ranks compare it by its
@@ -96,6 +96,11 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
             check_at_least(self, argument, least)
         for argument in ("outer_lr", "outer_momentum"):
             check_at_least(self, argument, 0, float | int)
+        if self.outer_momentum >= 1:
+            raise ValueError(
+                f"{name}: outer_momentum must be less than 1, because outer gradients would otherwise accumulate "
+                f"without limit, got {self.outer_momentum!r}"
+            )
         if self.outer_optimizer is not None:
             if not callable(self.outer_optimizer):
                 is_optimizer = isinstance(self.outer_optimizer, torch.optim.Optimizer)
