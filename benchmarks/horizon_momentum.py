@@ -19,10 +19,10 @@ CHUNK_SIDE = 64
 
 @dataclass
 class DeMo(Method):
-    """DeMo (arXiv 2411.19870, Algorithm 1): workers send the largest DCT coefficients of their momentum.
+    """DeMo (arXiv 2411.19870, in the form of its authors' code): workers send the largest DCT coefficients of momentum.
 
-    m <- decay m + g; q = the largest coefficients of each chunk of m; m <- m - q. As in its authors' code, the mean of
-    a coefficient is over the workers that sent it, and the inner optimizer steps along the signs of the mean.
+    m <- decay m + rate g; q = the largest coefficients of each chunk of m; m <- m - q. A coefficient is averaged over
+    the workers that sent it, and the inner optimizer steps along the signs of the result.
 
     Attributes:
         num_kept: the coefficients of a chunk of 64 x 64, and of 64 elements of a vector.
@@ -35,13 +35,15 @@ class DeMo(Method):
         self._momentum = torch.zeros_like(self.weights)
         self.state = [self._momentum]
         self._runs = list(_runs(self.parameters))
+        sides = {_chunk_side(side) for _, (_, height, width) in self._runs for side in (height, width)}
+        self._dct = {side: dct(side).to(self.weights.device) for side in sides}
 
-    def average_gradients(self, grads: Tensor) -> None:
-        self._momentum.mul_(self.decay).add_(grads)
+    def average_gradients(self, grads: Tensor, rates: Tensor) -> None:
+        self._momentum.mul_(self.decay).add_(grads * rates)
         for columns, (count, height, width) in self._runs:
             matrices = (count, height, width)
             momentum = self._momentum[..., columns].unflatten(-1, matrices)
-            vertical, horizontal = (dct(_chunk_side(side)).to(grads.device) for side in (height, width))
+            vertical, horizontal = (self._dct[_chunk_side(side)] for side in (height, width))
             chunks = _to_chunks(momentum, len(vertical), len(horizontal))
             coefficients = (vertical @ chunks @ horizontal.mT).flatten(-2)
             num_kept = min(self.num_kept, coefficients.shape[-1])
@@ -69,12 +71,16 @@ class Dion(Method):
     """Dion (arXiv 2504.05295): workers average the two factors of a low-rank approximation of the momentum.
 
     m <- m + g; P = the orthonormal basis of mean(m Q); R = mean(m^T P); m <- m - (1 - decay) P R^T; Q = R with columns
-    of norm 1. The inner optimizer steps along P Q^T. The gradients of the parameters that are not in the layers are
-    averaged in float32.
+    of norm 1. The inner optimizer steps along P Q^T, scaled as Muon's updates. The gradients of the parameters that are
+    not in the layers are averaged in float32.
+
+    Attributes:
+        has_full_size: scale the update further, to the root mean square of a Muon update of full rank.
     """
 
     rank: int
     decay: float = 0.95
+    has_full_size: bool = False
 
     def _begin(self) -> None:
         hidden = [parameter for parameter in self.parameters if parameter.is_hidden]
@@ -90,7 +96,7 @@ class Dion(Method):
         ]
         self.state = [self._momentum, *self._bases]
 
-    def average_gradients(self, grads: Tensor) -> None:
+    def average_gradients(self, grads: Tensor, rates: Tensor) -> None:
         grads[..., self._rest].copy_(mean(grads[..., self._rest]))
         self._momentum.add_(grads[..., : self._rest.start])
         for (columns, matrices), basis in zip(self._runs, self._bases, strict=True):
@@ -99,7 +105,10 @@ class Dion(Method):
             right = mean(momentum.mT @ left)
             momentum.sub_((1 - self.decay) * (left @ right.mT))
             basis.copy_(right / right.norm(dim=-2, keepdim=True).clamp(min=1e-8))
-            grads[..., columns].unflatten(-1, matrices).copy_(left @ basis.mT)
+            scale = 0.2 * max(matrices[1:]) ** 0.5
+            if self.has_full_size:
+                scale *= (min(matrices[1:]) / self.rank) ** 0.5
+            grads[..., columns].unflatten(-1, matrices).copy_(scale * left @ basis.mT)
 
     def bytes_a_step(self) -> float:
         factors = sum(count * self.rank * (height + width) for _, (count, height, width) in self._runs)

@@ -34,7 +34,11 @@ class Tick(NamedTuple):
 
 
 class InnerOptimizer(Protocol):
-    """Attributes: moments: its state, [S, W, ...] each."""
+    """Steps the weights of all replicas.
+
+    Attributes:
+        moments: the state, [S, W, ...] each.
+    """
 
     moments: list[Tensor]
 
@@ -104,25 +108,17 @@ class Muon:
 
 
 class Orthogonal:
-    """Steps along the gradients of the matrices in the layers, which Dion has made orthogonal; AdamW for the rest.
-
-    Updates are scaled as Muon's.
-    """
+    """Steps along the gradients of the matrices in the layers, which Dion has made orthogonal; AdamW for the rest."""
 
     def __init__(self, weights_swn: Tensor, model: StackedGPT) -> None:
         self._hidden = weights_swn[..., : model.num_hidden]
         self._rest = AdamW(weights_swn, model, start=model.num_hidden)
         self.moments = self._rest.moments
-        scales = [
-            torch.full((parameter.shape.numel(),), 0.2 * max(parameter.shape) ** 0.5)
-            for parameter in model.hidden_parameters
-        ]
-        self._scales_n = torch.cat(scales).to(weights_swn.device)
 
     def step(self, grads_swn: Tensor, tick: Tick) -> None:
         self._rest.step(grads_swn, tick)
         self._hidden.mul_(1 - tick.rates * WEIGHT_DECAY)
-        self._hidden.sub_(grads_swn[..., : self._hidden.shape[-1]] * self._scales_n * tick.rates)
+        self._hidden.sub_(grads_swn[..., : self._hidden.shape[-1]] * tick.rates)
 
 
 class Sign:
@@ -151,7 +147,7 @@ OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "orthogonal": Orthogonal, "sign": Si
 
 
 def newton_schulz_flops(model: StackedGPT) -> float:
-    """Return the operations of one Newton-Schulz iteration of all matrices of a replica."""
+    """Return the operations of the Newton-Schulz iterations of all matrices of a replica in one step."""
     by_matrix = (
         2 * min(parameter.shape) ** 2 * (2 * max(parameter.shape) + min(parameter.shape))
         for parameter in model.hidden_parameters

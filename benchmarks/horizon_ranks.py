@@ -51,7 +51,7 @@ def reference(document: dict[str, Any], row: str, seed: int) -> Record:
 
 def find(records: Sequence[Record], like: Record) -> Record | None:
     """Return the training of separate ranks with the row, rate, seed and steps of `like`."""
-    keys = ("contestant", "rung", "seed", "steps")
+    keys = ("contestant", "rung", "rate", "seed", "steps")
     return next((record for record in records if all(record[key] == like[key] for key in keys)), None)
 
 

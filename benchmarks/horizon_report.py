@@ -3,10 +3,11 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from convergence_sweep import best_rung, held_out_loss, tuning_losses
-from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, Record
+from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, Record, is_current
 from table import table
 
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer
@@ -15,26 +16,98 @@ HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),
     *("vs. DDP and AdamW, %", "vs. DDP and the same optimizer, %", "times fewer bytes than DDP"),
 )
+# What a reader needs to choose an algorithm: rows, and the code that attaches them.
+CHOICES = {
+    "adamw_bytegrad": '"bytegrad"',
+    "muon_bytegrad": '"bytegrad"',
+    "adamw_4bits": "tb.CompressedAllReduceAlgorithm()",
+    "muon_4bits_feedback": "tb.CompressedAllReduceAlgorithm(error_feedback=True)",
+    "muon_diloco_10": "tb.DiLoCoAlgorithm(10)",
+    "muon_diloco_30": "tb.DiLoCoAlgorithm(30)",
+    "muon_diloco_100": "tb.DiLoCoAlgorithm(100)",
+}
+CHOICES_HEAD = (
+    *("times fewer bytes than DDP", "algorithm", "optimizer", "loss vs. DDP and AdamW, %"),
+    *("loss vs. DDP and the same optimizer, %", "spread, %", "best learning rate / DDP's"),
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A row's trainings at its best rate.
+
+    Attributes:
+        rate: the best rate.
+        is_at_edge: whether it is the lowest or the highest that was tried.
+        losses: of its seeds.
+        over_adamw, over_same: the differences in percent from DDP with AdamW and with the row's inner optimizer, of
+            the means over the same seeds; None if there are none.
+        rate_factor: the rate divided by the best of DDP with the row's inner optimizer; None if DDP was not trained.
+        times_fewer: the bytes of a training with DDP divided by the row's; None if DDP was not trained.
+    """
+
+    rate: float
+    is_at_edge: bool
+    losses: tuple[float, ...]
+    over_adamw: float | None
+    over_same: float | None
+    rate_factor: float | None
+    times_fewer: float | None
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds, of which there are at least two."""
+        return statistics.stdev(self.losses)
+
+
+def summarise_row(document: Mapping[str, Any], name: str) -> Summary | None:
+    """Return the summary of a row, or None if it has no trainings."""
+    records = best_records(document, name)
+    if not records:
+        return None
+    adamw = best_records(document, REFERENCE)
+    own = f"{ROWS[name].inner}_ddp"
+    same = best_records(document, own) if own in ROWS else {}
+    some = next(iter(records.values()))
+    of_ddp = next((record for records in (adamw, same) for record in records.values()), None)
+    return Summary(
+        rate=some["rate"],
+        is_at_edge=_is_at_edge(document, name, some),
+        losses=tuple(held_out_loss(record) for record in records.values()),
+        over_adamw=_difference(records, adamw),
+        over_same=_difference(records, same),
+        rate_factor=some["rate"] / next(iter(same.values()))["rate"] if same else None,
+        times_fewer=None if of_ddp is None else _total_bytes(of_ddp) / _total_bytes(some),
+    )
 
 
 def rows_table(document: Mapping[str, Any], names: Iterable[str] = (*MAIN, *MORE)) -> str:
-    """Return a line for each of the rows with finished trainings. Differences are of the same seeds."""
-    references = {inner: best_records(document, f"{inner}_ddp") for inner in INNER if f"{inner}_ddp" in ROWS}
+    """Return a line for each of the rows with finished trainings."""
     lines = []
     for name in names:
-        row, records = ROWS[name], best_records(document, name)
-        if not records:
+        if (summary := summarise_row(document, name)) is None:
             continue
-        losses = [held_out_loss(record) for record in records.values()]
-        some = next(iter(records.values()))
-        of_ddp = next((record for reference in references.values() for record in reference.values()), None)
-        spread = f" \N{PLUS-MINUS SIGN} {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
-        cells = [f"{some['rate']:.3g}{' (at the edge)' * _is_at_edge(document, name, some)}", str(len(losses))]
-        cells += [f"{statistics.fmean(losses):.3f}{spread}"]
-        cells += [_difference(records, reference) for reference in (references["adamw"], references.get(row.inner, {}))]
-        cells += ["" if of_ddp is None else _reduction(of_ddp, some)]
-        lines.append([row.label, INNER[row.inner], *cells])
+        loss = f"{statistics.fmean(summary.losses):.3f}"
+        if len(summary.losses) > 1:
+            loss += f" \N{PLUS-MINUS SIGN} {summary.spread:.3f}"
+        cells = [f"{summary.rate:.3g}{' (at the edge)' * summary.is_at_edge}", str(len(summary.losses)), loss]
+        cells += [_percent(summary.over_adamw), _percent(summary.over_same), _times(summary.times_fewer)]
+        lines.append([ROWS[name].label, INNER[ROWS[name].inner], *cells])
     return table(HEAD, lines)
+
+
+def choices_table(document: Mapping[str, Any]) -> str:
+    """Return a line for each of CHOICES. Raises ValueError if a row has fewer than two seeds."""
+    lines = []
+    for name, algorithm in CHOICES.items():
+        summary = summarise_row(document, name)
+        if summary is None or len(summary.losses) < 2 or summary.rate_factor is None:
+            raise ValueError(f"the trainings of {name}, or of DDP with its inner optimizer, are not finished")
+        spread = 100 * summary.spread / statistics.fmean(summary.losses)
+        cells = [_percent(summary.over_adamw), _percent(summary.over_same), f"{spread:.1f}"]
+        cells += [f"{summary.rate_factor:.2g}"]
+        lines.append([_times(summary.times_fewer), f"`{algorithm}`", INNER[ROWS[name].inner], *cells])
+    return table(CHOICES_HEAD, lines)
 
 
 def outer_table(document: Mapping[str, Any]) -> str:
@@ -48,9 +121,12 @@ def outer_table(document: Mapping[str, Any]) -> str:
     return table(["outer optimizer", *(f"every {steps} steps" for steps in columns)], lines)
 
 
-def _reduction(of_ddp: Record, record: Record) -> str:
-    factor = _total_bytes(of_ddp) / _total_bytes(record)
-    return f"{factor:.0f}" if factor > 9.95 else f"{factor:.1f}"
+def _percent(difference: float | None) -> str:
+    return "" if difference is None else f"{difference:+.1f}"
+
+
+def _times(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:.0f}" if factor > 9.95 else f"{factor:.1f}"
 
 
 def _is_at_edge(document: Mapping[str, Any], name: str, record: Record) -> bool:
@@ -59,7 +135,7 @@ def _is_at_edge(document: Mapping[str, Any], name: str, record: Record) -> bool:
 
 
 def _records_of(document: Mapping[str, Any], name: str) -> list[Record]:
-    return [record for record in document["trainings"] if record["contestant"] == name]
+    return [record for record in document["trainings"] if record["contestant"] == name and is_current(record)]
 
 
 def best_records(document: Mapping[str, Any], name: str) -> dict[int, Record]:
@@ -73,9 +149,10 @@ def _total_bytes(record: Record) -> float:
     return float(record["sent_bytes_a_step"] * record["steps"])
 
 
-def _difference(records: Mapping[int, Record], references: Mapping[int, Record]) -> str:
+def _difference(records: Mapping[int, Record], references: Mapping[int, Record]) -> float | None:
+    """Return by how many percent the mean loss over the common seeds is above the references'."""
     seeds = records.keys() & references.keys()
     if not seeds:
-        return ""
+        return None
     loss, reference = (statistics.fmean(held_out_loss(of[seed]) for seed in seeds) for of in (records, references))
-    return f"{100 * (loss / reference - 1):+.1f}"
+    return 100 * (loss / reference - 1)

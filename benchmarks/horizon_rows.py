@@ -3,6 +3,7 @@
 A learning rate is the middle of the inner optimizer's grid times RATE_FACTOR to the power of an integer, its rung.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,9 @@ from typing import Any
 
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, best_rung, grow_grid, tuning_losses
 from convergence_tasks import SEQUENCES_PER_RANK
-from horizon_methods import DDP, Async, Compressed, Decentralized, DesLoc, DiLoCo, LowPrecision, Method
+from horizon_methods import DDP, Compressed, Method
 from horizon_momentum import DeMo, Dion
+from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision
 
 MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3.0e-3}
 RUNGS = (-2, -1, 0, 1, 2)
@@ -127,7 +129,7 @@ MORE = {
     "muon_low_precision": Row("LowPrecisionDecentralized", "muon", LowPrecision),
     "demo": Row("DeMo", "sign", DeMo),
     "dion_rank_1": Row("Dion, rank 1", "orthogonal", partial(Dion, 1)),
-    "dion_rank_8": Row("Dion, rank 8", "orthogonal", partial(Dion, 8)),
+    "dion_rank_1_full_size": Row("Dion, rank 1, updates 8 times", "orthogonal", partial(Dion, 1, has_full_size=True)),
     "adamw_async_on_time": Row("Async, on time", "adamw", partial(Async, delay=0)),
     "adamw_async_moments": Row("Async, moments every 12", "adamw", partial(Async, moments_every=12)),
 }
@@ -158,6 +160,14 @@ OUTER_STEPS = {name: int(name.split("_")[1]) for name in OUTER}  # between round
 
 ROWS = MAIN | MORE | OUTER
 SETS: dict[str, Iterable[str]] = {"main": MAIN, "more": MORE, "outer": OUTER, **{name: [name] for name in ROWS}}
+
+
+def is_current(record: Record) -> bool:
+    """Return whether a row, as it is now, would train this again."""
+    name = record["contestant"]
+    if name not in ROWS or record["settings"] != ROWS[name].settings():
+        return False
+    return math.isclose(record["rate"], Trial(name, record["rung"], record["seed"]).rate)
 
 
 def missing_trials(row: str, records: Mapping[str, Sequence[Record]], rungs: Sequence[int], grows: bool) -> list[Trial]:

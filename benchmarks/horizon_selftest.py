@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from convergence_tasks import SEQUENCES_PER_RANK
-from horizon_methods import DDP, Async, Compressed, Decentralized, DiLoCo, LowPrecision
+from horizon_methods import DDP, Compressed, Method
+from horizon_momentum import DeMo, Dion
+from horizon_optimizers import OPTIMIZERS
 from horizon_training import Group, Setup, Task, Trainings
+from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision
 
 NUM_STEPS = 5
 RATE = 3e-2
@@ -18,8 +21,9 @@ TOLERANCE = 2e-2
 TIMED_STEPS = 40
 
 
-def _groups() -> list[Group]:
-    methods = [
+def _groups(inner: str) -> list[Group]:
+    methods: dict[str, list[Method]] = {"sign": [DeMo()], "orthogonal": [Dion(2)]}
+    averaging: list[Method] = [
         DDP(),
         Compressed("minmax_uint8"),
         Compressed("minmax_uint4", decay=1.0),
@@ -31,11 +35,13 @@ def _groups() -> list[Group]:
         LowPrecision(),
         Async(interval=2, delay=1),
     ]
-    return [Group(method, [Setup(0, RATE), Setup(1, RATE)]) for method in methods]
+    if inner == "adamw":
+        averaging.append(DesLoc(2, moments_every=(2, 4)))
+    return [Group(method, [Setup(0, RATE), Setup(1, RATE)]) for method in methods.get(inner, averaging)]
 
 
 def _final_losses(task: Task, inner: str, *, use_graph: bool) -> tuple[Tensor, bool]:
-    trainings = Trainings(task, inner, _groups(), SEQUENCES_PER_RANK, NUM_STEPS, use_graph=use_graph)
+    trainings = Trainings(task, inner, _groups(inner), SEQUENCES_PER_RANK, NUM_STEPS, use_graph=use_graph)
     trainings.run()
     return torch.stack(trainings.losses), trainings.is_captured
 
@@ -66,7 +72,7 @@ def selftest(task: Task, num_trainings: int) -> bool:
     small = replace(task, held_out=held_out)
     on_cpu = Task(task.model, task.train.cpu(), held_out.cpu())
     is_right = True
-    for inner in ("adamw", "muon"):
+    for inner in OPTIMIZERS:
         start_s = time.perf_counter()
         graph, is_captured = _final_losses(small, inner, use_graph=True)
         eager, _ = _final_losses(small, inner, use_graph=False)

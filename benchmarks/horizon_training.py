@@ -66,7 +66,7 @@ class Trainings:
     """Trains S models with W workers each. All have the same inner optimizer, steps and batch.
 
     Args:
-        inner: "adamw" or "muon".
+        inner: the inner optimizer, of OPTIMIZERS.
         groups: the methods, each with its trainings.
         num_sequences: the batch of a worker.
         use_graph: whether to capture a CUDA graph, if the device is a GPU.
@@ -156,10 +156,11 @@ class Trainings:
         grads = torch.autograd.grad(losses.sum(), self._leaves)
         with torch.no_grad():
             torch.cat([grad.flatten(1) for grad in grads], dim=1, out=self._grads.flatten(0, 1))
-            for part, method in self._methods:
-                method.average_gradients(self._grads[part])
             factor, correction1, correction2 = self._schedule.index_select(0, self._counter)[0].unbind()
-            self._optimizer.step(self._grads, Tick(self._rates * factor, correction1, correction2))
+            rates = self._rates * factor
+            for part, method in self._methods:
+                method.average_gradients(self._grads[part], rates[part])
+            self._optimizer.step(self._grads, Tick(rates, correction1, correction2))
             self._counter.add_(1)
 
     def _capture(self) -> None:

@@ -1,4 +1,7 @@
-"""The horizon benchmark's many trainings in one process, against torch's optimizers and the package's codecs."""
+"""The horizon benchmark's many trainings in one process, against torch's optimizers and the package's codecs.
+
+test_horizon_methods.py tests its methods.
+"""
 
 import json
 import math
@@ -14,14 +17,16 @@ from torch.nn import functional as F
 from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
+import horizon_ranks
 from convergence_sweep import TUNING_SEED
-from horizon_codecs import INNER_LEVEL, OUTER_LEVEL, RoundTrip, block_runs
-from horizon_methods import DDP, Async, Compressed, Decentralized, DiLoCo, LowPrecision, Method
-from horizon_model import NUM_HEADS, Parameter, StackedGPT
-from horizon_momentum import DeMo, Dion, dct
+from horizon_codecs import RoundTrip, block_runs
+from horizon_methods import DDP, Method
+from horizon_model import NUM_HEADS, StackedGPT
+from horizon_momentum import DeMo, Dion
 from horizon_optimizers import AdamW, Muon, Tick
-from horizon_rows import RUNGS, missing_trials
+from horizon_rows import ROWS, RUNGS, Trial, is_current, missing_trials
 from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
+from horizon_weights import Decentralized, DiLoCo
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.train import learning_rate_factor
 from torchbagua.codecs.blocks import TensorSpec
@@ -39,10 +44,6 @@ def model() -> StackedGPT:
 def task(model: StackedGPT) -> Task:
     text = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return Task.from_text(model, text, torch.device("cpu"), num_held_out=8)
-
-
-def vector(length: int) -> Parameter:
-    return Parameter("vector", torch.Size([length]), 0)
 
 
 def train(task: Task, method: Method, *, inner: str = "adamw", sequences: int = 2, rates: tuple[float, ...] = (1e-2,)):
@@ -119,18 +120,6 @@ def test_a_round_trip_equals_the_packages_codec(name: str) -> None:
     assert round_trip.wire_bytes == layout.num_bytes
 
 
-@pytest.mark.parametrize("name", ["two_bits", "two_bits_table"])
-def test_two_bits_of_normal_values_lose_the_known_part_of_their_variance(name: str) -> None:
-    values = 3 + 0.1 * torch.randn(4, 128 * 64)
-    decoded = RoundTrip(name, (128 * 64,))(values)
-    assert ((decoded - values).var() / values.var()).item() == pytest.approx(0.1175, abs=0.01)
-    # The bfloat16 mean is 3 or the next number.
-    levels = ((decoded[0, :128] - 3).abs() / 0.1).sort().values
-    assert levels[0] == pytest.approx(INNER_LEVEL, abs=0.25)
-    assert levels[-1] == pytest.approx(OUTER_LEVEL, abs=0.4)
-    assert torch.isfinite(RoundTrip(name, (64,))(torch.zeros(1, 64))).all()
-
-
 def test_blocks_do_not_cross_parameters() -> None:
     assert block_runs((256, 300, 64, 64), 128) == [(0, 4, 128), (512, 1, 44), (556, 2, 64)]
 
@@ -168,111 +157,6 @@ def test_diloco_of_one_step_and_rate_1_averages_weights(task: Task) -> None:
     torch.testing.assert_close(diloco.weights, averaged.weights, atol=1e-6, rtol=1e-5)
 
 
-def test_late_means_conserve_the_mean_of_the_workers(task: Task) -> None:
-    class Alone(Method):
-        def bytes_a_step(self) -> float:
-            return 0.0
-
-    alone = train(task, Alone())
-    for method in (Decentralized(), Decentralized(mode="shift_one"), Async(interval=2, delay=1)):
-        trained = train(task, method)
-        spread, spread_alone = ((one.weights - one.weights.mean(1, keepdim=True)).norm() for one in (trained, alone))
-        assert 0 < spread < spread_alone
-        late = trained.weights.clone()
-        if isinstance(method, Decentralized):
-            late += method._difference
-        torch.testing.assert_close(late.mean(1), trained.weights.mean(1), atol=1e-6, rtol=1e-5)
-
-
-def test_exact_means_make_weights_equal() -> None:
-    weights = torch.randn(1, NUM_WORKERS, 256)
-    for method in (Decentralized(exact_last=0.1), Async(exact_last=0.1, moments_every=10)):
-        method.bind(weights.clone(), [], 10, [vector(256)])
-        for step in range(1, 11):
-            method.after_step(step)
-        torch.testing.assert_close(method.weights, weights.mean(1, keepdim=True).expand_as(weights))
-        expected = 8 * 256 * 3 / 4 * (0.9 * (1 if isinstance(method, Decentralized) else 1 / 4) + 0.1)
-        assert method.bytes_a_step() == pytest.approx(expected)
-
-
-def test_shift_one_pairs_every_two_workers_of_different_halves() -> None:
-    method = Decentralized(mode="shift_one", on_time=True)
-    method.bind(torch.arange(4.0).view(1, 4, 1).clone(), [], 4, [vector(1)])
-    assert method._peers(method.weights, 0).flatten().tolist() == [1, 2, 1, 2]
-    assert method._peers(method.weights, 1).flatten().tolist() == [1.5, 1.5, 1.5, 1.5]
-
-
-def test_error_feedback_sends_everything_in_the_end() -> None:
-    method = Compressed("minmax_uint4", decay=1.0)
-    method.bind(torch.zeros(1, NUM_WORKERS, 256), [], 100, [vector(256)])
-    grads = torch.randn(1, NUM_WORKERS, 256)
-    total = torch.zeros(1, 1, 256)
-    for _ in range(100):
-        sent = grads.clone()
-        method.average_gradients(sent)
-        total += sent[:, :1]
-    torch.testing.assert_close(total / 100, grads.mean(1, keepdim=True), atol=0.02, rtol=0)
-
-
-def test_low_precision_follows_the_ring(task: Task) -> None:
-    trained = train(task, LowPrecision())
-    assert (trained.weights - trained.weights.mean(1, keepdim=True)).norm() > 0
-    assert trained.losses[-1].isfinite().all()
-
-
-def test_demo_sends_the_largest_coefficients_and_keeps_the_rest() -> None:
-    torch.testing.assert_close(dct(64) @ dct(64).mT, torch.eye(64), atol=1e-5, rtol=0)
-    shape = torch.Size([128, 64])
-    coefficients = torch.zeros(1, NUM_WORKERS, 2, 64, 64)
-    large = torch.randperm(64 * 64)[:32]
-    coefficients.flatten(-2)[..., large] = torch.randn(1, NUM_WORKERS, 2, 32) + 10
-    coefficients.flatten(-2)[:, 0, 0, large[0]] = 1.5  # less than `elsewhere`, which the first worker sends instead
-    elsewhere = next(index for index in range(64 * 64) if index not in large)
-    coefficients.flatten(-2)[:, 0, 0, elsewhere] = 2.0
-    grads = (dct(64).mT @ coefficients @ dct(64)).flatten(2)
-    method = DeMo()
-    method.bind(torch.zeros_like(grads), [], 1, [Parameter("matrix", shape, 0)])
-    method.average_gradients(grads)
-    expected = coefficients.mean(1, keepdim=True)
-    expected.flatten(-2)[:, 0, 0, large[0]] = coefficients.flatten(-2)[0, 1:, 0, large[0]].mean()
-    expected.flatten(-2)[:, 0, 0, elsewhere] = 2.0  # the mean of those that sent it
-    result = dct(64) @ grads.view_as(coefficients) @ dct(64).mT
-    torch.testing.assert_close(result, expected.expand_as(result), atol=1e-4, rtol=1e-4)
-    kept = dct(64) @ method.state[0].view_as(coefficients) @ dct(64).mT
-    assert kept[0, 0, 0].flatten()[large[0]].item() == pytest.approx(1.5, abs=1e-4)
-    assert kept.abs().sum().item() == pytest.approx(1.5, abs=0.1)
-    assert method.bytes_a_step() == 3 * 2 * 32 * 4
-
-
-def test_dion_of_local_momenta_equals_dion_of_the_mean_gradient() -> None:
-    shape = torch.Size([24, 16])
-    parameters = [Parameter("layers.0.matrix", shape, 0), Parameter("vector", torch.Size([8]), 384)]
-    local, joint = Dion(4), Dion(4)
-    local.bind(torch.zeros(1, NUM_WORKERS, 392), [], 1, parameters)
-    joint.bind(torch.zeros(1, 1, 392), [], 1, parameters)
-    for _ in range(3):
-        grads = torch.randn(1, NUM_WORKERS, 392)
-        mean = grads.mean(1, keepdim=True)
-        local.average_gradients(grads)
-        joint.average_gradients(mean)
-        torch.testing.assert_close(grads, mean.expand_as(grads), atol=1e-5, rtol=1e-4)
-    update = grads[0, 0, :384].view(shape)
-    assert torch.linalg.matrix_rank(update) == 4
-    assert local.bytes_a_step() == 4 * 1.5 * (4 * 40 + 8)
-
-
-def test_dion_of_full_rank_orthogonalizes_the_momentum() -> None:
-    method = Dion(16)
-    shape = torch.Size([16, 16])
-    method.bind(torch.zeros(1, 1, 256), [], 1, [Parameter("layers.0.matrix", shape, 0)])
-    gradient = torch.randn(1, 1, 256)
-    for _ in range(400):  # with one gradient, power iteration converges to the singular vectors
-        update = gradient.clone()
-        method.average_gradients(update)
-    u, _, v = torch.linalg.svd(gradient.view(shape))
-    torch.testing.assert_close(update.view(shape), u @ v, atol=0.05, rtol=0)
-
-
 @pytest.mark.parametrize(("method", "inner"), [(DeMo(), "sign"), (Dion(2), "orthogonal")])
 def test_methods_that_send_momentum_keep_weights_equal(task: Task, method: Method, inner: str) -> None:
     trained = train(task, method, inner=inner, rates=(3e-3,))
@@ -299,7 +183,29 @@ def test_a_row_tries_rates_then_more_seeds() -> None:
         [(3, TUNING_SEED)],
         [(2, seed) for seed in (0, 1, 2, 3)],
     ]
-    assert [trial.seed for trial in missing_trials("outer_30_1.0_0.0", records, RUNGS, True)] == []
+    assert missing_trials("outer_30_1.0_0.0", records, RUNGS, True) == []  # the best rate is not known yet
+    records["muon_diloco_30"] = [
+        {"rung": rung, "seed": TUNING_SEED, "held_out_losses": [abs(rung - 1)]} for rung in RUNGS
+    ]
+    assert missing_trials("outer_30_1.0_0.0", records, RUNGS, True) == [Trial("outer_30_1.0_0.0", 1, TUNING_SEED)]
+
+
+def test_results_of_rows_that_have_changed_are_ignored() -> None:
+    row = ROWS["muon_diloco_30"]
+    record = {"contestant": "muon_diloco_30", "rung": 1, "seed": 0, "rate": 0.027, "settings": row.settings()}
+    assert is_current(record)
+    assert not is_current(record | {"contestant": "of_another_revision"})
+    assert not is_current(record | {"settings": row.settings().replace("0.6", "0.9")})
+    assert not is_current(record | {"rate": 0.03})
+
+
+def test_the_stored_results_of_separate_ranks_have_their_counterparts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["horizon_ranks.py", "--show"])
+    assert horizon_ranks.main() == 0
+    stored = json.loads((REPOSITORY / "benchmarks" / "results" / "horizon-ranks.json").read_text())
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(stored["trainings"])
 
 
 def test_a_short_run_and_its_table(tmp_path: Path) -> None:
