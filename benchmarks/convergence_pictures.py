@@ -3,12 +3,13 @@
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from convergence_contestants import BASELINE
-from convergence_report import Row, Section, caption
+from convergence_report import Section, caption
 
 # Okabe and Ito's palette, which is distinguishable with every kind of colour vision; the baseline is black.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999999")
@@ -25,7 +26,7 @@ def draw(sections: Sequence[Section]) -> Figure:
     for (grid, curves), section in zip(panels, sections, strict=True):
         grid.set_title(caption(section), fontsize="medium", loc="left")
         for row in section["rows"]:
-            style = _style(names.index(row["contestant"]), row)
+            style = line_style(names.index(row["contestant"]), row["contestant"] == BASELINE)
             [line] = curves.plot(*_columns(row["curve"]), **style)
             grid.plot(*_columns(row["grid"]), marker=".", **style)
             labels.setdefault(row["label"], line)
@@ -43,9 +44,10 @@ def draw(sections: Sequence[Section]) -> Figure:
     return figure
 
 
-def _style(index: int, row: Row) -> dict[str, object]:
+def line_style(index: int, is_baseline: bool) -> dict[str, Any]:
+    """Return matplotlib's arguments for a curve."""
     # The baseline is wider, so that curves on top of it do not hide it.
-    if row["contestant"] == BASELINE:
+    if is_baseline:
         return {"color": "#000000", "linewidth": 3.5}
     return {
         "color": COLOURS[index % len(COLOURS)],

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from convergence_pictures import COLOURS, DASHES
+from convergence_pictures import line_style
 from convergence_sweep import TUNING_SEED
 from horizon_report import INNER, REFERENCE, best_records
 from horizon_rows import ROWS
@@ -22,14 +22,7 @@ def draw(document: Mapping[str, Any], names: Sequence[str]) -> Figure:
         record = best_records(document, name).get(TUNING_SEED)
         if record is None or record["held_out_losses"][-1] is None:
             continue
-        index = len(lines)
-        style: dict[str, Any] = {
-            "color": COLOURS[index % len(COLOURS)],
-            "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-            "linewidth": 1.3,
-        }
-        if name == REFERENCE:
-            style = {"color": "#000000", "linewidth": 3}
+        style = line_style(len(lines), name == REFERENCE)
         # The initial loss would hide the others, and nothing is sent before it.
         steps, losses = record["evaluated_steps"][1:], record["held_out_losses"][1:]
         [line] = by_samples.plot([step * ROWS[name].sequences * NUM_WORKERS for step in steps], losses, **style)

@@ -21,11 +21,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from convergence_sweep import held_out_loss, save
+from convergence_sweep import Record, held_out_loss, save
 from environment import RESULTS, note_environment
 from horizon_ranks_rank import ALGORITHMS, Settings
 from horizon_report import INNER, best_records
-from horizon_rows import ROWS, Record
+from horizon_rows import ROWS
 from horizon_training import NUM_WORKERS
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 from table import table

@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchbagua as tb
 from convergence_rank import NUM_EVALUATIONS, Evaluation, check_equal_weights, cross_entropy, finite, written_bytes
+from convergence_sweep import Record
 from convergence_tasks import load_text
 from horizon_model import NUM_HEADS
 from horizon_optimizers import BETAS, WEIGHT_DECAY
-from horizon_rows import ROWS, Record
+from horizon_rows import ROWS
 from horizon_training import NUM_WORKERS
 from processes import begin_rank, leave_process_group, report_progress
 from torchbagua.cli.demo.model import GPT

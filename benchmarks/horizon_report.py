@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from convergence_sweep import best_rung, held_out_loss, tuning_losses
-from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, Record, is_current
+from convergence_sweep import Record, best_rung, held_out_loss, tuning_losses
+from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, is_current
 from table import table
 
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer

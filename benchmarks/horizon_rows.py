@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from convergence_sweep import RATE_FACTOR, TUNING_SEED, best_rung, grow_grid, tuning_losses
+from convergence_sweep import RATE_FACTOR, TUNING_SEED, Record, best_rung, grow_grid, tuning_losses
 from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_methods import DDP, Compressed, Method
 from horizon_momentum import DeMo, Dion
@@ -19,8 +19,6 @@ MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3
 RUNGS = (-2, -1, 0, 1, 2)
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
 MORE_SEEDS = (*SEEDS, 2, 3)  # of the references, for the noise floor
-
-Record = dict[str, Any]  # a finished training
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from convergence_sweep import TUNING_SEED, save
+from convergence_sweep import TUNING_SEED, Record, save
 from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_optimizers import newton_schulz_flops
-from horizon_rows import ROWS, Record, Trial, is_current, missing_trials
+from horizon_rows import ROWS, Trial, is_current, missing_trials
 from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
 from processes import Limits, Stopped
 
