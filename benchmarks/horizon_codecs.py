@@ -1,5 +1,6 @@
 """Codecs for the flat weights of many replicas, which encode and decode at once: the package's, and one of 2 bits."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +36,7 @@ class RoundTrip:
         num_blocks, num_elements = sum(count for _, count, _ in self._runs), sum(lengths)
         if name.startswith("two_bits"):
             header_bytes = 4 if name == "two_bits" else 8
-            self.wire_bytes = num_elements // 4 + header_bytes * num_blocks
+            self.wire_bytes = math.ceil(num_elements / 4) + header_bytes * num_blocks
         else:
             codec = MinMaxUInt8(block) if name == "minmax_uint8" else MinMaxUInt4(block)
             self.wire_bytes = codec.wire_bytes(num_elements, num_blocks, torch.float32)

@@ -68,16 +68,16 @@ def summarise_row(document: Mapping[str, Any], name: str) -> Summary | None:
     adamw = best_records(document, REFERENCE)
     own = f"{ROWS[name].inner}_ddp"
     same = best_records(document, own) if own in ROWS else {}
-    some = next(iter(records.values()))
-    of_ddp = next((record for records in (adamw, same) for record in records.values()), None)
+    first = next(iter(records.values()))
+    ddp = next((record for references in (adamw, same) for record in references.values()), None)
     return Summary(
-        rate=some["rate"],
-        is_at_edge=_is_at_edge(document, name, some),
+        rate=first["rate"],
+        is_at_edge=_is_at_edge(document, name, first),
         losses=tuple(held_out_loss(record) for record in records.values()),
         over_adamw=_difference(records, adamw),
         over_same=_difference(records, same),
-        rate_factor=some["rate"] / next(iter(same.values()))["rate"] if same else None,
-        times_fewer=None if of_ddp is None else _total_bytes(of_ddp) / _total_bytes(some),
+        rate_factor=first["rate"] / next(iter(same.values()))["rate"] if same else None,
+        times_fewer=None if ddp is None else _total_bytes(ddp) / _total_bytes(first),
     )
 
 
@@ -117,7 +117,7 @@ def outer_table(document: Mapping[str, Any]) -> str:
         if records := best_records(document, name):
             cells[ROWS[name].label][OUTER_STEPS[name]] = f"{held_out_loss(next(iter(records.values()))):.3f}"
     columns = sorted(set(OUTER_STEPS.values()))
-    lines = [[label, *(of_label.get(steps, "") for steps in columns)] for label, of_label in cells.items()]
+    lines = [[label, *(by_steps.get(steps, "") for steps in columns)] for label, by_steps in cells.items()]
     return table(["outer optimizer", *(f"every {steps} steps" for steps in columns)], lines)
 
 

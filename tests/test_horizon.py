@@ -132,7 +132,9 @@ def test_ddp_equals_one_worker_with_the_joint_batch(task: Task, inner: str) -> N
     flat = task.model.initial_weights(0)[None].repeat(2, 1)
     optimizer = (AdamW if inner == "adamw" else Muon)(flat[:, None], task.model)
     for step in range(STEPS):
-        starts = torch.cat([torch.randint(len(task.train) - 64, (2, 1), generator=one) for one in generators])
+        starts = torch.cat(
+            [torch.randint(len(task.train) - 64, (2, 1), generator=generator) for generator in generators]
+        )
         windows = task.train[starts + torch.arange(65)].long().expand(2, -1, -1)
         leaves = [view.detach().requires_grad_() for view in task.model.views(flat)]
         grads = torch.autograd.grad(task.model.losses(leaves, windows).sum(), leaves)
