@@ -8,8 +8,8 @@ again for stacked weights. This benchmark trains some of its rows, at their best
 that communicate over gloo, torch's own optimizers and the package's algorithms. Weights, batches and schedule are the
 same. The bits are not: separate ranks sum in another order, and trainings diverge after a few hundred steps, so final
 losses agree only within the noise floor, the standard deviation of the final losses of DDP with the same optimizer,
-over its seeds. Rounding is a large part of it: five trainings of DiLoCo, 30 steps, with seed 1, whose initial weights
-differed by a millionth, ended between 1.437 and 1.453.
+over its seeds. Rounding is a large part of it: horizon.json has one training of DiLoCo, 30 steps, float32, seed 1000,
+on two devices. It ended at 1.4279 on an H100, and at 1.4170 on a CPU, where its row is outer_30_0.7_0.6_nesterov.
 """
 
 import argparse

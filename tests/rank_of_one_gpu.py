@@ -1,7 +1,7 @@
 """One rank of a job over NCCL in which all ranks share one GPU; rank 0 compares the results with the oracle's.
 
-Started by torchrun. Arguments: the backend, "nccl", or "gloo" for ranks on the CPU; and the names of the cases. A wrong
-result is printed, and the other cases still run.
+Started by torchrun. Arguments: the backend, "nccl", or "gloo" for ranks on the CPU; and the names of the cases. If a
+check fails, the error is printed, and the other cases still run. If a body raises, the job ends.
 """
 
 import faulthandler
@@ -38,7 +38,7 @@ class Case:
     """A training on every rank.
 
     Attributes:
-        body: trains on one rank; returns what the check needs.
+        body: trains on one rank; returns what the check needs. If it raises, no other case runs.
         check: checks the results of all ranks, in rank order.
     """
 
@@ -49,8 +49,10 @@ class Case:
 def by_number_of_ranks() -> dict[int, list[str]]:
     """Return the names of the cases to run on each number of ranks.
 
-    Means in full precision run on two ranks, where any order of summation has the same result: NCCL does not sum in
-    rank order. All other cases run on four.
+    NCCL does not sum in rank order. If a check compares a full-precision mean over all ranks with the oracle, the case
+    runs on two ranks, where both orders of summation have the same result. These means are of gradients in QAdam's
+    warm-up, of weights, and of the buffers in DiLoCo's rounds, which send weights in 4 bits. All other cases run on
+    four ranks.
     """
     return {2: TWO_RANKS, 4: [name for name in CASES if name not in TWO_RANKS]}
 
@@ -168,7 +170,10 @@ def asynchronous() -> Case:
 
 
 def resumed() -> Case:
-    """A state on the GPU from the middle of DiLoCo's round: a run resumes bit for bit. The check is in the body."""
+    """A state on the GPU from the middle of DiLoCo's round: a run resumes bitwise.
+
+    The body checks this, so that a failure ends the job.
+    """
     model, algorithm = build(Normed), tb.DiLoCoAlgorithm(3)
 
     def body(group: dist.ProcessGroup, device: torch.device) -> None:

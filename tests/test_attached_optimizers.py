@@ -1,6 +1,7 @@
 """Optimizers in users' loops: wrapped, several at once, or attached but never stepped."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -320,8 +321,20 @@ def test_parameters_in_no_attached_optimizer() -> None:
 
     with pytest.warns(RuntimeWarning, match="attached") as caught:
         run_ranks(1, body)
-    expected = "no attached optimizer contains bias, although gradients are required"
+    expected = "no attached optimizer steps bias, although it requires gradients. If another optimizer steps it, "
     assert [expected in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.parametrize(("num_stepped", "names"), [(2, "1.weight (and 1 more)"), (1, "0.bias (and 2 more)")])
+def test_several_parameters_in_no_attached_optimizer(num_stepped: int, names: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), process_group=group)
+        stepped = list(ddp.parameters())[:num_stepped]
+        tb.attach(ddp, torch.optim.SGD(stepped, lr=0.01), RARELY["decentralized"]).detach()
+
+    expected = f"steps {names}, although they require gradients. If another optimizer steps them, "
+    with pytest.warns(RuntimeWarning, match=re.escape(expected)):
+        run_ranks(1, body)
 
 
 def test_lbfgs_warns_what_its_closure_must_do() -> None:

@@ -12,7 +12,8 @@ and a round of DiLoCo follows when both have stepped for the 30th time:
     DiLoCo    backward|Muon|AdamW|backward|Muon|AdamW|...|backward|Muon|AdamW|send, outer step|...
 
 All methods take the same number of steps here, on the same batches. Every 30 steps, when all ranks have the same
-weights, the script computes the loss on held-out text.
+weights, the script computes the loss on held-out text. `--seed 1` trains with other weights and batches, and
+`--lr 0.01` with one learning rate for all methods instead of the best one of each.
 """
 
 import argparse
@@ -94,12 +95,12 @@ def evaluate(model: nn.Module) -> float:
     return loss_on_batch(model, 8192, 0, NUM_HELD_OUT, torch.Generator().manual_seed(0)).item()
 
 
-def train(algorithm: tb.Algorithm | None, name: str, lr: float) -> tuple[list[float], float, float]:
+def train(algorithm: tb.Algorithm | None, name: str, lr: float, seed: int) -> tuple[list[float], float, float]:
     """Return the loss after every 30 steps, the seconds of all steps, and the MB that this rank sends per step."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     ddp = DistributedDataParallel(Network())
     optimizers = make_optimizers(ddp.module, name, lr)
-    batches = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.Generator().manual_seed(seed * dist.get_world_size() + dist.get_rank())
     recorder = tb.observe.Recorder()  # counts the bytes
 
     losses, seconds = [], 0.0
@@ -129,6 +130,10 @@ def say(line: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
+    parser.add_argument("--lr", type=float, help="one learning rate for all methods (default: the best one of each)")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)  # in each process, since they share this machine
     dist.init_process_group("gloo")
     network = Network()
@@ -138,9 +143,10 @@ def main() -> None:
     say(f"{dist.get_world_size()} ranks, {STEPS} steps of {BATCH} bytes of text each")
     say(f"{num_all:,} parameters, of which Muon steps {num_muon:,}")
     losses, table = {}, ["                 loss   vs. DDP, AdamW   MB sent by a rank   seconds"]
-    for name, (algorithm, optimizer_name, lr) in METHODS.items():
+    for name, (algorithm, optimizer_name, best_lr) in METHODS.items():
         say(name)
-        losses[name], seconds, mb_a_step = train(algorithm, optimizer_name, lr)
+        lr = best_lr if arguments.lr is None else arguments.lr
+        losses[name], seconds, mb_a_step = train(algorithm, optimizer_name, lr, arguments.seed)
         for step in range(2 * INNER_STEPS, STEPS + 1, 2 * INNER_STEPS):
             loss = losses[name][step // INNER_STEPS - 1]
             say(f"  step {step}: loss {loss:.3f}, sent {step * mb_a_step:7.3f} MB")

@@ -214,15 +214,18 @@ def check_weight_averaging(setup: TrainingSetup) -> None:
 
 
 def warn_of_parameters_without_optimizer(setup: TrainingSetup) -> None:
-    """Warn of parameters that require gradients, but are in no optimizer: one that is not attached may step them."""
+    """Warn about parameters that require gradients but belong to no attached optimizer: another one may step them."""
     stepped = {id(parameter) for optimizer in setup.optimizers for parameter in parameters_of(optimizer)}
     names = [name for name, parameter in setup.trained().items() if id(parameter) not in stepped]
     if names:
-        others = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
+        if len(names) == 1:
+            unstepped, them = f"{names[0]}, although it requires gradients", "it"
+        else:
+            unstepped, them = f"{names[0]} (and {len(names) - 1} more), although they require gradients", "them"
         warn_user(
-            f"torchbagua: no attached optimizer contains {names[0]}{others}, although gradients are required. If "
-            "another optimizer steps them, pass attach a list of all optimizers: otherwise weights are averaged "
-            "between their steps. If nothing steps them, call requires_grad_(False)"
+            f"torchbagua: no attached optimizer steps {unstepped}. If another optimizer steps {them}, pass attach a "
+            "list of all optimizers: otherwise weights are averaged between their steps. If nothing steps "
+            f"{them}, call requires_grad_(False)"
         )
 
 
