@@ -122,7 +122,7 @@ def outer_table(document: Mapping[str, Any]) -> str:
 
 
 def _percent(difference: float | None) -> str:
-    return "" if difference is None else f"{difference:+.1f}"
+    return "" if difference is None else f"{round(difference, 1) + 0.0:+.1f}"  # + 0.0: no "-0.0"
 
 
 def _times(factor: float | None) -> str:

@@ -26,7 +26,7 @@ from figure_tables import paragraphs
 from figure_texts import PARTS, Shown
 from horizon_picture import draw
 from horizon_ranks import ranks_table
-from horizon_report import outer_table, rows_table
+from horizon_report import choices_table, outer_table, rows_table
 from markers import fill
 from released import NUM_RUNS, load_figures, newest_runs, read_choice, write_choice
 
@@ -43,12 +43,20 @@ PAGES = (
     "docs/algorithms/qadam.md",
     "docs/benchmarks.md",
     "docs/choose.md",
+    "docs/guides/muon.md",
     "docs/index.md",
 )
 # The rows of the horizon benchmark in its picture.
 DRAWN = (
     *("adamw_ddp", "muon_ddp", "muon_diloco_10", "muon_diloco_30", "muon_diloco_100"),
     *("adamw_diloco_30", "muon_4bits", "adamw_decentralized", "adamw_async"),
+)
+# The rows on the page about Muon.
+WITH_MUON = (
+    *("adamw_ddp", "muon_ddp", "muon_diloco_10", "muon_diloco_30", "muon_diloco_100", "muon_diloco_200"),
+    *("adamw_diloco_10", "adamw_diloco_30", "adamw_diloco_100"),
+    *("muon_bytegrad", "muon_4bits", "muon_4bits_feedback"),
+    *("muon_decentralized", "muon_shift_one", "muon_low_precision", "muon_async"),
 )
 # Arguments of network.py; all others have their defaults.
 ARGUMENTS = ("--deadline", "3600")
@@ -69,6 +77,14 @@ def horizon_rows(document: dict[str, Any]) -> str:
     return paragraphs(rows_table(document))
 
 
+def horizon_muon(document: dict[str, Any]) -> str:
+    return paragraphs(rows_table(document, WITH_MUON))
+
+
+def horizon_choices(document: dict[str, Any]) -> str:
+    return paragraphs(choices_table(document))
+
+
 def horizon_outer(document: dict[str, Any]) -> str:
     return paragraphs(outer_table(document))
 
@@ -78,7 +94,7 @@ def horizon_ranks(document: dict[str, Any]) -> str:
     return paragraphs(ranks_table(document, ranks["trainings"]))
 
 
-HORIZON_PARTS = (horizon_rows, horizon_outer, horizon_ranks)
+HORIZON_PARTS = (horizon_rows, horizon_muon, horizon_choices, horizon_outer, horizon_ranks)
 
 
 def updated(name: str, shown: Shown) -> str:
