@@ -12,14 +12,13 @@ from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 NARROWEST_RANGE = 2.0**-118
 # The four levels with the smallest mean squared error for a normal distribution, and the threshold between them.
 INNER_LEVEL, THRESHOLD, OUTER_LEVEL = 0.4528, 0.9816, 1.510
-NORMAL_MAGNITUDE = (2 / math.pi) ** 0.5  # the mean magnitude of a normal distribution with deviation 1
 
 
 class RoundTrip:
     """Replaces values [..., N] by their decoded encoding. No block crosses the boundary of a parameter.
 
     Args:
-        name: "minmax_uint8", "minmax_uint4", "two_bits", "two_bits_table" or "two_bits_magnitude".
+        name: "minmax_uint8", "minmax_uint4", "two_bits" or "two_bits_table".
         lengths: the number of elements of each parameter.
 
     Attributes:
@@ -32,12 +31,11 @@ class RoundTrip:
             "minmax_uint4": (minmax_uint4, 128),
             "two_bits": (two_bits, 128),
             "two_bits_table": (two_bits_table, 128),
-            "two_bits_magnitude": (two_bits_magnitude, 128),
         }[name]
         self._runs = block_runs(lengths, block)
         num_blocks, num_elements = sum(count for _, count, _ in self._runs), sum(lengths)
         if name.startswith("two_bits"):
-            header_bytes = 8 if name == "two_bits_table" else 4
+            header_bytes = 4 if name == "two_bits" else 8
             self.wire_bytes = math.ceil(num_elements / 4) + header_bytes * num_blocks
         else:
             codec = MinMaxUInt8(block) if name == "minmax_uint8" else MinMaxUInt4(block)
@@ -130,15 +128,3 @@ def two_bits_table(blocks: Tensor) -> Tensor:
             mean = (blocks * member).sum(-1, keepdim=True) / member.sum(-1, keepdim=True).clamp(min=1)
             decoded += member * mean.bfloat16().to(blocks.dtype)
     return decoded
-
-
-def two_bits_magnitude(blocks: Tensor) -> Tensor:
-    """Encode in 2 bits, and a header of 4 bytes for each block of 128: its mean magnitude a, as "sign1bit" does.
-
-    x' = sign(x) a L / M with the levels and the threshold of `two_bits`, where M is the mean magnitude of a normal
-    distribution.
-    """
-    magnitudes = blocks.abs()
-    deviation = magnitudes.mean(-1, keepdim=True) / NORMAL_MAGNITUDE
-    level = torch.where(magnitudes > THRESHOLD * deviation, OUTER_LEVEL, INNER_LEVEL) * deviation
-    return torch.where(blocks < 0, -level, level)

@@ -116,12 +116,6 @@ MORE = {
     "muon_diloco_10_2bits": _two_bits("muon", 10),
     "muon_diloco_30_2bits_table": _diloco("muon", 30, ", 2 bits and a table", codec="two_bits_table", decay=0.95),
     "muon_diloco_30_2bits_whole": _diloco("muon", 30, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
-    **{
-        f"muon_diloco_{inner_steps}_2bits_magnitude": _diloco(
-            "muon", inner_steps, ", 2 bits of a magnitude, d = 1", codec="two_bits_magnitude", decay=1.0
-        )
-        for inner_steps in (30, 100)
-    },
     "muon_diloco_100_2bits_whole": _diloco("muon", 100, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
     "adamw_local_sgd_30": Row("LocalSGD, 30 steps", "adamw", partial(DiLoCo, 30, **_LOCAL_SGD)),
     "adamw_des_loc_30": Row("DES-LOC, 30, 90 and 180 steps", "adamw", partial(DesLoc, 30, **_LOCAL_SGD)),
