@@ -116,14 +116,9 @@ MORE = {
     "muon_diloco_10_2bits": _two_bits("muon", 10),
     "muon_diloco_30_2bits_table": _diloco("muon", 30, ", 2 bits and a table", codec="two_bits_table", decay=0.95),
     "muon_diloco_30_2bits_whole": _diloco("muon", 30, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
-    "muon_diloco_100_2bits_whole": _diloco("muon", 100, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
     "adamw_local_sgd_30": Row("LocalSGD, 30 steps", "adamw", partial(DiLoCo, 30, **_LOCAL_SGD)),
     "adamw_des_loc_30": Row("DES-LOC, 30, 90 and 180 steps", "adamw", partial(DesLoc, 30, **_LOCAL_SGD)),
-    "muon_local_sgd_10": Row("LocalSGD, 10 steps", "muon", partial(DiLoCo, 10, **_LOCAL_SGD)),
     "adamw_shift_one": Row("Decentralized, shift_one", "adamw", partial(Decentralized, mode="shift_one")),
-    "adamw_shift_one_on_time": Row(
-        "Decentralized, shift_one, on time", "adamw", partial(Decentralized, mode="shift_one", on_time=True)
-    ),
     "adamw_low_precision": Row("LowPrecisionDecentralized", "adamw", LowPrecision),
     "muon_low_precision": Row("LowPrecisionDecentralized", "muon", LowPrecision),
     "demo": Row("DeMo", "sign", DeMo),

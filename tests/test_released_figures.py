@@ -16,6 +16,7 @@ import figures
 import markers
 import released
 from contestants import COMPUTE_ONLY, CONTESTANTS
+from horizon_report import summarise_row
 
 ADVICE = "run `make bench-docs ARGS=--write`"
 
@@ -44,6 +45,16 @@ def test_each_part_is_on_one_page() -> None:
     made = [make.__name__ for make in (*figures.PARTS, *figures.HORIZON_PARTS)]
     assert sorted(name for names in parts.values() for name in names) == sorted(made)
     assert sorted(page for page, names in parts.items() if names) == sorted(figures.PAGES)
+
+
+def test_readme_has_the_losses_of_diloco_with_muon() -> None:
+    summary = summarise_row(figures.load_horizon(), "muon_diloco_30")
+    assert summary is not None
+    losses = (
+        f"loss {summary.over_adamw:+.1f}\u00a0% compared with DDP and AdamW, "
+        f"{summary.over_same:+.1f}\u00a0% compared with DDP and Muon"
+    )
+    assert losses in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_tables_have_every_contestant_of_a_run() -> None:
