@@ -11,7 +11,13 @@ from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, is_current
 from table import table
 
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer
-INNER = {"adamw": "AdamW", "muon": "Muon", "orthogonal": "its own", "sign": "its own"}
+INNER = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "muon_of_sums": "Muon without momentum",
+    "orthogonal": "its own",
+    "sign": "its own",
+}
 HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),
     *("vs. DDP and AdamW, %", "vs. DDP and the same optimizer, %", "times fewer bytes than DDP"),
@@ -22,13 +28,15 @@ CHOICES = {
     "muon_bytegrad": '"bytegrad"',
     "adamw_4bits": "tb.CompressedAllReduceAlgorithm()",
     "muon_4bits_feedback": "tb.CompressedAllReduceAlgorithm(error_feedback=True)",
-    "muon_diloco_10": "tb.DiLoCoAlgorithm(10)",
-    "muon_diloco_30": "tb.DiLoCoAlgorithm(30)",
-    "muon_diloco_100": "tb.DiLoCoAlgorithm(100)",
+    **{
+        f"{inner}_diloco_{inner_steps}": f"tb.DiLoCoAlgorithm({inner_steps})"
+        for inner_steps in (10, 30, 100)
+        for inner in ("muon", "adamw")
+    },
 }
 CHOICES_HEAD = (
     *("times fewer bytes than DDP", "algorithm", "optimizer", "loss vs. DDP and AdamW, %"),
-    *("loss vs. DDP and the same optimizer, %", "spread, %", "best learning rate / DDP's"),
+    *("loss vs. DDP and the same optimizer, %", "spread, %", "best learning rate / AdamW's in DDP"),
 )
 
 
@@ -42,7 +50,7 @@ class Summary:
         losses: of its seeds.
         over_adamw, over_same: the differences in percent from DDP with AdamW and with the row's inner optimizer, of
             the means over the same seeds; None if there are none.
-        rate_factor: the rate divided by the best of DDP with the row's inner optimizer; None if DDP was not trained.
+        rate_factor: the rate divided by the best of DDP with AdamW; None if that was not trained.
         times_fewer: the bytes of a training with DDP divided by the row's; None if DDP was not trained.
     """
 
@@ -76,7 +84,7 @@ def summarise_row(document: Mapping[str, Any], name: str) -> Summary | None:
         losses=tuple(held_out_loss(record) for record in records.values()),
         over_adamw=_difference(records, adamw),
         over_same=_difference(records, same),
-        rate_factor=first["rate"] / next(iter(same.values()))["rate"] if same else None,
+        rate_factor=first["rate"] / next(iter(adamw.values()))["rate"] if adamw else None,
         times_fewer=None if ddp is None else _total_bytes(ddp) / _total_bytes(first),
     )
 
@@ -102,7 +110,7 @@ def choices_table(document: Mapping[str, Any]) -> str:
     for name, algorithm in CHOICES.items():
         summary = summarise_row(document, name)
         if summary is None or len(summary.losses) < 2 or summary.rate_factor is None:
-            raise ValueError(f"the trainings of {name}, or of DDP with its inner optimizer, are not finished")
+            raise ValueError(f"the trainings of {name}, or of DDP with AdamW, are not finished")
         spread = 100 * summary.spread / statistics.fmean(summary.losses)
         cells = [_percent(summary.over_adamw), _percent(summary.over_same), f"{spread:.1f}"]
         cells += [f"{summary.rate_factor:.2g}"]
