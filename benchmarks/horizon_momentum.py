@@ -36,14 +36,17 @@ class DeMo(Method):
         self.state = [self._momentum]
         self._runs = list(_runs(self.parameters))
         sides = {_chunk_side(side) for _, (_, height, width) in self._runs for side in (height, width)}
-        self._dct = {side: dct(side).to(self.weights.device) for side in sides}
+        self._bases = {side: self._basis(side).to(self.weights.device) for side in sides}
+
+    def _basis(self, length: int) -> Tensor:
+        return dct(length)
 
     def average_gradients(self, grads: Tensor, rates: Tensor) -> None:
         self._momentum.mul_(self.decay).add_(grads * rates)
         for columns, (count, height, width) in self._runs:
             matrices = (count, height, width)
             momentum = self._momentum[..., columns].unflatten(-1, matrices)
-            vertical, horizontal = (self._dct[_chunk_side(side)] for side in (height, width))
+            vertical, horizontal = (self._bases[_chunk_side(side)] for side in (height, width))
             chunks = _to_chunks(momentum, len(vertical), len(horizontal))
             coefficients = (vertical @ chunks @ horizontal.mT).flatten(-2)
             num_kept = min(self.num_kept, coefficients.shape[-1])
@@ -64,6 +67,14 @@ class DeMo(Method):
             chunk = _chunk_side(height) * _chunk_side(width)
             payload += 4 * count * height * width / chunk * min(self.num_kept, chunk)
         return (self.num_workers - 1) * payload
+
+
+@dataclass
+class SparseMomentum(DeMo):
+    """DeMo without the transform: workers send the largest elements of their momentum."""
+
+    def _basis(self, length: int) -> Tensor:
+        return torch.eye(length)
 
 
 @dataclass

@@ -71,22 +71,27 @@ class Muon:
     Muon's updates are scaled as with `adjust_lr_fn="match_rms_adamw"`, so one rate is suitable for both.
     """
 
+    momentum = MUON_MOMENTUM
+
     def __init__(self, weights_swn: Tensor, model: StackedGPT) -> None:
         self._num_hidden = model.num_hidden
         self._hidden = weights_swn[..., : self._num_hidden]
         self._momentum = torch.zeros_like(self._hidden, memory_format=torch.contiguous_format)
-        self._rest = AdamW(weights_swn, model, start=self._num_hidden)
+        self._rest = self._optimizer_of_rest(weights_swn, model)
         self.moments = [self._momentum, *self._rest.moments]
         # Kinds of matrices by the shape in which they are orthogonalized.
         self._kinds: dict[tuple[int, int], list[tuple[int, int, torch.Size]]] = defaultdict(list)
         for start, count, shape in model.hidden_kinds():
             self._kinds[min(shape), max(shape)].append((start, count, shape))
 
+    def _optimizer_of_rest(self, weights_swn: Tensor, model: StackedGPT) -> InnerOptimizer:
+        return AdamW(weights_swn, model, start=model.num_hidden)
+
     def step(self, grads_swn: Tensor, tick: Tick) -> None:
         self._rest.step(grads_swn, tick)
         grads = grads_swn[..., : self._num_hidden]
-        self._momentum.lerp_(grads, 1 - MUON_MOMENTUM)
-        updates_rn = grads.lerp(self._momentum, MUON_MOMENTUM).flatten(0, 1)
+        self._momentum.lerp_(grads, 1 - self.momentum)
+        updates_rn = grads.lerp(self._momentum, self.momentum).flatten(0, 1)
         for (_, longest), kinds in self._kinds.items():
             matrices = [
                 updates_rn[:, start : start + count * shape.numel()].unflatten(1, (count, *shape)).bfloat16()
@@ -122,15 +127,25 @@ class Orthogonal:
 
 
 class Sign:
-    """Steps along the signs of the gradients, which are DeMo's sums of momentum."""
+    """Steps along the signs of the gradients, which are DeMo's sums of momentum, from column `start` on."""
 
-    def __init__(self, weights_swn: Tensor, model: StackedGPT) -> None:
-        self._weights = weights_swn
+    def __init__(self, weights_swn: Tensor, model: StackedGPT, start: int = 0, scale: float = 1.0) -> None:
+        self._start, self._scale = start, scale
+        self._weights = weights_swn[..., start:]
         self.moments: list[Tensor] = []
 
     def step(self, grads_swn: Tensor, tick: Tick) -> None:
         self._weights.mul_(1 - tick.rates * WEIGHT_DECAY)
-        self._weights.sub_(grads_swn.sign() * tick.rates)
+        self._weights.sub_(grads_swn[..., self._start :].sign() * (self._scale * tick.rates))
+
+
+class MuonOfSums(Muon):
+    """Orthogonalizes DeMo's sums of momentum of the matrices in the layers; steps along the signs for the rest."""
+
+    momentum = 0.0
+
+    def _optimizer_of_rest(self, weights_swn: Tensor, model: StackedGPT) -> InnerOptimizer:
+        return Sign(weights_swn, model, start=model.num_hidden, scale=0.2)  # about the size of AdamW's updates
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -143,7 +158,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "orthogonal": Orthogonal, "sign": Sign}
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "muon_of_sums": MuonOfSums, "orthogonal": Orthogonal, "sign": Sign}
 
 
 def newton_schulz_flops(model: StackedGPT) -> float:

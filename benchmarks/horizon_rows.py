@@ -12,10 +12,10 @@ from typing import Any
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, Record, best_rung, grow_grid, tuning_losses
 from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_methods import DDP, Compressed, Method
-from horizon_momentum import DeMo, Dion
+from horizon_momentum import DeMo, Dion, SparseMomentum
 from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision
 
-MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3.0e-3}
+MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "muon_of_sums": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3.0e-3}
 RUNGS = (-2, -1, 0, 1, 2)
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
 MORE_SEEDS = (*SEEDS, 2, 3)  # of the references, for the noise floor
@@ -121,7 +121,10 @@ MORE = {
     "adamw_shift_one": Row("Decentralized, shift_one", "adamw", partial(Decentralized, mode="shift_one")),
     "adamw_low_precision": Row("LowPrecisionDecentralized", "adamw", LowPrecision),
     "muon_low_precision": Row("LowPrecisionDecentralized", "muon", LowPrecision),
-    "demo": Row("DeMo", "sign", DeMo),
+    "demo": Row("DeMo, 32 coefficients of a chunk", "sign", DeMo),
+    "demo_muon": Row("DeMo and Muon, 32 coefficients of a chunk", "muon_of_sums", DeMo),
+    "demo_without_dct": Row("DeMo without the DCT, 32 elements of a chunk", "sign", SparseMomentum),
+    "demo_16": Row("DeMo, 16 coefficients of a chunk", "sign", partial(DeMo, 16)),
     "dion_rank_1": Row("Dion, rank 1", "orthogonal", partial(Dion, 1)),
     "dion_rank_1_full_size": Row("Dion, rank 1, updates 8 times", "orthogonal", partial(Dion, 1, has_full_size=True)),
     "adamw_async_on_time": Row("Async, on time", "adamw", partial(Async, delay=0)),

@@ -73,7 +73,9 @@ class Run:
     def flops(self, row: str) -> float:
         """Return the operations of one training."""
         model = self._task.model
-        by_replica = model.step_flops(ROWS[row].sequences) + newton_schulz_flops(model) * (ROWS[row].inner == "muon")
+        by_replica = model.step_flops(ROWS[row].sequences) + newton_schulz_flops(model) * ROWS[row].inner.startswith(
+            "muon"
+        )
         return NUM_WORKERS * self._steps(row) * by_replica
 
     def print_plan(self) -> None:

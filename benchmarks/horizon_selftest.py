@@ -22,7 +22,7 @@ TIMED_STEPS = 40
 
 
 def _groups(inner: str) -> list[Group]:
-    methods: dict[str, list[Method]] = {"sign": [DeMo()], "orthogonal": [Dion(2)]}
+    methods: dict[str, list[Method]] = {"sign": [DeMo()], "muon_of_sums": [DeMo()], "orthogonal": [Dion(2)]}
     averaging: list[Method] = [
         DDP(),
         Compressed("minmax_uint8"),
