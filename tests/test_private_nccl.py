@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -62,6 +62,10 @@ class Nccl:
     def record_event(self) -> Event:
         self.events.append(Event())
         return self.events[-1]
+
+    def finish(self) -> None:
+        for event in self.events:
+            event.is_done = True
 
     def end(self) -> None:
         self._end.set()
@@ -278,6 +282,47 @@ def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl) -> None:
     run_ranks(1, body)
 
 
+class Stream:
+    """A fake of the lane's stream: threads wait for no work, and every mark is an event of the fake GPU."""
+
+    device, token = GPU, torch.ones(1)
+
+    def __init__(self, nccl: Nccl) -> None:
+        self.mark = nccl.record_event
+
+    def bind_thread(self) -> None:
+        pass
+
+    def new_future(self) -> "torch.futures.Future[torch.Tensor]":
+        return torch.futures.Future()
+
+    def after(self, mark: Event) -> Any:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
+
+
+def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) -> None:
+    """Before it reads what a job computes. An abort that does not return changes nothing."""
+    nccl.hangs = {"abort"}
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = make_watched_lane(group)
+        lane._side = Stream(nccl)
+        good = lane.submit(lambda: launch(own.world, "all_to_all of weight bucket 1") or "a value")
+        threading.Timer(0.2, nccl.finish).start()
+        start_s = time.monotonic()
+        assert good.finish() == "a value"
+        assert time.monotonic() - start_s > 0.1
+        bad = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
+        with pytest.raises(tb.CommunicationError, match=OVERDUE):
+            bad.finish()
+        assert time.monotonic() - start_s < 5
+
+    run_ranks(1, body)
+
+
 def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
     """Gloo reports that a rank died, while NCCL still waits for it."""
 
@@ -305,8 +350,7 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
         launch(own.world, "all_to_all of weight bucket 0")
         with pytest.raises(tb.CommunicationError, match=OVERDUE):
             own.wait_for_gpu(GPU, "averaging round 3")
-        for event in nccl.events:
-            event.is_done = True
+        nccl.finish()
         threading.Timer(0.1, lambda: setattr(nccl.events[-1], "is_done", True)).start()
         own.wait_for_gpu(GPU, "averaging round 4")
         lane.close()

@@ -9,7 +9,7 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua._torch import future_of
-from torchbagua.transport.streams import LaneStream
+from torchbagua.transport.streams import LaneStream, wait_on_host
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -69,9 +69,23 @@ class Job(ABC, Generic[T]):
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
             _concurrency.wait_for(self._done)
+        self._raise_late_failure()
+        return self._outcome()
+
+    def finish(self) -> T:
+        """Wait as `result` does, and then for the GPU's work, whose values the host is about to read.
+
+        A read alone would block for as long as the GPU waits for a rank that died, whatever the lane has detected.
+        """
+        value = self.result()
+        if self._side is not None:
+            with self._worker.waiting():
+                wait_on_host(self._side.mark(), check=self._raise_late_failure)
+        return value
+
+    def _raise_late_failure(self) -> None:
         if (failure := self._worker.late_failure) is not None:
             raise failure
-        return self._outcome()
 
     def run(self) -> None:
         """Run the job, on the lane's thread."""

@@ -1,7 +1,8 @@
 """The stream of a lane: a CUDA stream alongside the training stream, or the current stream of the lane's thread."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -14,13 +15,16 @@ _LONGEST_SLEEP_S = 0.01
 _HIGH_PRIORITY = -1  # torch has two priorities; all other streams have 0
 
 
-def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
-    """Wait until the GPU has reached `mark`. Raises TimeoutError.
+def wait_on_host(
+    mark: torch.cuda.Event, timeout_s: float = math.inf, check: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until the GPU has reached `mark`. Raises TimeoutError, or what `check` raises, which is called repeatedly.
 
     CUDA's own wait never returns if the GPU waits for a rank that never arrives.
     """
     start_s = time.monotonic()
     while not mark.query():
+        check()
         waited_s = time.monotonic() - start_s
         if waited_s > timeout_s:
             raise TimeoutError(f"the GPU did not finish within {timeout_s:g} s")
