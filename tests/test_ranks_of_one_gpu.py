@@ -16,7 +16,8 @@ from devices import require_gpu
 from rank_of_one_gpu import by_number_of_ranks
 
 TESTS = Path(__file__).parent
-MOST_SECONDS = 45  # the timeout is 20 s; NCCL's watchdog fires 10 s after it, and starts seconds late
+MOST_SECONDS = 45  # the timeout is 20 s
+MOST_SECONDS_OF_WATCHDOG = 80  # torch's own watchdog took 60 s on an H100
 
 BY_NCCL = ["bytegrad", "four bits", "reduced in bfloat16", "weights in 8 bits"]
 
@@ -78,7 +79,8 @@ def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: 
     print(f"{fault}, {algorithm}: the survivor ended after {seconds:.1f} s, status {survivor.returncode}\n{output}")
     if algorithm == "bytegrad" and survivor.returncode != 0:
         assert survivor.returncode == -signal.SIGABRT
+        assert seconds < MOST_SECONDS_OF_WATCHDOG
     else:
         assert survivor.returncode == 0
         assert "raised on MainThread: CommunicationError" in output
-    assert seconds < MOST_SECONDS
+        assert seconds < MOST_SECONDS
