@@ -92,7 +92,7 @@ def steps(scratch: Path, logs: Path, *, is_trial: bool) -> list[Step]:
         "--tb=short",
         "--durations=10",
         "-o",
-        "faulthandler_timeout=100"  # the longest test waits 80 s for torch's watchdog,
+        "faulthandler_timeout=100",  # the longest test waits 80 s for torch's watchdog
         "--continue-on-collection-errors",
         *tests,
     ]

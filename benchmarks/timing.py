@@ -10,9 +10,6 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-# Half a millisecond: the host queues all calls while the GPU spins, so that the timed calls never wait for the host.
-HEAD_START_CYCLES = 1_000_000
-
 
 def alternated(
     contestants: Mapping[str, Callable[[], T]], rounds: int, *, warm_ups: int = 1, shows_progress: bool = False
@@ -34,21 +31,13 @@ def alternated(
     return results
 
 
-def elapsed_ms(device: torch.device, call: Callable[[], object], *, head_start: bool = False) -> float:
-    """Return the milliseconds from the start to the end of the work of `call` on `device`.
-
-    Args:
-        device: a GPU or the CPU.
-        call: the function to time.
-        head_start: delay a GPU until the host has queued the call, or much of it.
-    """
+def elapsed_ms(device: torch.device, call: Callable[[], object]) -> float:
+    """Return the milliseconds from the start to the end of the work of `call` on `device`, a GPU or the CPU."""
     if device.type == "cpu":
         start_s = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start_s)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if head_start:
-        torch.cuda._sleep(HEAD_START_CYCLES)
     begin.record()
     call()
     end.record()
