@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
-from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
+from torchbagua.codecs.base import DEFAULT_BLOCK
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.topk import TopK
 
 NARROWEST_RANGE = 2.0**-118
 # The four levels with the smallest mean squared error for a normal distribution, and the threshold between them.
@@ -18,28 +21,33 @@ class RoundTrip:
     """Replaces values [..., N] by their decoded encoding. No block crosses the boundary of a parameter.
 
     Args:
-        name: "minmax_uint8", "minmax_uint4", "two_bits" or "two_bits_table".
+        name: "minmax_uint8", "minmax_uint4", "sign1bit", "topk", "two_bits" or "two_bits_table".
         lengths: the number of elements of each parameter.
+        ratio: the fraction of the elements that "topk" keeps.
 
     Attributes:
         wire_bytes: the size of the encoding of N elements.
     """
 
-    def __init__(self, name: str, lengths: Sequence[int]) -> None:
+    def __init__(self, name: str, lengths: Sequence[int], ratio: float = 0.01) -> None:
+        topk_codec = TopK(ratio=ratio)
         self._quantize, block = {
-            "minmax_uint8": (minmax_uint8, 2048),
+            "minmax_uint8": (minmax_uint8, DEFAULT_BLOCK),
             "minmax_uint4": (minmax_uint4, 128),
+            "sign1bit": (sign1bit, DEFAULT_BLOCK),
+            "topk": (partial(topk, kept=topk_codec.block_format.kept), DEFAULT_BLOCK),
             "two_bits": (two_bits, 128),
             "two_bits_table": (two_bits_table, 128),
         }[name]
         self._runs = block_runs(lengths, block)
-        num_blocks, num_elements = sum(count for _, count, _ in self._runs), sum(lengths)
         if name.startswith("two_bits"):
             header_bytes = 4 if name == "two_bits" else 8
-            self.wire_bytes = math.ceil(num_elements / 4) + header_bytes * num_blocks
+            num_blocks = sum(count for _, count, _ in self._runs)
+            self.wire_bytes = math.ceil(sum(lengths) / 4) + header_bytes * num_blocks
         else:
-            codec = MinMaxUInt8(block) if name == "minmax_uint8" else MinMaxUInt4(block)
-            self.wire_bytes = codec.wire_bytes(num_elements, num_blocks, torch.float32)
+            codec = topk_codec if name == "topk" else by_name(name)
+            spec = TensorSpec(tuple(lengths), torch.float32, torch.device("cpu"), "weights")
+            self.wire_bytes = codec.layout(spec, (0, sum(lengths))).num_bytes
 
     def __call__(self, values: Tensor) -> Tensor:
         decoded = torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -92,6 +100,24 @@ def _minmax(blocks: Tensor, low: Tensor, high: Tensor, num_steps: int) -> Tensor
     highest = ((high - pivot) * inverse).round()
     codes = ((blocks - pivot) * inverse).round().clamp(highest - steps, highest)
     return (pivot + codes * step).clamp(low, high)
+
+
+def sign1bit(blocks: Tensor) -> Tensor:
+    """Return Sign1Bit's decoded blocks, but with magnitudes that are summed in another order."""
+    scale = blocks.abs().mean(-1, keepdim=True)
+    return torch.where(blocks.view(torch.int32) < 0, -scale, scale)
+
+
+def topk(blocks: Tensor, kept: int) -> Tensor:
+    """Return TopK's decoded blocks. `kept` elements of a block of 2048 are kept."""
+    num_kept = math.ceil(blocks.shape[-1] * kept / DEFAULT_BLOCK)
+    indices = blocks.abs().topk(num_kept, sorted=False).indices
+    magnitude = blocks.abs().amax(-1, keepdim=True)
+    is_narrow = magnitude < NARROWEST_RANGE
+    steps = torch.full_like(magnitude, 127)
+    inverse = (steps / magnitude).masked_fill(is_narrow, 0.0)
+    step = (magnitude / steps).masked_fill(is_narrow, 0.0)
+    return torch.zeros_like(blocks).scatter_(-1, indices, (blocks.gather(-1, indices) * inverse).round() * step)
 
 
 def _centered(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

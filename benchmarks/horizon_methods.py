@@ -78,8 +78,10 @@ class TwoPhaseMean:
     is 0.9 to 0.95. Without a codec: the mean.
     """
 
-    def __init__(self, codec: str | None, like: Tensor, lengths: Sequence[int], decay: float | None) -> None:
-        self._codec = None if codec is None else RoundTrip(codec, lengths)
+    def __init__(
+        self, codec: str | None, like: Tensor, lengths: Sequence[int], decay: float | None, ratio: float = 0.01
+    ) -> None:
+        self._codec = None if codec is None else RoundTrip(codec, lengths, ratio)
         self._decay = decay or 0.0
         has_feedback = codec is not None and decay is not None
         self.residuals = [torch.zeros_like(like), torch.zeros_like(like[:, :1])] if has_feedback else []
@@ -118,6 +120,23 @@ class Compressed(Method):
 
     def bytes_a_step(self) -> float:
         return self._share * self._mean.wire_bytes
+
+
+@dataclass
+class TopK(Compressed):
+    """TopKAlgorithm: the mean gradient, of which the largest elements are sent.
+
+    Attributes:
+        ratio: the fraction of the elements that is sent.
+    """
+
+    codec: str = "topk"
+    decay: float | None = 1.0
+    ratio: float = 0.01
+
+    def _begin(self) -> None:
+        self._mean = TwoPhaseMean(self.codec, self.weights, self.lengths, self.decay, self.ratio)
+        self.state = self._mean.residuals
 
 
 def mean(values: Tensor) -> Tensor:

@@ -49,10 +49,9 @@ class DeMo(Method):
             vertical, horizontal = (self._bases[_chunk_side(side)] for side in (height, width))
             chunks = _to_chunks(momentum, len(vertical), len(horizontal))
             coefficients = (vertical @ chunks @ horizontal.mT).flatten(-2)
-            num_kept = min(self.num_kept, coefficients.shape[-1])
-            is_kept = torch.zeros_like(coefficients).scatter_(-1, coefficients.abs().topk(num_kept).indices, 1.0)
+            is_kept = self._largest(coefficients)
             kept = coefficients * is_kept
-            averaged = kept.sum(1, keepdim=True) / is_kept.sum(1, keepdim=True).clamp(min=1)
+            averaged = self._average(kept, is_kept, columns)
             sent, update = (
                 _from_chunks(vertical.mT @ values.view(*values.shape[:-1], *chunks.shape[-2:]) @ horizontal, matrices)
                 for values in (kept, averaged)
@@ -60,13 +59,48 @@ class DeMo(Method):
             momentum.sub_(sent)
             grads[..., columns].unflatten(-1, matrices).copy_(update)
 
+    def _largest(self, coefficients: Tensor) -> Tensor:
+        """Return a mask of the largest coefficients of each chunk."""
+        num_kept = min(self.num_kept, coefficients.shape[-1])
+        return torch.zeros_like(coefficients).scatter_(-1, coefficients.abs().topk(num_kept).indices, 1.0)
+
+    def _average(self, kept: Tensor, is_kept: Tensor, columns: slice) -> Tensor:
+        """Return the mean over the workers that sent a coefficient."""
+        return kept.sum(1, keepdim=True) / is_kept.sum(1, keepdim=True).clamp(min=1)
+
     def bytes_a_step(self) -> float:
         """Return those of an all-gather, 16 bits for each value and 16 for its position."""
+        return (self.num_workers - 1) * self._payload_bytes()
+
+    def _payload_bytes(self) -> float:
         payload = 0.0
         for _, (count, height, width) in self._runs:
             chunk = _chunk_side(height) * _chunk_side(width)
             payload += 4 * count * height * width / chunk * min(self.num_kept, chunk)
-        return (self.num_workers - 1) * payload
+        return payload
+
+
+@dataclass
+class TwoPhaseDeMo(DeMo):
+    """DeMo over a reduce-scatter and an all-gather: the owner of a chunk sends the largest coefficients of the mean.
+
+    It keeps the others, as the workers do: f <- decay f + mean(q); the owner sends the largest of f.
+    """
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._kept_of_mean = torch.zeros_like(self.weights[:, :1])
+        self.state.append(self._kept_of_mean)
+
+    def _average(self, kept: Tensor, is_kept: Tensor, columns: slice) -> Tensor:
+        residual = self._kept_of_mean[..., columns].view(len(kept), 1, *kept.shape[2:])
+        total = residual * self.decay + mean(kept)
+        sent = total * self._largest(total)
+        residual.copy_(total - sent)
+        return sent
+
+    def bytes_a_step(self) -> float:
+        return self._share * self._payload_bytes()
 
 
 @dataclass

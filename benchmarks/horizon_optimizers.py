@@ -127,7 +127,7 @@ class Orthogonal:
 
 
 class Sign:
-    """Steps along the signs of the gradients, which are DeMo's sums of momentum, from column `start` on."""
+    """Steps along the signs of the gradients, from column `start` on: AdamW with betas of 0 and without eps."""
 
     def __init__(self, weights_swn: Tensor, model: StackedGPT, start: int = 0, scale: float = 1.0) -> None:
         self._start, self._scale = start, scale
@@ -140,12 +140,13 @@ class Sign:
 
 
 class MuonOfSums(Muon):
-    """Orthogonalizes DeMo's sums of momentum of the matrices in the layers; steps along the signs for the rest."""
+    """Muon without momentum, for gradients that are sums over steps; steps along the signs for the rest."""
 
     momentum = 0.0
+    share_of_rest = 0.2  # of the rate: about the size of AdamW's updates
 
     def _optimizer_of_rest(self, weights_swn: Tensor, model: StackedGPT) -> InnerOptimizer:
-        return Sign(weights_swn, model, start=model.num_hidden, scale=0.2)  # about the size of AdamW's updates
+        return Sign(weights_swn, model, start=model.num_hidden, scale=self.share_of_rest)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

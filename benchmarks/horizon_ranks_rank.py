@@ -17,7 +17,7 @@ from convergence_rank import NUM_EVALUATIONS, Evaluation, check_equal_weights, c
 from convergence_sweep import Record
 from convergence_tasks import load_text
 from horizon_model import NUM_HEADS
-from horizon_optimizers import BETAS, WEIGHT_DECAY
+from horizon_optimizers import BETAS, MUON_MOMENTUM, WEIGHT_DECAY, MuonOfSums
 from horizon_rows import ROWS
 from horizon_training import NUM_WORKERS
 from processes import begin_rank, leave_process_group, report_progress
@@ -34,6 +34,8 @@ ALGORITHMS: dict[str, tb.Algorithm | None] = {
     "adamw_decentralized": tb.DecentralizedAlgorithm(),
     "muon_4bits": tb.CompressedAllReduceAlgorithm(),
     "muon_shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "topk_sign_0.02": tb.TopKAlgorithm(0.02),
+    "topk_muon_0.05": tb.TopKAlgorithm(0.05),
 }
 
 
@@ -54,14 +56,25 @@ class Settings:
 
 
 def build_optimizers(inner: str, model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers: AdamW, or Muon for the matrices in the layers and AdamW for the other parameters."""
+    """Return torch's optimizers: AdamW, or Muon for the matrices in the layers and AdamW for the other parameters.
+
+    The rows with the inner optimizers "sign" and "muon_of_sums" have no momentum. AdamW then steps along the signs.
+    """
     hidden, rest = [], []
     for name, parameter in model.named_parameters():
-        is_hidden = inner == "muon" and name.startswith("layers") and parameter.ndim == 2
+        is_hidden = inner.startswith("muon") and name.startswith("layers") and parameter.ndim == 2
         (hidden if is_hidden else rest).append(parameter)
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, rate, BETAS)]
+    if inner in ("adamw", "muon"):
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, rate, BETAS)]
+    else:
+        share = MuonOfSums.share_of_rest if hidden else 1.0
+        decay = WEIGHT_DECAY / share  # the decay of a step is the rate times this
+        optimizers = [torch.optim.AdamW(rest, share * rate, (0.0, 0.0), weight_decay=decay)]
     if hidden:
-        optimizers.append(torch.optim.Muon(hidden, rate, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
+        momentum = MUON_MOMENTUM if inner == "muon" else 0.0
+        optimizers.append(
+            torch.optim.Muon(hidden, rate, WEIGHT_DECAY, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        )
     return optimizers
 
 

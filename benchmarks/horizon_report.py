@@ -16,7 +16,7 @@ INNER = {
     "muon": "Muon",
     "muon_of_sums": "Muon without momentum",
     "orthogonal": "its own",
-    "sign": "its own",
+    "sign": "sign, without momentum",
 }
 HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),

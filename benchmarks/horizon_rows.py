@@ -11,9 +11,9 @@ from typing import Any
 
 from convergence_sweep import RATE_FACTOR, TUNING_SEED, Record, best_rung, grow_grid, tuning_losses
 from convergence_tasks import SEQUENCES_PER_RANK
-from horizon_methods import DDP, Compressed, Method
-from horizon_momentum import DeMo, Dion, SparseMomentum
-from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision
+from horizon_methods import DDP, Compressed, Method, TopK
+from horizon_momentum import DeMo, Dion, SparseMomentum, TwoPhaseDeMo
+from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision, StreamingDiLoCo
 
 MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "muon_of_sums": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3.0e-3}
 RUNGS = (-2, -1, 0, 1, 2)
@@ -66,6 +66,11 @@ def _diloco(inner: str, inner_steps: int, label: str = "", **arguments: Any) -> 
 
 def _two_bits(inner: str, inner_steps: int) -> Row:
     return _diloco(inner, inner_steps, ", 2 bits", codec="two_bits", decay=0.95)
+
+
+def _topk(inner: str, ratio: float, decay: float = 1.0) -> Row:
+    label = f"TopK, ratio {ratio:g}" + f", d = {decay:g}" * (decay != 1)
+    return Row(label, inner, partial(TopK, decay=decay, ratio=ratio))
 
 
 _LOCAL_SGD: dict[str, Any] = {"codec": None, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -125,6 +130,22 @@ MORE = {
     "demo_muon": Row("DeMo and Muon, 32 coefficients of a chunk", "muon_of_sums", DeMo),
     "demo_without_dct": Row("DeMo without the DCT, 32 elements of a chunk", "sign", SparseMomentum),
     "demo_16": Row("DeMo, 16 coefficients of a chunk", "sign", partial(DeMo, 16)),
+    "demo_muon_16": Row("DeMo and Muon, 16 coefficients of a chunk", "muon_of_sums", partial(DeMo, 16)),
+    "demo_muon_two_phase": Row("DeMo and Muon, 32 coefficients, two phases", "muon_of_sums", TwoPhaseDeMo),
+    "demo_muon_without_dct": Row("DeMo and Muon without the DCT, 32 elements", "muon_of_sums", SparseMomentum),
+    **{f"topk_sign_{ratio}": _topk("sign", ratio) for ratio in (0.005, 0.01, 0.02, 0.05)},
+    **{f"topk_muon_{ratio}": _topk("muon_of_sums", ratio) for ratio in (0.01, 0.02, 0.05, 0.1)},
+    **{f"topk_sign_{ratio}_decay_0.999": _topk("sign", ratio, 0.999) for ratio in (0.01, 0.05)},
+    **{f"topk_muon_{ratio}_decay_0.999": _topk("muon_of_sums", ratio, 0.999) for ratio in (0.01, 0.02, 0.05)},
+    "topk_muon_0.01_decay_0.99": _topk("muon_of_sums", 0.01, 0.99),
+    "muon_topk": _topk("muon", 0.01),
+    "muon_1bit": Row("CompressedAllReduce, 1 bit, error feedback", "muon", partial(Compressed, "sign1bit", decay=1.0)),
+    "muon_diloco_3": _diloco("muon", 3),
+    "muon_diloco_5": _diloco("muon", 5),
+    "muon_diloco_30_delay": Row("DiLoCo, 30 steps, delay 10", "muon", partial(StreamingDiLoCo, 30, delay=10)),
+    "muon_diloco_30_fragments": Row(
+        "DiLoCo, 30 steps, 4 fragments, delay 5", "muon", partial(StreamingDiLoCo, 30, fragments=4, delay=5)
+    ),
     "dion_rank_1": Row("Dion, rank 1", "orthogonal", partial(Dion, 1)),
     "dion_rank_1_full_size": Row("Dion, rank 1, updates 8 times", "orthogonal", partial(Dion, 1, has_full_size=True)),
     "adamw_async_on_time": Row("Async, on time", "adamw", partial(Async, delay=0)),

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from convergence_tasks import SEQUENCES_PER_RANK
-from horizon_methods import DDP, Compressed, Method
-from horizon_momentum import DeMo, Dion
+from horizon_methods import DDP, Compressed, Method, TopK
+from horizon_momentum import DeMo, Dion, TwoPhaseDeMo
 from horizon_optimizers import OPTIMIZERS
 from horizon_training import Group, Setup, Task, Trainings
-from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision
+from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision, StreamingDiLoCo
 
 NUM_STEPS = 5
 RATE = 3e-2
@@ -22,14 +22,17 @@ TIMED_STEPS = 40
 
 
 def _groups(inner: str) -> list[Group]:
-    methods: dict[str, list[Method]] = {"sign": [DeMo()], "muon_of_sums": [DeMo()], "orthogonal": [Dion(2)]}
+    momentum: list[Method] = [DeMo(), TwoPhaseDeMo(), TopK()]
+    methods: dict[str, list[Method]] = {"sign": momentum, "muon_of_sums": momentum, "orthogonal": [Dion(2)]}
     averaging: list[Method] = [
         DDP(),
         Compressed("minmax_uint8"),
         Compressed("minmax_uint4", decay=1.0),
+        Compressed("sign1bit", decay=1.0),
         DiLoCo(2),
         DiLoCo(2, codec="two_bits", decay=0.95),
         DiLoCo(2, codec="two_bits_table", short_last=0.5),
+        StreamingDiLoCo(4, fragments=2, delay=1),
         Decentralized(moments_every=2),
         Decentralized(mode="shift_one", on_time=True, exact_last=0.2),
         LowPrecision(),

@@ -41,16 +41,58 @@ class DiLoCo(Method):
         self._rounds.add(self.num_steps)
 
     def after_step(self, step: int) -> None:
-        if step not in self._rounds:
-            return
-        gradient = self._mean(self._theta - self.weights)
-        self._momentum.mul_(self.outer_momentum).add_(gradient)
-        change = gradient + self.outer_momentum * self._momentum if self.nesterov else self._momentum
-        self._theta.sub_(change, alpha=self.outer_lr)
-        self.weights.copy_(self._theta)
+        if step in self._rounds:
+            self._step_theta(slice(None), self._mean(self._theta - self.weights))
+            self.weights.copy_(self._theta)
+
+    def _step_theta(self, columns: slice, gradient: Tensor) -> None:
+        """Step some columns of theta on their outer gradient."""
+        theta, momentum = self._theta[..., columns], self._momentum[..., columns]
+        momentum.mul_(self.outer_momentum).add_(gradient)
+        change = gradient + self.outer_momentum * momentum if self.nesterov else momentum
+        theta.sub_(change, alpha=self.outer_lr)
 
     def bytes_a_step(self) -> float:
         return self._share * self._mean.wire_bytes * len(self._rounds) / self.num_steps
+
+
+@dataclass
+class StreamingDiLoCo(DiLoCo):
+    """DiLoCo in fragments, with a delay: `delay` steps after its round began, x <- x + theta' - snapshot.
+
+    Fragment p of F begins its rounds (p + 1) H / F steps after a multiple of H. No parameter is split.
+    """
+
+    fragments: int = 1
+    delay: int = 0
+
+    def _begin(self) -> None:
+        super()._begin()
+        size = self.num_elements / self.fragments
+        members = [[p for p in self.parameters if int(p.start / size) == index] for index in range(self.fragments)]
+        self._fragments = [
+            (
+                slice(parameters[0].start, parameters[-1].stop),
+                TwoPhaseMean(
+                    self.codec,
+                    self.weights[..., parameters[0].start : parameters[-1].stop],
+                    [parameter.shape.numel() for parameter in parameters],
+                    self.decay,
+                ),
+            )
+            for parameters in members
+        ]
+        self._changes: dict[tuple[int, int], Tensor] = {}  # by fragment and step
+
+    def after_step(self, step: int) -> None:
+        for index, (columns, average) in enumerate(self._fragments):
+            offset = (index + 1) * self.inner_steps // self.fragments
+            if step >= offset and (step - offset) % self.inner_steps == 0:
+                snapshot = self.weights[..., columns].clone()
+                self._step_theta(columns, average(self._theta[..., columns] - snapshot))
+                self._changes[index, step + self.delay] = self._theta[..., columns] - snapshot
+            if (change := self._changes.pop((index, step), None)) is not None:
+                self.weights[..., columns].add_(change)
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_the_optimizers_are_torchs_with_a_rate_for_each_training(model: StackedG
         torch.testing.assert_close(weights[training, worker], flat, atol=tolerance, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["minmax_uint8", "minmax_uint4"])
+@pytest.mark.parametrize("name", ["minmax_uint8", "minmax_uint4", "topk"])
 def test_a_round_trip_equals_the_packages_codec(name: str) -> None:
     lengths = (4096, 3000, 64, 7)
     values = torch.randn(2, sum(lengths)) * torch.logspace(-6, 3, sum(lengths))
