@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,18 @@ def sgd_with_momentum(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def signs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, betas=(0.0, 0.0))
+
+
+def adam_without_momentum(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1, betas=(0.0, 0.9))
+
+
+def muon(parameters: Iterable[torch.Tensor], momentum: float = 0.95) -> torch.optim.Optimizer:
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.ndim == 2], momentum=momentum)
+
+
 def fused_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return FusedAdam(parameters, lr=0.1, momentum=0.9)
 
@@ -45,7 +58,7 @@ def messages_of(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer, *, is_at
             runner = algorithm.reify(own_group, optimizer=optimizer)
             ddp.register_comm_hook(runner, tb.comm_hook)
         for _ in range(2):
-            optimizer.zero_grad()
+            ddp.zero_grad()
             ddp(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         runner.close()
@@ -73,12 +86,21 @@ def test_a_sparse_mean_with_a_momentum(algorithm: tb.Algorithm, is_attached: boo
     assert "TopKAlgorithm(momentum=0.9, warmup_steps=...)" in messages[0]
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, fused_adam])
+def test_a_sparse_mean_with_muon() -> None:
+    """TopK's own momentum is for SGD, so it is no advice here."""
+    message, _ = messages_of(tb.TopKAlgorithm(), muon)
+    assert "TopKAlgorithm with the momentum 0.95 of Muon may diverge" in message
+    assert message.endswith("Set that momentum to 0, and increase the learning rate")
+
+
+@pytest.mark.parametrize(
+    "make_optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, fused_adam, adam_without_momentum]
+)
 @pytest.mark.parametrize("algorithm", [*SPARSE, tb.PowerSGDAlgorithm()], ids=repr)
 def test_a_sparse_mean_and_factors_with_adam(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer) -> None:
     messages = messages_of(algorithm, make_optimizer)
     assert len(messages) == 2
-    adam = "FusedAdam" if make_optimizer is fused_adam else make_optimizer.__name__
+    adam = {fused_adam: "FusedAdam", adam_without_momentum: "Adam"}.get(make_optimizer, make_optimizer.__name__)
     assert f"{type(algorithm).__name__} with {adam} " in messages[0]
     assert "QAdamAlgorithm with one bit" in messages[0]
     assert "or train with SGD" in messages[0]
@@ -91,6 +113,8 @@ def test_a_sparse_mean_and_factors_with_adam(algorithm: tb.Algorithm, make_optim
         (tb.PowerSGDAlgorithm(), sgd_with_momentum),
         (tb.TopKAlgorithm(momentum=0.9), sgd),
         (tb.TopKAlgorithm(1.0), sgd_with_momentum),
+        (tb.TopKAlgorithm(), signs),
+        (tb.TopKAlgorithm(), partial(muon, momentum=0.0)),
         (tb.CompressedAllReduceAlgorithm(), torch.optim.AdamW),
         (tb.ByteGradAlgorithm(error_feedback=True), sgd_with_momentum),
     ],

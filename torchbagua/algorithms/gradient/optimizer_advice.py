@@ -16,19 +16,27 @@ def adam_among(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
 
 def warn_of_sparse_means(algorithm: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn about an Adam, or else a momentum, that steps on the sparse mean of `algorithm`, with error feedback."""
-    if adam := adam_among(optimizers):
+    if adam := adam_among([optimizer for optimizer in optimizers if not _steps_along_signs(optimizer)]):
         warn_user(
-            f"torchbagua: {algorithm} with {adam} trains badly: {adam} divides by the magnitude of the gradients, and "
-            "here most gradient elements are zero. Use CompressedAllReduceAlgorithm() with 4 bits or QAdamAlgorithm "
-            "with one bit, or train with SGD"
+            f"torchbagua: {algorithm} with {adam} trains badly: {adam} averages over steps, and in each step most "
+            "gradient elements are zero. Pass betas=(0.0, 0.0), with which it steps along the signs of the sent "
+            "elements, and about ten times the learning rate. Or use CompressedAllReduceAlgorithm() with 4 bits or "
+            "QAdamAlgorithm with one bit, or train with SGD"
         )
         return
     for optimizer in optimizers:
         momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
         if momenta:
+            instead = f" or use TopKAlgorithm(momentum={momenta[0]}, warmup_steps=...)"
             warn_user(
                 f"torchbagua: {algorithm} with the momentum {momenta[0]} of {type(optimizer).__name__} may diverge: "
-                "the momentum treats delayed gradients as new. Set that momentum to 0, and increase the learning rate "
-                f"or use TopKAlgorithm(momentum={momenta[0]}, warmup_steps=...)"
+                "the momentum treats delayed gradients as new. Set that momentum to 0, and increase the learning rate"
+                f"{instead if isinstance(optimizer, torch.optim.SGD) else ''}"
             )
             return
+
+
+def _steps_along_signs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an Adam has betas of 0, so that it divides a gradient by its own magnitude."""
+    betas = [group.get("betas") for group in optimizer.param_groups]
+    return all(pair is not None and not any(pair) for pair in betas)

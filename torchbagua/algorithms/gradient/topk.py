@@ -37,7 +37,9 @@ _SELECTIONS: dict[str, type[SparseCodec]] = {"top": TopK, "block": BlockK}
 
 @dataclass(frozen=True)
 class TopKAlgorithm(CompressedMeanAlgorithm):
-    """Average gradients by sending the largest elements of each block, with error feedback. For SGD.
+    """Average gradients by sending the largest elements of each block, with error feedback.
+
+    For optimizers without momentum: SGD, Muon with momentum 0, AdamW with betas of 0, which steps along the signs.
 
     It is `CompressedAllReduceAlgorithm` with `TopK` and error feedback, and everything in that docstring applies. Only
     the fraction `ratio` of the gradient's elements, and of the mean's elements, is sent. The other elements form the
@@ -46,10 +48,10 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
     is bitwise identical on all ranks.
 
     In each step, most elements of the mean that the optimizer gets are zero. A nonzero element represents the gradients
-    of many steps. Adam, which divides by the magnitude of the gradient, trains badly with such a mean. SGD with
-    momentum trains badly too, because it treats delayed gradients as new. Set the momentum in this algorithm instead of
-    in the optimizer: each rank then accumulates velocities, u = m u + g, and sends the largest elements of their sums
-    (Deep Gradient Compression, Lin et al., arXiv 1712.01887).
+    of many steps: the residual is a momentum. An optimizer with a momentum of its own trains badly with such a mean,
+    because it treats delayed gradients as new. Adam's second moment would be a mean over zeros too. For SGD, this
+    algorithm can have the momentum instead: each rank then accumulates velocities, u = m u + g, and sends the largest
+    elements of their sums (Deep Gradient Compression, Lin et al., arXiv 1712.01887).
 
     - Velocities take 8 bytes per parameter and are part of `Attachment.state_dict`. A state can be loaded only with the
       same `momentum`, but with another `ratio`, `warmup_steps` or `block`.
@@ -188,4 +190,4 @@ class TopKAlgorithmImpl(AlgorithmImpl):
         self._warm_up.load_state_dict(state)
 
 
-register("topk", TopKAlgorithm, "mean of the largest elements of gradients, for SGD")
+register("topk", TopKAlgorithm, "mean of the largest elements of gradients, for optimizers without momentum")
