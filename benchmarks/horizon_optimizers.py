@@ -12,6 +12,7 @@ from torch import Tensor
 from horizon_model import StackedGPT
 
 BETAS = (0.9, 0.95)
+SLOW_BETA = 0.999
 EPS = 1e-8
 WEIGHT_DECAY = 0.01  # AdamW's default; Muon's default is 0.1, but both optimizers must decay the weights equally
 MUON_MOMENTUM = 0.95
@@ -26,11 +27,13 @@ class Tick(NamedTuple):
     Attributes:
         rates: the learning rates [S, 1, 1].
         correction1, correction2: 1 - beta^t of the first moment, and the root of 1 - beta^t of the second moment.
+        slow_correction: 1 - beta^t of a slow first moment.
     """
 
     rates: Tensor
     correction1: Tensor
     correction2: Tensor
+    slow_correction: Tensor
 
 
 class InnerOptimizer(Protocol):
@@ -63,6 +66,21 @@ class AdamW:
         self._second.mul_(BETAS[1]).addcmul_(grads, grads, value=1 - BETAS[1])
         denominator = (self._second.sqrt() / tick.correction2).add_(EPS)
         self._weights.sub_((self._first * (tick.rates / tick.correction1)).div_(denominator))
+
+
+class SlowAdamW(AdamW):
+    """AdamW with a slow first moment, mixed with the gradient (QHAdam, arXiv 1810.06801), as MT-DAO has it."""
+
+    share = 0.95  # of the first moment
+
+    def step(self, grads_swn: Tensor, tick: Tick) -> None:
+        grads = grads_swn[..., self._start :]
+        self._weights.mul_(1 - tick.rates * WEIGHT_DECAY)
+        self._first.lerp_(grads, 1 - SLOW_BETA)
+        self._second.mul_(BETAS[1]).addcmul_(grads, grads, value=1 - BETAS[1])
+        denominator = (self._second.sqrt() / tick.correction2).add_(EPS)
+        update = grads * (1 - self.share) + self._first * (self.share / tick.slow_correction)
+        self._weights.sub_(update.mul_(tick.rates).div_(denominator))
 
 
 class Muon:
@@ -159,7 +177,14 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "muon_of_sums": MuonOfSums, "orthogonal": Orthogonal, "sign": Sign}
+OPTIMIZERS = {
+    "adamw": AdamW,
+    "slow_adamw": SlowAdamW,
+    "muon": Muon,
+    "muon_of_sums": MuonOfSums,
+    "orthogonal": Orthogonal,
+    "sign": Sign,
+}
 
 
 def newton_schulz_flops(model: StackedGPT) -> float:

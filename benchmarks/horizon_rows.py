@@ -15,7 +15,14 @@ from horizon_methods import DDP, Compressed, Method, TopK
 from horizon_momentum import DeMo, Dion, SparseMomentum, TwoPhaseDeMo
 from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision, StreamingDiLoCo
 
-MIDDLE_RATES = {"adamw": 1.0e-2, "muon": 1.5e-2, "muon_of_sums": 1.5e-2, "orthogonal": 1.5e-2, "sign": 3.0e-3}
+MIDDLE_RATES = {
+    "adamw": 1.0e-2,
+    "slow_adamw": 1.0e-2,
+    "muon": 1.5e-2,
+    "muon_of_sums": 1.5e-2,
+    "orthogonal": 1.5e-2,
+    "sign": 3.0e-3,
+}
 RUNGS = (-2, -1, 0, 1, 2)
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
 MORE_SEEDS = (*SEEDS, 2, 3)  # of the references, for the noise floor
@@ -123,6 +130,7 @@ MORE = {
     "muon_diloco_30_2bits_whole": _diloco("muon", 30, ", 2 bits, d = 1", codec="two_bits", decay=1.0),
     "adamw_local_sgd_30": Row("LocalSGD, 30 steps", "adamw", partial(DiLoCo, 30, **_LOCAL_SGD)),
     "adamw_des_loc_30": Row("DES-LOC, 30, 90 and 180 steps", "adamw", partial(DesLoc, 30, **_LOCAL_SGD)),
+    "mt_dao_30": Row("MT-DAO, 30 steps", "slow_adamw", partial(DesLoc, 30, moments_every=(30, 30), **_LOCAL_SGD)),
     "adamw_shift_one": Row("Decentralized, shift_one", "adamw", partial(Decentralized, mode="shift_one")),
     "adamw_low_precision": Row("LowPrecisionDecentralized", "adamw", LowPrecision),
     "muon_low_precision": Row("LowPrecisionDecentralized", "muon", LowPrecision),

@@ -18,7 +18,7 @@ from convergence_rank import NUM_EVALUATIONS
 from convergence_tasks import split_text
 from horizon_methods import Method
 from horizon_model import StackedGPT
-from horizon_optimizers import BETAS, OPTIMIZERS, Tick
+from horizon_optimizers import BETAS, OPTIMIZERS, SLOW_BETA, Tick
 from torchbagua.cli.demo.train import CONTEXT, learning_rate_factor
 
 NUM_WORKERS = 4
@@ -156,11 +156,11 @@ class Trainings:
         grads = torch.autograd.grad(losses.sum(), self._leaves)
         with torch.no_grad():
             torch.cat([grad.flatten(1) for grad in grads], dim=1, out=self._grads.flatten(0, 1))
-            factor, correction1, correction2 = self._schedule.index_select(0, self._counter)[0].unbind()
+            factor, *corrections = self._schedule.index_select(0, self._counter)[0].unbind()
             rates = self._rates * factor
             for part, method in self._methods:
                 method.average_gradients(self._grads[part], rates[part])
-            self._optimizer.step(self._grads, Tick(rates, correction1, correction2))
+            self._optimizer.step(self._grads, Tick(rates, *corrections))
             self._counter.add_(1)
 
     def _capture(self) -> None:
@@ -188,9 +188,14 @@ class Trainings:
 
 
 def _schedule(num_steps: int) -> Tensor:
-    """Return the factor of the learning rate and AdamW's two corrections [steps, 3] of each step."""
+    """Return the factor of the learning rate and the three corrections of `Tick` [steps, 4] of each step."""
     rows = [
-        (learning_rate_factor(step, num_steps), 1 - BETAS[0] ** (step + 1), math.sqrt(1 - BETAS[1] ** (step + 1)))
+        (
+            learning_rate_factor(step, num_steps),
+            1 - BETAS[0] ** (step + 1),
+            math.sqrt(1 - BETAS[1] ** (step + 1)),
+            1 - SLOW_BETA ** (step + 1),
+        )
         for step in range(num_steps)
     ]
     return torch.tensor(rows)

@@ -99,6 +99,8 @@ class StreamingDiLoCo(DiLoCo):
 class DesLoc(DiLoCo):
     """DES-LOC (arXiv 2505.22549): DiLoCo that also averages the inner optimizer's moments, in float32.
 
+    MT-DAO (arXiv 2510.05361) is plain averaging with a slow momentum in the inner optimizer, averaged in each round.
+
     Attributes:
         moments_every: the steps between two means of the first moment, and of the second.
     """
