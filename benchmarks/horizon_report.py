@@ -13,10 +13,20 @@ from table import table
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer
 INNER = {
     "adamw": "AdamW",
+    "slow_adamw": "AdamW with a slow momentum",
     "muon": "Muon",
-    "muon_of_sums": "Muon without momentum",
+    "muon_of_sums": "Muon, momentum 0",
     "orthogonal": "its own",
-    "sign": "sign, without momentum",
+    "sign": "AdamW, betas 0",
+}
+# The row of DDP with the same optimizer; DDP needs its momentum.
+SAME = {
+    "adamw": "adamw_ddp",
+    "slow_adamw": "adamw_ddp",
+    "muon": "muon_ddp",
+    "muon_of_sums": "muon_ddp",
+    "orthogonal": "muon_ddp",
+    "sign": "adamw_ddp",
 }
 HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),
@@ -28,9 +38,15 @@ CHOICES = {
     "muon_bytegrad": '"bytegrad"',
     "adamw_4bits": "tb.CompressedAllReduceAlgorithm()",
     "muon_4bits_feedback": "tb.CompressedAllReduceAlgorithm(error_feedback=True)",
+    "topk_muon_0.05": "tb.TopKAlgorithm(0.05)",
+    "topk_sign_0.05": "tb.TopKAlgorithm(0.05)",
+    "muon_diloco_10": "tb.DiLoCoAlgorithm(10)",
+    "adamw_diloco_10": "tb.DiLoCoAlgorithm(10)",
+    "topk_sign_0.02": "tb.TopKAlgorithm(0.02)",
+    "topk_sign_0.01": "tb.TopKAlgorithm(0.01)",
     **{
         f"{inner}_diloco_{inner_steps}": f"tb.DiLoCoAlgorithm({inner_steps})"
-        for inner_steps in (10, 30, 100)
+        for inner_steps in (30, 100)
         for inner in ("muon", "adamw")
     },
 }
@@ -74,8 +90,7 @@ def summarise_row(document: Mapping[str, Any], name: str) -> Summary | None:
     if not records:
         return None
     adamw = best_records(document, REFERENCE)
-    own = f"{ROWS[name].inner}_ddp"
-    same = best_records(document, own) if own in ROWS else {}
+    same = best_records(document, SAME[ROWS[name].inner])
     first = next(iter(records.values()))
     ddp = next((record for references in (adamw, same) for record in references.values()), None)
     return Summary(

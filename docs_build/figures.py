@@ -42,6 +42,7 @@ PAGES = (
     "docs/algorithms/low-precision-decentralized.md",
     "docs/algorithms/qadam.md",
     "docs/benchmarks.md",
+    "docs/algorithms/topk.md",
     "docs/choose.md",
     "docs/guides/muon.md",
     "docs/index.md",
@@ -49,7 +50,7 @@ PAGES = (
 # The rows of the horizon benchmark in its picture.
 DRAWN = (
     *("adamw_ddp", "muon_ddp", "muon_diloco_10", "muon_diloco_30", "muon_diloco_100"),
-    *("adamw_diloco_30", "muon_4bits", "adamw_decentralized", "adamw_async"),
+    *("adamw_diloco_30", "muon_4bits", "adamw_decentralized", "adamw_async", "topk_sign_0.02"),
 )
 # The rows on the page about Muon.
 WITH_MUON = (
@@ -57,6 +58,11 @@ WITH_MUON = (
     *("adamw_diloco_10", "adamw_diloco_30", "adamw_diloco_100"),
     *("muon_bytegrad", "muon_4bits", "muon_4bits_feedback"),
     *("muon_decentralized", "muon_shift_one", "muon_low_precision", "muon_async"),
+)
+# The rows on the page about TopK.
+WITH_TOPK = (
+    *("adamw_ddp", "topk_sign_0.05", "topk_sign_0.02", "topk_sign_0.01", "topk_sign_0.005", "muon_ddp"),
+    *("topk_muon_0.1", "topk_muon_0.05", "topk_muon_0.02", "topk_muon_0.01", "muon_topk"),
 )
 # Arguments of network.py; all others have their defaults.
 ARGUMENTS = ("--deadline", "3600")
@@ -81,6 +87,10 @@ def horizon_muon(document: dict[str, Any]) -> str:
     return paragraphs(rows_table(document, WITH_MUON))
 
 
+def horizon_topk(document: dict[str, Any]) -> str:
+    return paragraphs(rows_table(document, WITH_TOPK))
+
+
 def horizon_choices(document: dict[str, Any]) -> str:
     return paragraphs(choices_table(document))
 
@@ -94,7 +104,7 @@ def horizon_ranks(document: dict[str, Any]) -> str:
     return paragraphs(ranks_table(document, ranks["trainings"]))
 
 
-HORIZON_PARTS = (horizon_rows, horizon_muon, horizon_choices, horizon_outer, horizon_ranks)
+HORIZON_PARTS = (horizon_rows, horizon_muon, horizon_topk, horizon_choices, horizon_outer, horizon_ranks)
 
 
 def updated(name: str, shown: Shown) -> str:
