@@ -21,7 +21,7 @@ import horizon_optimizers
 import horizon_ranks
 from convergence_sweep import TUNING_SEED
 from horizon_codecs import RoundTrip, block_runs
-from horizon_methods import DDP, Method
+from horizon_methods import DDP, Method, TopK
 from horizon_model import NUM_HEADS, StackedGPT
 from horizon_momentum import DeMo, Dion
 from horizon_optimizers import OPTIMIZERS, AdamW, Muon, SlowAdamW, Tick
@@ -168,7 +168,10 @@ def test_diloco_of_one_step_and_rate_1_averages_weights(task: Task) -> None:
     torch.testing.assert_close(diloco.weights, averaged.weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("method", "inner"), [(DeMo(), "sign"), (DeMo(), "muon_of_sums"), (Dion(2), "orthogonal")])
+@pytest.mark.parametrize(
+    ("method", "inner"),
+    [(DeMo(), "sign"), (DeMo(), "muon_of_sums"), (TopK(ratio=0.1), "sign"), (Dion(2), "orthogonal")],
+)
 def test_methods_that_send_momentum_keep_weights_equal(task: Task, method: Method, inner: str) -> None:
     trained = train(task, method, inner=inner, rates=(3e-3,))
     assert torch.equal(trained.weights, trained.weights[:, :1].expand_as(trained.weights))

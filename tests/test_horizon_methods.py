@@ -1,7 +1,7 @@
 """The methods of the horizon benchmark, each against its formula or the one-process oracle."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,11 +13,11 @@ from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from horizon_codecs import INNER_LEVEL, OUTER_LEVEL, RoundTrip
-from horizon_methods import Compressed, Method, TwoPhaseMean
+from horizon_methods import Compressed, Method, TopK, TwoPhaseMean
 from horizon_model import Parameter
-from horizon_momentum import DeMo, Dion, dct
+from horizon_momentum import DeMo, Dion, TwoPhaseDeMo, dct
 from horizon_training import NUM_WORKERS
-from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision
+from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision, StreamingDiLoCo
 
 LENGTH = 256
 RATES = torch.ones(1, 1, 1)
@@ -27,10 +27,13 @@ def vector(length: int) -> Parameter:
     return Parameter("vector", torch.Size([length]), 0)
 
 
-def steps_of(method: Method, num_steps: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+def steps_of(
+    method: Method, num_steps: int, parameters: Sequence[Parameter] | None = None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's number, the workers' weights [W, N] before the method averages them, and after it."""
     weights = torch.randn(1, 1, LENGTH).repeat(1, NUM_WORKERS, 1)
-    method.bind(weights, [torch.randn(1, NUM_WORKERS, LENGTH) for _ in range(2)], num_steps, [vector(LENGTH)])
+    moments = [torch.randn(1, NUM_WORKERS, LENGTH) for _ in range(2)]
+    method.bind(weights, moments, num_steps, parameters or [vector(LENGTH)])
     for step in range(1, num_steps + 1):
         weights.add_(torch.randn_like(weights))
         before = weights[0].clone()
@@ -68,6 +71,28 @@ def test_diloco_steps_torchs_sgd_with_the_mean_of_the_progress(arguments: dict[s
         else:
             assert torch.equal(before, after)
     assert method.bytes_a_step() == pytest.approx(4 * LENGTH * 1.5 * len(rounds) / num_steps)
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 4), (2, 0), (2, 2)])
+def test_streaming_diloco_adds_the_change_of_a_fragment_after_the_delay(fragments: int, delay: int) -> None:
+    half = LENGTH // 2
+    method = StreamingDiLoCo(6, codec=None, fragments=fragments, delay=delay)
+    parameters = [vector(half), Parameter("other", torch.Size([half]), half)]
+    columns = [slice(0, LENGTH)] if fragments == 1 else [slice(0, half), slice(half, LENGTH)]
+    changes: dict[int, Tensor] = {}
+    for step, before, after in steps_of(method, 40, parameters):
+        if step == 1:
+            thetas = [method._theta[0, 0, part].clone() for part in columns]
+            optimizers = [torch.optim.SGD([theta], 0.7, 0.6, nesterov=True) for theta in thetas]
+        expected = before.clone()
+        for index, part in enumerate(columns):
+            if step >= 6 // fragments and (step - (index + 1) * 6 // fragments) % 6 == 0:
+                thetas[index].grad = (thetas[index] - before[:, part]).mean(0)
+                optimizers[index].step()
+                changes[step + delay] = torch.zeros_like(before)
+                changes[step + delay][:, part] = thetas[index] - before[:, part]
+        expected += changes.pop(step, torch.zeros(1))
+        torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_residuals_decay_from_round_to_round() -> None:
@@ -143,8 +168,10 @@ def test_shift_one_pairs_every_two_workers_of_different_halves() -> None:
     assert method._peers(method.weights, 1).flatten().tolist() == [1.5, 1.5, 1.5, 1.5]
 
 
-def test_error_feedback_sends_everything_in_the_end() -> None:
-    method = Compressed("minmax_uint4", decay=1.0)
+@pytest.mark.parametrize(
+    ("method", "largest_error"), [(Compressed("minmax_uint4", decay=1.0), 0.02), (TopK(ratio=0.25), 0.2)]
+)
+def test_error_feedback_sends_everything_in_the_end(method: Method, largest_error: float) -> None:
     method.bind(torch.zeros(1, NUM_WORKERS, 256), [], 100, [vector(256)])
     grads = torch.randn(1, NUM_WORKERS, 256)
     total = torch.zeros(1, 1, 256)
@@ -152,7 +179,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
         sent = grads.clone()
         method.average_gradients(sent, RATES)
         total += sent[:, :1]
-    torch.testing.assert_close(total / 100, grads.mean(1, keepdim=True), atol=0.02, rtol=0)
+    torch.testing.assert_close(total / 100, grads.mean(1, keepdim=True), atol=largest_error, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["two_bits", "two_bits_table"])
@@ -189,6 +216,24 @@ def test_demo_sends_the_largest_coefficients_and_keeps_the_rest() -> None:
     assert kept[0, 0, 0].flatten()[large[0]].item() == pytest.approx(1.5, abs=1e-4)
     assert kept.abs().sum().item() == pytest.approx(1.5, abs=0.1)
     assert method.bytes_a_step() == 3 * 2 * 32 * 4
+
+
+def test_demo_in_two_phases_loses_nothing() -> None:
+    """Without decay, all gradients are in what was sent, in the momenta, or in the residual of the mean."""
+    method = TwoPhaseDeMo(decay=1.0)
+    method.bind(torch.zeros(1, NUM_WORKERS, 64 * 64), [], 1, [Parameter("matrix", torch.Size([64, 64]), 0)])
+    given, sent = torch.zeros(64, 64), torch.zeros(64, 64)
+    for _ in range(3):
+        grads = torch.randn(1, NUM_WORKERS, 64 * 64)
+        given += grads.mean(1).view(64, 64)
+        method.average_gradients(grads, RATES)
+        assert torch.equal(grads, grads[:, :1].expand_as(grads))
+        sent += grads[0, 0].view(64, 64)
+    momenta, residual = method.state
+    kept = momenta.mean(1).view(64, 64) + dct(64).mT @ residual.view(64, 64) @ dct(64)
+    torch.testing.assert_close(sent + kept, given, atol=1e-4, rtol=0)
+    assert sent.abs().max() > 0.1
+    assert method.bytes_a_step() == 1.5 * 4 * 32
 
 
 def test_dion_of_local_momenta_equals_dion_of_the_mean_gradient() -> None:
