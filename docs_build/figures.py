@@ -54,7 +54,8 @@ DRAWN = (
 )
 # The rows on the page about Muon.
 WITH_MUON = (
-    *("adamw_ddp", "muon_ddp", "muon_diloco_10", "muon_diloco_30", "muon_diloco_100", "muon_diloco_200"),
+    *("adamw_ddp", "muon_ddp", "muon_diloco_10", "muon_diloco_30", "muon_diloco_30_delay", "muon_diloco_30_fragments"),
+    *("muon_diloco_100", "muon_diloco_200"),
     *("adamw_diloco_10", "adamw_diloco_30", "adamw_diloco_100"),
     *("muon_bytegrad", "muon_4bits", "muon_4bits_feedback"),
     *("muon_decentralized", "muon_shift_one", "muon_low_precision", "muon_async"),
