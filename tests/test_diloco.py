@@ -484,9 +484,29 @@ def test_a_round_with_nan_is_dropped_on_all_ranks_with_one_warning(delay: int) -
             assert all(weight.isfinite().all() for weight in theta.values())
             assert not torch.equal(theta["last.weight"], before["theta"]["last.weight"])
 
-    with pytest.warns(RuntimeWarning, match="the round after 6 steps is dropped on all ranks") as caught:
+    with pytest.warns(RuntimeWarning, match="round after 6 steps is dropped|has dropped") as caught:
         run_ranks(2, body)
-    assert len(caught) == 2, "once on each rank"
+    reports = ["1 in total. This rank's weights are now finite" in str(warning.message) for warning in caught]
+    assert sorted(reports) == [False, False, True, True], "once on each rank, and again at the end"
+
+
+def test_the_end_warns_of_dropped_rounds_and_of_weights_that_are_not_finite() -> None:
+    """The last mean spreads the NaN of one rank to all ranks."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, DiLoCo(1)):
+            if group.rank() == 1:
+                with torch.no_grad():
+                    trainer.module.first.weight[0, 0] = torch.nan
+            for _ in range(3):
+                trainer.step()
+
+    with pytest.warns(RuntimeWarning, match="NaN or Inf") as caught:
+        run_ranks(2, body)
+    expected = "weights contained NaN or Inf: 3 in total. This rank's weights are still not finite. Load a checkpoint"
+    assert sum(expected in str(warning.message) for warning in caught) == 2
 
 
 def assert_equal(first: Any, second: Any) -> None:

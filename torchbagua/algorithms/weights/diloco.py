@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchbagua._stable_repr import stable_repr
+from torchbagua._warnings import warn_user_during_error
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
@@ -27,6 +28,7 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.rank_state import check_keys
 from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.shards import local_shard
 from torchbagua.runtime.weight_bucket import WeightBucket
 
 
@@ -47,7 +49,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
 
     In each round, a rank sends 2 (n-1)/n times the encoded parameters. With 4 bits every 30 steps, that is 1/226 of
     what DDP sends in float32. NaN or Inf on any rank makes the mean NaN or Inf on all ranks. All ranks drop such a
-    round without effect, and a RuntimeWarning reports the first dropped round.
+    round without effect. One RuntimeWarning reports the first dropped round, and another, at the end, their number.
 
     A state can be loaded with another `inner_steps`, `compression`, `delay`, `hierarchical`, `final_average` and
     `bucket_cap_mb`. With another number of ranks, or other nodes, residuals are dropped with a RuntimeWarning: the
@@ -178,6 +180,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         runner.load_effect = "they become the shadow weights, and their outer momentum and residuals are reset"
         algorithm, group = self.algorithm, runner.process_group
         self._is_of_nodes = algorithm.hierarchical and group.intra_node is not None
+        runner.on_close(self._report_dropped)
         if self._is_of_nodes:
             runner.open_node_gradients = self._open_node_gradients
         self.rounds = SynchronousRounds(runner, algorithm)
@@ -307,6 +310,17 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     def finish(self) -> bool:
         self.finish_round()
         return super().finish()
+
+    def _report_dropped(self) -> None:
+        if not self.num_dropped:
+            return
+        weights = (tensor.parameter for bucket in self._weights if not bucket.are_buffers for tensor in bucket.tensors)
+        is_finite = all(bool(local_shard(weight).isfinite().all()) for weight in weights)
+        warn_user_during_error(  # while a rank raises, the other ranks may wait for it
+            f"torchbagua: {self.runner.name} has dropped rounds because a rank's weights contained NaN or Inf: "
+            f"{self.num_dropped} in total. This rank's weights are {'now' if is_finite else 'still not'} finite. Load "
+            "a checkpoint from before the first dropped round, and lower the learning rate or clip gradients"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks share, and this rank's residuals and differences that are not yet applied."""

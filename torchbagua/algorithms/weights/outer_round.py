@@ -167,7 +167,7 @@ class OuterRound:
         if self.num_dropped == 1:
             warn_user(
                 f"torchbagua: the round after {self.snapshot_step} steps is dropped on all ranks, because a rank's "
-                "weights contain NaN or Inf; further dropped rounds are not reported"
+                "weights contain NaN or Inf; the number of dropped rounds is reported at the end"
             )
 
     def _report_applied(self) -> None:
