@@ -52,7 +52,12 @@ def test_one_step_in_an_interval_is_due(size: int, due_after: list[int]) -> None
 
 
 @pytest.mark.parametrize(
-    ("attribute", "name"), [("step", "optimizer steps"), ("num_rounds", "rounds"), ("num_backwards", "backward passes")]
+    ("attribute", "name"),
+    [
+        ("step", "optimizer steps"),
+        ("num_rounds", "rounds"),
+        ("num_backwards", "backward passes in 0 steps of the optimizers"),
+    ],
 )
 def test_ranks_that_differ_all_raise(attribute: str, name: str) -> None:
     """The purpose in the error contains the number of steps of this rank."""

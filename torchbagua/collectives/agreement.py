@@ -145,7 +145,8 @@ def require_same_progress(
         raise CommunicationError(
             f"torchbagua: ranks are out of step in {purpose}: rank {first} has {first_number} {name}, rank "
             f"{second} has {second_number}. Every rank must run the same backward passes, optimizer steps, state "
-            "loads, layer unfreezes, aborts and resumes, in the same order. Check whether a rank ran out of data or "
-            "left early; if a GradScaler can skip a step on one rank, pass it to attach(..., grad_scaler=scaler)."
+            "loads, layer unfreezes, aborts and resumes, in the same order. Check whether a rank ran out of data, left "
+            "early or skipped a step of an optimizer; if a GradScaler can skip a step on one rank, pass it to "
+            "attach(..., grad_scaler=scaler)."
         )
     return largest_value

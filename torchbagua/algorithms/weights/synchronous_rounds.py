@@ -79,6 +79,6 @@ class SynchronousRounds:
         return {
             "optimizer steps": self.step,
             "searches for Inf": num_checks,
-            "backward passes": 0 if num_checks else self.num_backwards,
+            f"backward passes in {self.step} steps of the optimizers": 0 if num_checks else self.num_backwards,
             "rounds": self.num_rounds,
         }
