@@ -297,6 +297,50 @@ def test_a_step_ends_when_a_grad_scaler_skips_one_optimizer(options: list[dict[s
     assert_same_weights([weights, other_weights])
 
 
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_skipped_step_of_one_optimizer_does_not_shift_later_rounds(skipped: int, overflows: bool) -> None:
+    """The loop skips one optimizer in its second step. Each later training step ends with the second optimizer, even if
+    a GradScaler skips the second optimizer in the loop's third step."""
+    model = build(lambda: nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup) -> list[tuple[list[int], Weights]]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizers = [torch.optim.SGD([ddp.module.weight], lr=0.01), torch.optim.Adam([ddp.module.bias])]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        data, seen = batches(group.rank()), []
+        with tb.attach(ddp, optimizers, tb.DiLoCoAlgorithm(3), grad_scaler=scaler) as attachment:
+            for step in range(7):
+                ddp.zero_grad()
+                scaler.scale(ddp(data()).square().sum()).backward()
+                if overflows and step == 2:
+                    ddp.module.bias.grad.fill_(torch.inf)
+                numbers = []
+                for index, optimizer in enumerate(optimizers):
+                    if (step, index) != (1, skipped):
+                        scaler.step(optimizer)
+                    numbers.append(attachment.impl.rounds.step)
+                scaler.update()
+                seen.append((numbers, weights_of(ddp.module)))
+        return seen
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = run_ranks(2, body)
+    is_late = skipped == 0
+    for step, ((numbers, weights), (_, other_weights)) in enumerate(zip(first, second, strict=True)):
+        if step > 2:
+            assert numbers == [step - 1, step]
+        if step in (3, 6):  # after a round
+            assert_same_weights([weights, other_weights])
+    assert first[2][0] == ([2, 2] if is_late else [1, 2])
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (2 if is_late and not overflows else 0)
+    assert all(
+        "Adam stepped after the training step had ended, because SGD, which ended it" in text for text in messages
+    )
+
+
 def test_one_of_two_optimizers_never_steps() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)

@@ -24,7 +24,9 @@ class StepClock:
     """Ends a training step once every optimizer has stepped, or was skipped by a GradScaler, since the last end.
 
     The optimizers may step in any order and any number of times: a critic may step several times for each step of its
-    generator. A step that all optimizers skip is part of the next training step.
+    generator. A step that all optimizers skip is part of the next training step. If the last training step ended before
+    an optimizer's step after the same backward, because another optimizer had left out a step, then the late step does
+    not begin the next training step: otherwise all later training steps would end too early.
 
     Args:
         watches: of the optimizers that together take a training step; listened to until `close`.
@@ -51,6 +53,8 @@ class StepClock:
             watch.add(self._after_step)
         self._raises_if_never_stepped = raises_if_never_stepped
         self._has_warned = False
+        self._ended_by: torch.optim.Optimizer | None = None  # since the last backward
+        self._has_warned_of_late = False
 
     def close(self) -> None:
         """Stop listening to steps."""
@@ -62,6 +66,9 @@ class StepClock:
         progress.gradients.forget()
         progress.was_called = True
         if not is_taken:
+            return
+        if self._is_late(progress):
+            self._warn_of_late(optimizer)
             return
         progress.is_done = True
         progress.num_steps += 1
@@ -79,8 +86,10 @@ class StepClock:
         progress = self._progress[id(optimizer)]
         if overflow:
             progress.gradients.forget()
-            progress.is_done = progress.was_called = True
-            self._end_if_done(optimizer)
+            progress.was_called = True
+            if not self._is_late(progress):
+                progress.is_done = True
+                self._end_if_done(optimizer)
 
     def before_backward(self) -> None:
         """Record the start of a backward in training.
@@ -88,6 +97,9 @@ class StepClock:
         Raises:
             RuntimeError: gradients were cleared repeatedly without an optimizer step.
         """
+        self._ended_by = None
+        for progress in self._progress.values():
+            progress.follows_backward = False
         if not self._counts_gradients:
             return
         for progress in self._progress.values():
@@ -131,6 +143,21 @@ class StepClock:
         """Whether to count cleared gradients. Not within a step: its closure may clear them often (L-BFGS)."""
         return self._raises_if_never_stepped and not any(watch.is_in_step for watch in self._watches)
 
+    def _is_late(self, progress: "_OptimizerSteps") -> bool:
+        """Record a step or a skip, and return whether it belongs to the training step that ended last."""
+        is_first, progress.follows_backward = not progress.follows_backward, True
+        return is_first and self._ended_by is not None
+
+    def _warn_of_late(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._has_warned_of_late:
+            self._has_warned_of_late = True
+            late, ender = type(optimizer).__name__, type(self._ended_by).__name__
+            warn_user(
+                f"torchbagua: {late} stepped after the training step had ended, because {ender}, which ended it, took "
+                "no step after an earlier backward. A round at such an end leaves different weights on each rank. Step "
+                f"all optimizers in every step of the loop, or step {ender} last"
+            )
+
     def _end_if_done(self, optimizer: torch.optim.Optimizer) -> None:
         every = list(self._progress.values())
         if not all(progress.is_done for progress in every):
@@ -140,6 +167,7 @@ class StepClock:
             progress.is_done, progress.num_steps = False, 0
         if has_stepped:
             self._has_ended_one = True
+            self._ended_by = optimizer
             self._on_end(optimizer)
 
 
@@ -151,6 +179,7 @@ class _OptimizerSteps:
         num_steps: the number of its steps.
         is_done: whether it has stepped or was skipped.
         was_called: whether it has ever stepped or been skipped by a GradScaler.
+        follows_backward: whether it has stepped or was skipped since the last backward.
         gradients: counts unused gradients.
     """
 
@@ -159,6 +188,7 @@ class _OptimizerSteps:
         self.num_steps = 0
         self.is_done = False
         self.was_called = False
+        self.follows_backward = False
         self.gradients = _UnusedGradients(optimizer)
 
 
