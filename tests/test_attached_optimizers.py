@@ -341,6 +341,26 @@ def test_a_skipped_step_of_one_optimizer_does_not_shift_later_rounds(skipped: in
     )
 
 
+def test_a_state_that_is_saved_between_the_steps_of_two_optimizers() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizers = [torch.optim.SGD([ddp.module.weight], lr=0.01), torch.optim.Adam([ddp.module.bias])]
+        states = []
+        with tb.attach(ddp, optimizers, RARELY["diloco"]) as attachment:
+            for optimizer in optimizers:
+                optimizer.step()
+                states.append(attachment.state_dict())
+        for state, order, ends in ((states[0], [1], [1]), (states[1], [0, 1], [1, 2]), (states[0], [0, 1], [0, 1])):
+            with tb.attach(ddp, optimizers, RARELY["diloco"]) as attachment:
+                optimizers[1].step()  # loading must undo this
+                attachment.load_state_dict(state)
+                for index, end in zip(order, ends, strict=True):
+                    optimizers[index].step()
+                    assert attachment.impl.rounds.step == end
+
+    run_ranks(2, body)
+
+
 def test_one_of_two_optimizers_never_steps() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)

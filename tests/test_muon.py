@@ -1,5 +1,7 @@
 """DiLoCo with two inner optimizers: Muon for matrices, AdamW for the other parameters."""
 
+import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +63,44 @@ def test_a_run_resumes_bit_for_bit(stop: int) -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         check_resume(group, model, algorithm, algorithm, stop, lr=0.01, make_optimizers=make_muon_and_adamw)
+
+    run_ranks(2, body)
+
+
+def make_with_reversed_parameters(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of `make_muon_and_adamw`, but AdamW with its parameters in the other order."""
+    muon, adamw = make_muon_and_adamw(module, lr)
+    return [muon, torch.optim.AdamW(adamw.param_groups[0]["params"][::-1], lr=lr)]
+
+
+@pytest.mark.parametrize(
+    ("make_optimizers", "given"),
+    [
+        (make_adamw_and_muon, "AdamW (first.bias and 3 more), Muon (first.weight and 1 more)"),
+        (make_with_reversed_parameters, "Muon (first.weight and 1 more), AdamW (last.bias and 3 more)"),
+    ],
+)
+def test_a_state_of_other_optimizers_is_refused(
+    make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]], given: str
+) -> None:
+    """torch matches optimizer states by position. A state of an earlier release, without names, is loaded."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01, make_optimizers=make_muon_and_adamw)
+        with tb.attach(trainer.ddp, trainer.optimizers, tb.DiLoCoAlgorithm(3)) as attachment:
+            trainer.step()
+            state = attachment.rank_state_dict()
+            described = json.loads(state["attachment"]["algorithm"])
+            del described["loop"]
+            earlier = {**state, "attachment": {**state["attachment"], "algorithm": json.dumps(described)}}
+            attachment.load_rank_state_dict(earlier)
+        other = Trainer(group, model, lr=0.01, make_optimizers=make_optimizers)
+        saved = "Muon (first.weight and 1 more), AdamW (first.bias and 3 more)"
+        with tb.attach(other.ddp, other.optimizers, tb.DiLoCoAlgorithm(3)) as attachment:
+            with pytest.raises(ValueError, match=re.escape(f"the state has {saved}, but attach was given {given}.")):
+                attachment.load_rank_state_dict(state)
+            assert_same_weights([weights_of(other.module), weights_of(model)])
 
     run_ranks(2, body)
 

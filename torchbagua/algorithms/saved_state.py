@@ -16,34 +16,37 @@ FORMAT_VERSION = 1
 _OWNER = "Attachment.load_state_dict"
 
 
-def save_state(runner: Runner) -> dict[str, Any]:
+def save_state(runner: Runner, loop: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that `load_state` loads: plain tensors, numbers and strings.
 
     "impl" is the state of the runner. "algorithm" is a JSON string of the format version, the name of the algorithm's
-    class, and the arguments that the state depends on (`Algorithm.state_arguments`).
+    class, the arguments that the state depends on (`Algorithm.state_arguments`), and `loop`: facts about the training
+    loop, which `load_state` returns.
     """
     described = {
         "version": FORMAT_VERSION,
         "algorithm": type(runner.algorithm).__qualname__,
         "arguments": runner.algorithm.state_arguments(runner.process_group) if _depends_on_arguments(runner) else {},
+        "loop": loop,
     }
     # A single string, because torch.distributed.checkpoint loads into the current keys of a state and refuses a
     # checkpoint that lacks one of them. A key added by a release would make it refuse checkpoints of earlier releases.
     return {"algorithm": json.dumps(described), "impl": runner.state_dict()}
 
 
-def load_state(runner: Runner, state: Mapping[str, Any]) -> None:
-    """Load into `runner` the state that `save_state` returned.
+def load_state(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Load into `runner` the state that `save_state` returned. Return its argument `loop`.
 
     Raises:
         ValueError: `check_saved` raises it, or the tensors do not match this module.
     """
-    check_saved(runner, state)
+    loop = check_saved(runner, state)
     runner.load_state_dict(state["impl"])
+    return loop
 
 
-def check_saved(runner: Runner, state: Mapping[str, Any]) -> None:
-    """Check the return value of `save_state` before it is loaded.
+def check_saved(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the return value of `save_state` before it is loaded. Return its argument `loop`.
 
     Four functions check it, in this order:
 
@@ -82,6 +85,8 @@ def check_saved(runner: Runner, state: Mapping[str, Any]) -> None:
         runner.algorithm.check_state(described["arguments"], state["impl"], runner.process_group)
     if "rank" in state["impl"]:
         check_rank_state(runner.name, state["impl"], (), runner.process_group)
+    loop: dict[str, Any] = described.get("loop", {})  # the first states had none
+    return loop
 
 
 def _depends_on_arguments(runner: Runner) -> bool:

@@ -251,7 +251,8 @@ class Attachment:
             NotImplementedError: it was called within `averaged_weights`, and the algorithm is not from this package and
                 does not support it.
         """
-        state: dict[str, Any] = {"attachment": self.state_dict()}
+        optimizers = {"optimizers": self._setup.optimizer_parameters()}
+        state: dict[str, Any] = {"attachment": self._save(optimizers)}
         if self.runner.averages_weights:
             scaler = self._setup.grad_scaler
             with self.runner.own_weights() if self._has_mean else nullcontext():
@@ -267,30 +268,26 @@ class Attachment:
         With a gradient algorithm, load the module, the optimizers and the GradScaler yourself, as with DDP.
 
         Raises:
-            ValueError: `state` is not such a state, or has a different number of optimizers. Also raised by
-                `load_state_dict`.
+            ValueError: `state` is not such a state, or was saved with other optimizers or in another order. Also raised
+                by `load_state_dict`.
             RuntimeError: it was called within `averaged_weights`. Also raised by the `load_state_dict` of the module or
                 of the GradScaler.
             CommunicationError: see `load_state_dict`.
         """
         self._check_no_mean("load_rank_state_dict")
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.runner.averages_weights else [])]
+        loop = {}
         if isinstance(state, Mapping) and "attachment" in state:
-            check_saved(self.runner, state["attachment"])  # before anything is overwritten
+            loop = check_saved(self.runner, state["attachment"])  # before anything is overwritten
         if not isinstance(state, Mapping) or not set(keys) <= state.keys():
             raise ValueError(
                 f"Attachment.load_rank_state_dict: state must be what rank_state_dict returned, with the keys {keys}, "
                 f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
             )
         if self.runner.averages_weights:
-            optimizers = self._setup.optimizers
-            if len(state["optimizers"]) != len(optimizers):
-                raise ValueError(
-                    f"Attachment.load_rank_state_dict: state must have {len(optimizers)} optimizers, the number that "
-                    f"is attached, got {len(state['optimizers'])}"
-                )
+            self._setup.check_saved_optimizers(loop.get("optimizers"), len(state["optimizers"]))
             self._setup.inner.load_state_dict(state["module"])
-            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            for optimizer, saved in zip(self._setup.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             if self._setup.grad_scaler is not None and state["grad_scaler"] is not None:
                 self._setup.grad_scaler.load_state_dict(state["grad_scaler"])
@@ -351,8 +348,11 @@ class Attachment:
         It contains plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also contains, as
         JSON, the version of its format and the arguments of the algorithm that it depends on.
         """
+        return self._save({})
+
+    def _save(self, loop: Mapping[str, Any]) -> dict[str, Any]:
         self._loads.settle()
-        return save_state(self.runner)
+        return save_state(self.runner, {**loop, "unfinished_step": self._clock.state()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned on this rank. Load the matching weights first.
@@ -368,7 +368,8 @@ class Attachment:
         """
         self._check_no_mean("load_state_dict")
         with self._loads.discard_loads():
-            load_state(self.runner, state)
+            loop = load_state(self.runner, state)
+        self._clock.load_state(loop.get("unfinished_step", []))
 
     def __enter__(self) -> "Attachment":
         return self

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua._torch import names_to_ignore
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.memory_order import MemoryOrder
+from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.ddp import named_tensors
 from torchbagua.training.fsdp2.options import Sharding
@@ -84,6 +85,32 @@ class TrainingSetup:
             for name, parameter in self.inner.named_parameters()
             if parameter.requires_grad and name not in ignored
         }
+
+    def optimizer_parameters(self) -> list[list[Any]]:
+        """Return the class of each optimizer and the names of its parameters in `inner`, in JSON's types."""
+        names = {id(parameter): name for name, parameter in self.inner.named_parameters()}
+        return [
+            [type(each).__name__, [names[id(item)] for item in parameters_of(each) if id(item) in names]]
+            for each in self.optimizers
+        ]
+
+    def check_saved_optimizers(self, saved: Sequence[Any] | None, num_saved: int) -> None:
+        """Raise ValueError if a state has other optimizers, whose states would be loaded by their positions.
+
+        Args:
+            saved: the return value of `optimizer_parameters` when the state was saved, or None if it was not saved.
+            num_saved: the number of optimizers in the state.
+        """
+        own = self.optimizer_parameters()
+        if len(own) == num_saved and saved in (None, own):
+            return
+        had = _list_optimizers(saved, own) if saved and len(saved) == num_saved else f"{num_saved} optimizers"
+        raise ValueError(
+            f"Attachment.load_rank_state_dict: the state has {had}, but attach was given "
+            f"{_list_optimizers(own, saved or ())}. Attach the optimizers of the saved run in the same order, with "
+            "their parameters in the same order. To continue with other optimizers, load only the module's state, and "
+            'then state["attachment"] with load_state_dict'
+        )
 
     def check_gradients(self) -> None:
         """Raise ValueError if a parameter has a sparse gradient, which a function created, so attach did not see it."""
@@ -173,6 +200,16 @@ class TrainingSetup:
             defaults = ", ".join(f"{key}={value}" for key, value in optimizer.defaults.items())
             settings["optimizer" if index == 0 else f"optimizer {index}"] = f"{type(optimizer).__name__}({defaults})"
         return settings
+
+
+def _list_optimizers(optimizers: Sequence[Any], others: Sequence[Any]) -> str:
+    """Return the classes, each with one parameter: the first that differs from the optimizer there in `others`."""
+    texts = []
+    for index, (name, parameters) in enumerate(optimizers):
+        other = others[index][1] if index < len(others) else []
+        differing = (parameter for at, parameter in enumerate(parameters) if other[at : at + 1] != [parameter])
+        texts.append(f"{name} ({next(differing, parameters[0])} and {len(parameters) - 1} more)")
+    return ", ".join(texts)
 
 
 def ddps_of(module: torch.nn.Module) -> list[DistributedDataParallel]:

@@ -125,6 +125,16 @@ class StepClock:
                 if not progress.was_called:
                     progress.gradients.remember_first()
 
+    def state(self) -> list[int | None]:
+        """Return each optimizer's number of steps in the unfinished training step, or None if it has yet to step."""
+        return [progress.num_steps if progress.is_done else None for progress in self._progress.values()]
+
+    def load_state(self, state: Sequence[int | None]) -> None:
+        """Load the return value of `state`. Begin a new training step if it is of another number of optimizers."""
+        counts = state if len(state) == len(self._progress) else [None] * len(self._progress)
+        for progress, count in zip(self._progress.values(), counts, strict=True):
+            progress.is_done, progress.num_steps = count is not None, count or 0
+
     @property
     def has_trained(self) -> bool:
         """Whether an optimizer step or a backward in training has happened."""
