@@ -116,7 +116,8 @@ def uneven_buffer(rank: int) -> nn.Module:
 def test_ranks_that_attach_different_things(make_module: Any, num_optimizers: Any, message: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = make_module(group.rank())
-        optimizers = [torch.optim.SGD(module.parameters()) for _ in range(num_optimizers(group.rank()))]
+        number = num_optimizers(group.rank())
+        optimizers = [torch.optim.SGD(list(module.parameters())[index::number]) for index in range(number)]
         with pytest.raises(ValueError, match=message):
             tb.attach(module, optimizers, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
