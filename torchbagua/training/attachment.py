@@ -242,10 +242,10 @@ class Attachment:
     def rank_state_dict(self) -> dict[str, Any]:
         """Return everything that this rank needs to continue as if it had never stopped. Every rank has its own state.
 
-        The key "attachment" has the result of `state_dict`. With a weight algorithm, ranks hold different weights. The
-        result then also has the state dicts of this rank's module, optimizers and GradScaler. These state dicts are not
-        copies, except for the module's within `averaged_weights`, which is a copy of this rank's own weights. The
-        result can be loaded with `weights_only=True`.
+        The key "attachment" has the result of `state_dict`, with the names of the optimizers' parameters. With a weight
+        algorithm, ranks hold different weights. The result then also has the state dicts of this rank's module,
+        optimizers and GradScaler. These state dicts are not copies, except for the module's within `averaged_weights`,
+        which is a copy of this rank's own weights. The result can be loaded with `weights_only=True`.
 
         Raises:
             NotImplementedError: it was called within `averaged_weights`, and the algorithm is not from this package and
@@ -346,7 +346,8 @@ class Attachment:
         """Return the state that this rank needs to resume the algorithm. Save it alongside model and optimizer.
 
         It contains plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also contains, as
-        JSON, the version of its format and the arguments of the algorithm that it depends on.
+        JSON, the version of its format, the arguments of the algorithm that it depends on, and the optimizers that have
+        stepped since the last training step ended.
         """
         return self._save({})
 
