@@ -64,8 +64,8 @@ def attach(
             attached, DDP sends neither gradients nor buffers. This also holds for a DDP that wraps the module you pass.
         optimizer: the optimizer of the module's parameters, or a list of optimizers. An optimizer that accelerate or
             Lightning has wrapped is accepted. A step ends when every optimizer has stepped, or was skipped by a
-            GradScaler. Each parameter must belong to one optimizer. If the optimizer also has parameters of other
-            modules, a gradient algorithm ignores these, and a weight algorithm rejects the optimizer.
+            GradScaler. If the optimizer also has parameters of other modules, a gradient algorithm ignores these, and a
+            weight algorithm rejects the optimizer.
         algorithm: an algorithm, or its registered name.
         process_group: a torch process group, whose ranks are assigned to nodes by host name, or a BaguaProcessGroup,
             which specifies the node of each rank. The default is the module's group, or the world if there is no DDP.

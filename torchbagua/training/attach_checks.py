@@ -71,7 +71,7 @@ def check_arguments(
         raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
     check_detached(module)
     setup = TrainingSetup(module, ddps_of(module), optimizers, algorithm, grad_scaler, sharding)
-    check_disjoint(setup)
+    warn_of_shared_parameters(setup)
     check_sharding(module, setup.sharded_parts, algorithm, sharding)
     if algorithm.averages_weights:
         check_weight_averaging(setup)
@@ -169,17 +169,18 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.
             raise ValueError(_explain_foreign(optimizer, foreign))
 
 
-def check_disjoint(setup: TrainingSetup) -> None:
-    """Raise ValueError if two optimizers have the same parameter, which both would update in each step."""
+def warn_of_shared_parameters(setup: TrainingSetup) -> None:
+    """Warn if two optimizers have the same parameter. This works, but few programs intend it."""
     owners: dict[str, tuple[int, str]] = {}
     for index, (optimizer, parameters) in enumerate(setup.optimizer_parameters()):
         for parameter in parameters:  # torch warns of a parameter that an optimizer has twice
             first, owner = owners.setdefault(parameter, (index, optimizer))
             if first != index:
-                raise ValueError(
-                    f"attach: each parameter must belong to one optimizer, got {parameter} in {owner} and in "
-                    f"{optimizer}, which would both update it; remove it from one of them"
+                warn_user(
+                    f"torchbagua: {parameter} is a parameter of both {owner} and {optimizer}, so each of them updates "
+                    "it. If you do not intend this, remove it from one of them"
                 )
+                return
 
 
 def _foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[torch.Tensor]:
