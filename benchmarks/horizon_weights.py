@@ -60,6 +60,8 @@ class DiLoCo(Method):
 class StreamingDiLoCo(DiLoCo):
     """DiLoCo in fragments, with a delay: `delay` steps after its round began, x <- x + theta' - snapshot.
 
+    At the end, the rounds in flight are applied. The package's fragments are not contiguous.
+
     Fragment p of F begins its rounds (p + 1) H / F steps after a multiple of H. No parameter is split.
     """
 
@@ -91,8 +93,10 @@ class StreamingDiLoCo(DiLoCo):
                 snapshot = self.weights[..., columns].clone()
                 self._step_theta(columns, average(self._theta[..., columns] - snapshot))
                 self._changes[index, step + self.delay] = self._theta[..., columns] - snapshot
-            if (change := self._changes.pop((index, step), None)) is not None:
-                self.weights[..., columns].add_(change)
+            # detach applies the rounds in flight.
+            applied = [key for key in self._changes if key[0] == index and (key[1] == step or step == self.num_steps)]
+            for key in applied:
+                self.weights[..., columns].add_(self._changes.pop(key))
 
 
 @dataclass
