@@ -44,7 +44,8 @@ class Setting:
     """The measurements on a type of device.
 
     Attributes:
-        rotated_bytes: total size of the buffers that a round uses; 0 for one set of buffers.
+        rotated_bytes: the least total size of the buffers that a round uses.
+        least_sets: the least number of sets of buffers that a round uses.
         copies_tensor: whether the copy is of the whole tensor; if not, of as many bytes as an operation reads and
             writes.
         least_percent: target of MinMaxUInt8 in percent of the copy's speed, by operation.
@@ -55,6 +56,7 @@ class Setting:
     layouts: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     rotated_bytes: int
+    least_sets: int
     copies_tensor: bool
     least_percent: dict[str, int]
 
@@ -66,6 +68,7 @@ SETTINGS = {
         layouts=tuple(LAYOUTS),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         rotated_bytes=0,
+        least_sets=1,
         copies_tensor=True,
         least_percent={},
     ),
@@ -75,6 +78,7 @@ SETTINGS = {
         layouts=(ONE_PARAMETER,),
         dtypes=(torch.float32, torch.bfloat16),
         rotated_bytes=2**28,  # several times the largest L2 cache
+        least_sets=2,
         copies_tensor=False,
         least_percent={"encode": 90, "decode": 85, "decode_mean_encode": 85},
     ),
@@ -104,7 +108,8 @@ def measure_with_one_copy(case: Case, names: Sequence[str], setting: Setting, ro
     arguments = {name: [first.arguments()[name]()] for name in names}
     num_bytes = {name: num_tensor_bytes(own) for name, [own] in arguments.items()}
     for name, sets in arguments.items():
-        sets += [cloned(sets[0]) for _ in range(setting.rotated_bytes // num_bytes[name])]
+        num_sets = max(setting.least_sets, 1 + setting.rotated_bytes // num_bytes[name])
+        sets += [cloned(sets[0]) for _ in range(num_sets - 1)]
     if setting.copies_tensor:
         copies = [partial(first.y.copy_, first.x)]
         copied_bytes = 2 * first.x.nbytes
@@ -118,7 +123,10 @@ def measure_with_one_copy(case: Case, names: Sequence[str], setting: Setting, ro
     for name, sets in arguments.items():
         kernel = getattr(OPS, case.kernel(name)).default
         calls[name] = [partial(kernel, *own) for own in sets]
-    timed = {name: partial(elapsed_ms, case.device, replayed(case.device, own)) for name, own in calls.items()}
+    timed = {
+        name: partial(elapsed_ms, case.device, replayed(case.device, own), head_start=True)
+        for name, own in calls.items()
+    }
     times = alternated(timed, rounds, warm_ups=2)
     ms = {name: statistics.median(values) / len(calls[name]) for name, values in times.items()}
     return [

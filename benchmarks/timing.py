@@ -10,6 +10,9 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
+# Half a millisecond: the GPU spins while the host launches, so that the time of the launch does not count.
+HEAD_START_CYCLES = 1_000_000
+
 
 def alternated(
     contestants: Mapping[str, Callable[[], T]], rounds: int, *, warm_ups: int = 1, shows_progress: bool = False
@@ -31,13 +34,18 @@ def alternated(
     return results
 
 
-def elapsed_ms(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the milliseconds from the start to the end of the work of `call` on `device`, a GPU or the CPU."""
+def elapsed_ms(device: torch.device, call: Callable[[], object], *, head_start: bool = False) -> float:
+    """Return the milliseconds from the start to the end of the work of `call` on `device`, a GPU or the CPU.
+
+    With `head_start`, a GPU spins until the host has launched a short `call`.
+    """
     if device.type == "cpu":
         start_s = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start_s)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if head_start:
+        torch.cuda._sleep(HEAD_START_CYCLES)
     begin.record()
     call()
     end.record()
