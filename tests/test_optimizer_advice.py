@@ -33,8 +33,13 @@ def signs(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, betas=(0.0, 0.0))
 
 
-def adam_without_momentum(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.1, betas=(0.0, 0.9))
+def adam_without_betas(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Its weight decay would move elements that were not sent."""
+    return torch.optim.Adam(parameters, lr=0.1, betas=(0.0, 0.0), weight_decay=0.1)
+
+
+def adamw_without_momentum(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, betas=(0.0, 0.9))
 
 
 def muon(parameters: Iterable[torch.Tensor], momentum: float = 0.95) -> torch.optim.Optimizer:
@@ -94,13 +99,15 @@ def test_a_sparse_mean_with_muon() -> None:
 
 
 @pytest.mark.parametrize(
-    "make_optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, fused_adam, adam_without_momentum]
+    "make_optimizer",
+    [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, fused_adam, adam_without_betas, adamw_without_momentum],
 )
 @pytest.mark.parametrize("algorithm", [*SPARSE, tb.PowerSGDAlgorithm()], ids=repr)
 def test_a_sparse_mean_and_factors_with_adam(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer) -> None:
     messages = messages_of(algorithm, make_optimizer)
     assert len(messages) == 2
-    adam = {fused_adam: "FusedAdam", adam_without_momentum: "Adam"}.get(make_optimizer, make_optimizer.__name__)
+    names = {fused_adam: "FusedAdam", adam_without_betas: "Adam", adamw_without_momentum: "AdamW"}
+    adam = names.get(make_optimizer, make_optimizer.__name__)
     assert f"{type(algorithm).__name__} with {adam} " in messages[0]
     assert "QAdamAlgorithm with one bit" in messages[0]
     assert "or train with SGD" in messages[0]
