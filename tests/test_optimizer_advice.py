@@ -113,6 +113,22 @@ def test_a_sparse_mean_and_factors_with_adam(algorithm: tb.Algorithm, make_optim
     assert "or train with SGD" in messages[0]
 
 
+def test_a_scheduler_that_sets_the_first_beta_is_refused() -> None:
+    """AdamW would divide means of gradients by about 1e-8 wherever the last gradient is 0."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+        optimizer = signs(ddp.parameters())
+        with tb.attach(ddp, optimizer, tb.TopKAlgorithm(), process_group=tb.BaguaProcessGroup(group)):
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=True)
+            ddp(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(ValueError, match=r"betas must be 0 if the second is, got \(0.95, 0.0\).*cycle_momentum=False"):
+        run_ranks(2, body)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "make_optimizer"),
     [

@@ -32,9 +32,10 @@ class Event:
     """An event in a stream, which completes when the test sets `is_done`."""
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.is_done = self.was_queried = False
 
     def query(self) -> bool:
+        self.was_queried = True
         return self.is_done
 
 
@@ -321,6 +322,31 @@ def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) ->
         assert time.monotonic() - start_s < 5
 
     run_ranks(1, body)
+
+
+def test_diloco_waits_for_the_gpu_before_it_reads_a_round(nccl: Nccl) -> None:
+    """As above, and not by a read, which no error of the lane could end."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, tb.DiLoCoAlgorithm(1, average_buffers=False))
+        attachment.runner.lane._side = Stream(nccl)
+        step()
+        attachment.detach()
+
+    has_ended = threading.Event()
+
+    def finish_all_work() -> None:
+        while not has_ended.wait(0.01):
+            nccl.finish()
+
+    gpu = threading.Thread(target=finish_all_work)
+    gpu.start()
+    try:
+        run_ranks(2, body)
+    finally:
+        has_ended.set()
+        gpu.join()
+    assert any(event.was_queried for event in nccl.events)
 
 
 def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:

@@ -85,7 +85,7 @@ def check_saved(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
         runner.algorithm.check_state(described["arguments"], state["impl"], runner.process_group)
     if "rank" in state["impl"]:
         check_rank_state(runner.name, state["impl"], (), runner.process_group)
-    loop: dict[str, Any] = described.get("loop", {})  # the first states had none
+    loop: dict[str, Any] = described.get("loop", {})  # absent from states of earlier development versions
     return loop
 
 

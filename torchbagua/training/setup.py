@@ -90,8 +90,8 @@ class TrainingSetup:
         """Return the class of each optimizer and the names of its parameters in `inner`, in JSON's types."""
         names = {id(parameter): name for name, parameter in self.inner.named_parameters()}
         return [
-            [type(each).__name__, [names[id(item)] for item in parameters_of(each) if id(item) in names]]
-            for each in self.optimizers
+            [type(optimizer).__name__, [names[id(own)] for own in parameters_of(optimizer) if id(own) in names]]
+            for optimizer in self.optimizers
         ]
 
     def check_saved_optimizers(self, saved: Sequence[Any] | None, num_saved: int) -> None:
@@ -104,7 +104,8 @@ class TrainingSetup:
         own = self.optimizer_parameters()
         if len(own) == num_saved and saved in (None, own):
             return
-        had = _list_optimizers(saved, own) if saved and len(saved) == num_saved else f"{num_saved} optimizers"
+        is_listed = saved and len(saved) == num_saved
+        had = _list_optimizers(saved or (), own) if is_listed else f"{num_saved} optimizer{'s' * (num_saved != 1)}"
         raise ValueError(
             f"Attachment.load_rank_state_dict: the state has {had}, but attach was given "
             f"{_list_optimizers(own, saved or ())}. Attach the optimizers of the saved run in the same order, with "
@@ -203,12 +204,13 @@ class TrainingSetup:
 
 
 def _list_optimizers(optimizers: Sequence[Any], others: Sequence[Any]) -> str:
-    """Return the classes, each with one parameter: the first that differs from the optimizer there in `others`."""
+    """Return the classes, each with its first parameter that differs from `others`, or else with its first."""
     texts = []
     for index, (name, parameters) in enumerate(optimizers):
         other = others[index][1] if index < len(others) else []
         differing = (parameter for at, parameter in enumerate(parameters) if other[at : at + 1] != [parameter])
-        texts.append(f"{name} ({next(differing, parameters[0])} and {len(parameters) - 1} more)")
+        first = next(differing, next(iter(parameters), None))
+        texts.append(f"{name} (no parameters)" if first is None else f"{name} ({first} and {len(parameters) - 1} more)")
     return ", ".join(texts)
 
 

@@ -67,7 +67,7 @@ class StepClock:
         progress.was_called = True
         if not is_taken:
             return
-        if self._is_late(progress):
+        if self._record_call(progress):
             self._warn_of_late(optimizer)
             return
         progress.is_done = True
@@ -87,7 +87,7 @@ class StepClock:
         if overflow:
             progress.gradients.forget()
             progress.was_called = True
-            if not self._is_late(progress):
+            if not self._record_call(progress):
                 progress.is_done = True
                 self._end_if_done(optimizer)
 
@@ -132,8 +132,10 @@ class StepClock:
     def load_state(self, state: Sequence[int | None]) -> None:
         """Load the return value of `state`. Begin a new training step if it is of another number of optimizers."""
         counts = state if len(state) == len(self._progress) else [None] * len(self._progress)
+        self._ended_by = None
         for progress, count in zip(self._progress.values(), counts, strict=True):
             progress.is_done, progress.num_steps = count is not None, count or 0
+            progress.follows_backward = False
 
     @property
     def has_trained(self) -> bool:
@@ -153,7 +155,7 @@ class StepClock:
         """Whether to count cleared gradients. Not within a step: its closure may clear them often (L-BFGS)."""
         return self._raises_if_never_stepped and not any(watch.is_in_step for watch in self._watches)
 
-    def _is_late(self, progress: "_OptimizerSteps") -> bool:
+    def _record_call(self, progress: "_OptimizerSteps") -> bool:
         """Record a step or a skip, and return whether it belongs to the training step that ended last."""
         is_first, progress.follows_backward = not progress.follows_backward, True
         return is_first and self._ended_by is not None

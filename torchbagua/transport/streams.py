@@ -18,7 +18,9 @@ _HIGH_PRIORITY = -1  # torch has two priorities; all other streams have 0
 def wait_on_host(
     mark: torch.cuda.Event, timeout_s: float = math.inf, check: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until the GPU has reached `mark`. Raises TimeoutError, or what `check` raises, which is called repeatedly.
+    """Wait until the GPU has reached `mark`. Call `check` repeatedly, which may raise.
+
+    Raises TimeoutError after `timeout_s`.
 
     CUDA's own wait never returns if the GPU waits for a rank that never arrives.
     """

@@ -20,8 +20,9 @@ def warn_of_sparse_means(algorithm: str, optimizers: Sequence[torch.optim.Optimi
         warn_user(
             f"torchbagua: {algorithm} with {adam} trains badly: {adam} averages over steps, and in each step most "
             "gradient elements are zero. Use torch.optim.AdamW with betas=(0.0, 0.0), which steps along the signs of "
-            "the sent elements, and 6 to 20 times the learning rate, more for a smaller ratio. Or use "
-            "CompressedAllReduceAlgorithm() with 4 bits or QAdamAlgorithm with one bit, or train with SGD"
+            "the sent elements, a learning rate 3 to 20 times as large, larger for a smaller ratio, and a weight decay "
+            "that is as many times smaller. Or use CompressedAllReduceAlgorithm() with 4 bits or QAdamAlgorithm with "
+            "one bit, or train with SGD"
         )
         return
     for optimizer in optimizers:
@@ -34,6 +35,21 @@ def warn_of_sparse_means(algorithm: str, optimizers: Sequence[torch.optim.Optimi
                 f"{instead if isinstance(optimizer, torch.optim.SGD) else ''}"
             )
             return
+
+
+def check_betas(owner: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError, prefixed with `owner`, if only the first beta of an Adam is not 0, as a scheduler can set it.
+
+    The mean of the gradients is then divided by the magnitude of the last one, which is 0 for most elements.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            betas = group.get("betas")
+            if betas is not None and len(betas) == 2 and betas[0] and not betas[1]:
+                raise ValueError(
+                    f"{owner}: the first of {type(optimizer).__name__}'s betas must be 0 if the second is, got "
+                    f"{betas}; if a scheduler such as OneCycleLR sets it, pass cycle_momentum=False to the scheduler"
+                )
 
 
 def _steps_along_signs(optimizer: torch.optim.Optimizer) -> bool:

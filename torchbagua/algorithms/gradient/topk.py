@@ -13,6 +13,7 @@ from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedMeanA
 from torchbagua.algorithms.gradient.compressed_mean import CompressedMean
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.algorithms.gradient.local_momentum import append_local_momentum, check_sgd_without_momentum
+from torchbagua.algorithms.gradient.optimizer_advice import check_betas
 from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.blockk import BlockK
@@ -172,6 +173,7 @@ class TopKAlgorithmImpl(AlgorithmImpl):
         """Count the backward. Check the optimizers again, because a scheduler may have set a momentum since then."""
         if self.algorithm.momentum is not None:
             self.algorithm.check_optimizers(self.runner.optimizers)
+        check_betas("TopKAlgorithm", self.runner.optimizers)
         return self._warm_up.begin_backward()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:

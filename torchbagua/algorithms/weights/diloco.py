@@ -28,7 +28,6 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.rank_state import check_keys
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.shards import local_shard
 from torchbagua.runtime.weight_bucket import WeightBucket
 
 
@@ -312,15 +311,12 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         return super().finish()
 
     def _report_dropped(self) -> None:
-        if not self.num_dropped:
-            return
-        weights = (tensor.parameter for bucket in self._weights if not bucket.are_buffers for tensor in bucket.tensors)
-        is_finite = all(bool(local_shard(weight).isfinite().all()) for weight in weights)
-        warn_user_during_error(  # while a rank raises, the other ranks may wait for it
-            f"torchbagua: {self.runner.name} has dropped rounds because a rank's weights contained NaN or Inf: "
-            f"{self.num_dropped} in total. This rank's weights are {'now' if is_finite else 'still not'} finite. Load "
-            "a checkpoint from before the first dropped round, and lower the learning rate or clip gradients"
-        )
+        if self.num_dropped:
+            warn_user_during_error(  # while a rank raises, the other ranks may wait for it
+                f"torchbagua: {self.runner.name} has dropped rounds because a rank's weights contained NaN or Inf: "
+                f"{self.num_dropped} in total. If the weights are not finite now, load a checkpoint from before the "
+                "first dropped round, and lower the learning rate or clip gradients"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks share, and this rank's residuals and differences that are not yet applied."""
