@@ -30,22 +30,21 @@ class RoundTrip:
     """
 
     def __init__(self, name: str, lengths: Sequence[int], ratio: float = 0.01) -> None:
-        topk_codec = TopK(ratio=ratio)
+        codec = None if name.startswith("two_bits") else TopK(ratio=ratio) if name == "topk" else by_name(name)
         self._quantize, block = {
             "minmax_uint8": (minmax_uint8, DEFAULT_BLOCK),
             "minmax_uint4": (minmax_uint4, 128),
             "sign1bit": (sign1bit, DEFAULT_BLOCK),
-            "topk": (partial(topk, kept=topk_codec.block_format.kept), DEFAULT_BLOCK),
+            "topk": (partial(topk, ratio=ratio), DEFAULT_BLOCK),
             "two_bits": (two_bits, 128),
             "two_bits_table": (two_bits_table, 128),
         }[name]
         self._runs = block_runs(lengths, block)
-        if name.startswith("two_bits"):
+        if codec is None:
             header_bytes = 4 if name == "two_bits" else 8
             num_blocks = sum(count for _, count, _ in self._runs)
             self.wire_bytes = math.ceil(sum(lengths) / 4) + header_bytes * num_blocks
         else:
-            codec = topk_codec if name == "topk" else by_name(name)
             spec = TensorSpec(tuple(lengths), torch.float32, torch.device("cpu"), "weights")
             self.wire_bytes = codec.layout(spec, (0, sum(lengths))).num_bytes
 
@@ -108,8 +107,9 @@ def sign1bit(blocks: Tensor) -> Tensor:
     return torch.where(blocks.view(torch.int32) < 0, -scale, scale)
 
 
-def topk(blocks: Tensor, kept: int) -> Tensor:
-    """Return TopK's decoded blocks. `kept` elements of a block of 2048 are kept."""
+def topk(blocks: Tensor, ratio: float) -> Tensor:
+    """Return TopK's decoded blocks."""
+    kept = TopK(ratio=ratio).block_format.kept
     num_kept = math.ceil(blocks.shape[-1] * kept / DEFAULT_BLOCK)
     indices = blocks.abs().topk(num_kept, sorted=False).indices
     magnitude = blocks.abs().amax(-1, keepdim=True)

@@ -4,6 +4,7 @@ Shapes: S trainings, W workers of each, N elements of a worker's parameters; R =
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -177,13 +178,29 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
+class Inner(NamedTuple):
+    """An inner optimizer of the benchmark's rows.
+
+    Attributes:
+        create: creates it, given the weights [S, W, N] and the model.
+        middle_rate: the learning rate in the middle of its grid.
+        label: its name in tables.
+        ddp_row: the row of DDP with the same optimizer; DDP needs its momentum.
+    """
+
+    create: Callable[[Tensor, StackedGPT], InnerOptimizer]
+    middle_rate: float
+    label: str
+    ddp_row: str
+
+
 OPTIMIZERS = {
-    "adamw": AdamW,
-    "slow_adamw": SlowAdamW,
-    "muon": Muon,
-    "muon_of_sums": MuonOfSums,
-    "orthogonal": Orthogonal,
-    "sign": Sign,
+    "adamw": Inner(AdamW, 1.0e-2, "AdamW", "adamw_ddp"),
+    "slow_adamw": Inner(SlowAdamW, 1.0e-2, "AdamW with a slow momentum", "adamw_ddp"),
+    "sign": Inner(Sign, 3.0e-3, "AdamW, betas 0", "adamw_ddp"),
+    "muon": Inner(Muon, 1.5e-2, "Muon", "muon_ddp"),
+    "muon_of_sums": Inner(MuonOfSums, 1.5e-2, "Muon, momentum 0", "muon_ddp"),
+    "orthogonal": Inner(Orthogonal, 1.5e-2, "its own", "muon_ddp"),
 }
 
 

@@ -7,7 +7,8 @@ from matplotlib.figure import Figure
 
 from convergence_pictures import line_style
 from convergence_sweep import TUNING_SEED
-from horizon_report import INNER, REFERENCE, best_records
+from horizon_optimizers import OPTIMIZERS
+from horizon_report import REFERENCE, best_records
 from horizon_rows import ROWS
 from horizon_training import NUM_WORKERS
 
@@ -27,7 +28,7 @@ def draw(document: Mapping[str, Any], names: Sequence[str]) -> Figure:
         steps, losses = record["evaluated_steps"][1:], record["held_out_losses"][1:]
         [line] = by_samples.plot([step * ROWS[name].sequences * NUM_WORKERS for step in steps], losses, **style)
         by_bytes.plot([step * record["sent_bytes_a_step"] for step in steps], losses, **style)
-        lines[f"{ROWS[name].label}, {INNER[ROWS[name].inner]}"] = line
+        lines[f"{ROWS[name].label}, {OPTIMIZERS[ROWS[name].inner].label}"] = line
         finals.append(losses[-1])
     if finals:
         by_samples.set_ylim(min(finals) - 0.02, min(finals) + 0.6)

@@ -23,8 +23,9 @@ from typing import Any
 
 from convergence_sweep import Record, held_out_loss, save
 from environment import RESULTS, note_environment
+from horizon_optimizers import OPTIMIZERS
 from horizon_ranks_rank import ALGORITHMS, Settings
-from horizon_report import INNER, best_records
+from horizon_report import best_records
 from horizon_rows import ROWS
 from horizon_training import NUM_WORKERS
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
@@ -65,7 +66,7 @@ def ranks_table(horizon: dict[str, Any], records: Sequence[Record]) -> str:
             loss, expected = held_out_loss(ranks), held_out_loss(one_process)
             cells = [str(ranks["seed"]), f"{loss:.4f}", f"{expected:.4f}", f"{100 * (loss / expected - 1):+.2f}"]
             cells += [f"{record['sent_bytes_a_step']:,.0f}" for record in (ranks, one_process)]
-            lines.append([ROWS[name].label, INNER[ROWS[name].inner], *cells])
+            lines.append([ROWS[name].label, OPTIMIZERS[ROWS[name].inner].label, *cells])
     return table(HEAD, lines)
 
 

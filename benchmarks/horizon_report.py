@@ -7,27 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from convergence_sweep import Record, best_rung, held_out_loss, tuning_losses
+from horizon_optimizers import OPTIMIZERS
 from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, is_current
 from table import table
 
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer
-INNER = {
-    "adamw": "AdamW",
-    "slow_adamw": "AdamW with a slow momentum",
-    "muon": "Muon",
-    "muon_of_sums": "Muon, momentum 0",
-    "orthogonal": "its own",
-    "sign": "AdamW, betas 0",
-}
-# The row of DDP with the same optimizer; DDP needs its momentum.
-SAME = {
-    "adamw": "adamw_ddp",
-    "slow_adamw": "adamw_ddp",
-    "muon": "muon_ddp",
-    "muon_of_sums": "muon_ddp",
-    "orthogonal": "muon_ddp",
-    "sign": "adamw_ddp",
-}
 HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),
     *("vs. DDP and AdamW, %", "vs. DDP and the same optimizer, %", "times fewer bytes than DDP"),
@@ -90,7 +74,7 @@ def summarise_row(document: Mapping[str, Any], name: str) -> Summary | None:
     if not records:
         return None
     adamw = best_records(document, REFERENCE)
-    same = best_records(document, SAME[ROWS[name].inner])
+    same = best_records(document, OPTIMIZERS[ROWS[name].inner].ddp_row)
     first = next(iter(records.values()))
     ddp = next((record for references in (adamw, same) for record in references.values()), None)
     return Summary(
@@ -115,7 +99,7 @@ def rows_table(document: Mapping[str, Any], names: Iterable[str] = (*MAIN, *MORE
             loss += f" \N{PLUS-MINUS SIGN} {summary.spread:.3f}"
         cells = [f"{summary.rate:.3g}{' (at the edge)' * summary.is_at_edge}", str(len(summary.losses)), loss]
         cells += [_percent(summary.over_adamw), _percent(summary.over_same), _times(summary.times_fewer)]
-        lines.append([ROWS[name].label, INNER[ROWS[name].inner], *cells])
+        lines.append([ROWS[name].label, OPTIMIZERS[ROWS[name].inner].label, *cells])
     return table(HEAD, lines)
 
 
@@ -129,7 +113,7 @@ def choices_table(document: Mapping[str, Any]) -> str:
         spread = 100 * summary.spread / statistics.fmean(summary.losses)
         cells = [_percent(summary.over_adamw), _percent(summary.over_same), f"{spread:.1f}"]
         cells += [f"{summary.rate_factor:.2g}"]
-        lines.append([_times(summary.times_fewer), f"`{algorithm}`", INNER[ROWS[name].inner], *cells])
+        lines.append([_times(summary.times_fewer), f"`{algorithm}`", OPTIMIZERS[ROWS[name].inner].label, *cells])
     return table(CHOICES_HEAD, lines)
 
 

@@ -13,16 +13,9 @@ from convergence_sweep import RATE_FACTOR, TUNING_SEED, Record, best_rung, grow_
 from convergence_tasks import SEQUENCES_PER_RANK
 from horizon_methods import DDP, Compressed, Method, TopK
 from horizon_momentum import DeMo, Dion, SparseMomentum, TwoPhaseDeMo
+from horizon_optimizers import OPTIMIZERS
 from horizon_weights import Async, Decentralized, DesLoc, DiLoCo, LowPrecision, StreamingDiLoCo
 
-MIDDLE_RATES = {
-    "adamw": 1.0e-2,
-    "slow_adamw": 1.0e-2,
-    "muon": 1.5e-2,
-    "muon_of_sums": 1.5e-2,
-    "orthogonal": 1.5e-2,
-    "sign": 3.0e-3,
-}
 RUNGS = (-2, -1, 0, 1, 2)
 SEEDS = (TUNING_SEED, 0, 1)  # the reported seeds; the rate is chosen with the first
 MORE_SEEDS = (*SEEDS, 2, 3)  # of the references, for the noise floor
@@ -64,7 +57,7 @@ class Trial:
 
     @property
     def rate(self) -> float:
-        return MIDDLE_RATES[ROWS[self.row].inner] * RATE_FACTOR**self.rung
+        return OPTIMIZERS[ROWS[self.row].inner].middle_rate * RATE_FACTOR**self.rung
 
 
 def _diloco(inner: str, inner_steps: int, label: str = "", **arguments: Any) -> Row:

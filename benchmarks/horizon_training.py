@@ -96,7 +96,7 @@ class Trainings:
         self._grads = torch.zeros_like(self.weights)
         # Leaves of the graph of autograd that share their memory with the weights.
         self._leaves = [view.detach().requires_grad_() for view in model.views(self.weights.flatten(0, 1))]
-        self._optimizer = OPTIMIZERS[inner](self.weights, model)
+        self._optimizer = OPTIMIZERS[inner].create(self.weights, model)
         self._methods: list[tuple[slice, Method]] = []
         first = 0
         for group in groups:
