@@ -11,6 +11,7 @@ from horizon_optimizers import OPTIMIZERS
 from horizon_rows import MAIN, MORE, OUTER, OUTER_STEPS, ROWS, is_current
 from table import table
 
+DIVERGED_LOSS = 5.6  # more than the loss of guessing, log 256
 REFERENCE = "adamw_ddp"  # each row is also compared with DDP and its own optimizer
 HEAD = (
     *("method", "optimizer", "rate", "seeds", "loss, nats per byte"),
@@ -94,13 +95,19 @@ def rows_table(document: Mapping[str, Any], names: Iterable[str] = (*MAIN, *MORE
     for name in names:
         if (summary := summarise_row(document, name)) is None:
             continue
-        loss = f"{statistics.fmean(summary.losses):.3f}"
-        if len(summary.losses) > 1:
-            loss += f" \N{PLUS-MINUS SIGN} {summary.spread:.3f}"
-        cells = [f"{summary.rate:.3g}{' (at the edge)' * summary.is_at_edge}", str(len(summary.losses)), loss]
-        cells += [_percent(summary.over_adamw), _percent(summary.over_same), _times(summary.times_fewer)]
-        lines.append([ROWS[name].label, OPTIMIZERS[ROWS[name].inner].label, *cells])
+        lines.append([ROWS[name].label, OPTIMIZERS[ROWS[name].inner].label, *_cells(summary)])
     return table(HEAD, lines)
+
+
+def _cells(summary: Summary) -> list[str]:
+    rate = f"{summary.rate:.3g}{' (at the edge)' * summary.is_at_edge}"
+    if max(summary.losses) > DIVERGED_LOSS:
+        return [rate, str(len(summary.losses)), "diverged", "", "", _times(summary.times_fewer)]
+    loss = f"{statistics.fmean(summary.losses):.3f}"
+    if len(summary.losses) > 1:
+        loss += f" \N{PLUS-MINUS SIGN} {summary.spread:.3f}"
+    differences = [_percent(summary.over_adamw), _percent(summary.over_same)]
+    return [rate, str(len(summary.losses)), loss, *differences, _times(summary.times_fewer)]
 
 
 def choices_table(document: Mapping[str, Any]) -> str:
