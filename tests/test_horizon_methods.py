@@ -191,9 +191,11 @@ def test_two_bits_of_normal_values_lose_the_known_part_of_their_variance(name: s
     assert ((decoded - values).var() / values.var()).item() == pytest.approx(0.1175, abs=0.01)
     block = values[0, :128]
     levels = ((decoded[0, :128] - block.mean().bfloat16()).abs() / block.std()).sort().values
-    if name == "two_bits":  # the means of the bins of one block vary more
-        assert levels[0].item() == pytest.approx(INNER_LEVEL, rel=0.02)
-        assert levels[-1].item() == pytest.approx(OUTER_LEVEL, rel=0.02)
+    inner_error, outer_error = (
+        (0.01, 0.03) if name == "two_bits" else (0.25, 0.4)
+    )  # means of bins vary from block to block
+    assert levels[0].item() == pytest.approx(INNER_LEVEL, abs=inner_error)
+    assert levels[-1].item() == pytest.approx(OUTER_LEVEL, abs=outer_error)
     assert torch.isfinite(RoundTrip(name, (64,))(torch.zeros(1, 64))).all()
 
 
