@@ -183,6 +183,25 @@ def test_accumulated_gradients() -> None:
     assert_same_weights(run_ranks(2, body))
 
 
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_ranks_may_accumulate_different_numbers_of_backward_passes(name: str) -> None:
+    """A rank that leaves out a bad micro-batch still takes the step, and the round, of the others."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, SYNCHRONOUS[name]) as attachment:
+            for step in range(4):
+                trainer.optimizer.zero_grad()
+                for _ in range(1 if (group.rank(), step) == (1, 1) else 3):
+                    trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
+                trainer.optimizer.step()
+            assert attachment.impl.rounds.num_backwards == 12 - 2 * group.rank()
+        return weights_of(trainer.module)
+
+    assert_same_weights(run_ranks(2, body))
+
+
 def test_several_optimizers_over_one_model() -> None:
     """The first optimizer defines steps; updates of the others between its steps are kept."""
     model = build(Normed)

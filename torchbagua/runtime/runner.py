@@ -58,6 +58,7 @@ class Runner:
             `Algorithm.reify`.
         step_watches: one for each of these optimizers; it notifies its listeners of each step.
         grad_scaler: the GradScaler that was passed to `attach`.
+        has_unknown_scaler: whether an optimizer is stepped by a GradScaler that `attach` was not given.
         loss_scale: the loss scale of the gradients of this backward. It is 1 unless `needs_grad_scaler` is True and
             there is a GradScaler.
         read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it. If it is None, the
@@ -107,6 +108,7 @@ class Runner:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.step_watches: list[StepWatch] = []
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.has_unknown_scaler = False
         self.loss_scale = 1.0
         self.read_loss_scale: Callable[[], float] | None = None
         self.num_synchronised = 0

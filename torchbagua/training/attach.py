@@ -52,8 +52,8 @@ def attach(
 
     Call it on every rank. Your training loop does not change. `attach` returns a context manager that detaches on exit.
 
-    With a synchronous weight algorithm, all ranks must run the same number of backward passes through the module in
-    each step.
+    With a synchronous weight algorithm, all ranks must take the same number of optimizer steps. With a gradient
+    algorithm, they must also run the same synchronized backward passes.
 
     Args:
         module: the module that your loop calls. A gradient algorithm takes a DistributedDataParallel without a

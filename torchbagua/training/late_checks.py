@@ -50,6 +50,7 @@ def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | 
         RuntimeError: a DDP that attach did not know has averaged gradients since.
     """
     if setup.grad_scaler is None and runner.needs_grad_scaler and any(map(is_stepped_by_scaler, setup.optimizers)):
+        runner.has_unknown_scaler = True
         consequence = (
             "ranks would skip different steps"
             if runner.averages_weights

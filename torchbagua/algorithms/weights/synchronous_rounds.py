@@ -22,8 +22,8 @@ class SynchronousRounds:
         weights: the weights that are averaged.
         step: training steps so far.
         num_rounds: rounds so far.
-        num_backwards: backward passes so far. They reveal a step that a GradScaler skips on a single rank, which then
-            takes its next step one backward pass later. So ranks compare them, unless attach was given the scaler.
+        num_backwards: backward passes so far. Ranks may accumulate different numbers of them in a step, so they compare
+            them only if a GradScaler that attach was not given steps the optimizer: it may skip a step on one rank.
     """
 
     def __init__(self, runner: Runner, algorithm: ModelAveragingAlgorithm) -> None:
@@ -75,10 +75,10 @@ class SynchronousRounds:
         return self.weights.lockstep.agree_on_overflow(found_inf, f"the search for Inf after {self.step} steps")
 
     def _progress(self) -> dict[str, int]:
-        num_checks = self.weights.lockstep.num_overflow_checks
+        num_backwards = self.num_backwards if self._runner.has_unknown_scaler else 0
         return {
             "optimizer steps": self.step,
-            "searches for Inf": num_checks,
-            f"backward passes in {self.step} steps of the optimizers": 0 if num_checks else self.num_backwards,
+            "searches for Inf": self.weights.lockstep.num_overflow_checks,
+            f"backward passes in {self.step} steps of the optimizers": num_backwards,
             "rounds": self.num_rounds,
         }
