@@ -155,7 +155,8 @@ def test_observers_are_notified_of_equally_many_steps_on_all_ranks() -> None:
             SIZE, lambda group, a=is_attached: train_with_join(group, model, tb.ByteGradAlgorithm(), is_attached=a)
         )
         for trainer in trainers:
-            events = trainer.recorder.events
+            # At the end, when they detach, ranks agree that all have ended.
+            events = [event for event in trainer.recorder.events if event.step < num_batches(SIZE - 1)]
             assert sum(event.phase == "step" for event in events) == num_batches(SIZE - 1)
             # A backward that ends after the lane is done does not wait.
             assert {event.step for event in events if event.phase == "wait"} <= set(range(num_batches(trainer.rank)))

@@ -163,6 +163,10 @@ class Exchange:
     def run(self, tensors: Iterable[torch.Tensor]) -> None:
         """Send `tensors`, and wait until all are sent and received. Use this for the only exchange of a pipeline."""
         self.send(tensors)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until all tensors have arrived and are sent; for the only exchange of a pipeline, after `send`."""
         self.wait()
         self._pipeline.wait_for_sends()
 

@@ -3,6 +3,7 @@
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -23,9 +24,12 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.errors import cause_of
+from torchbagua.transport.errors import CommunicationError, OutOfStep, cause_of
 from torchbagua.transport.store_requests import announce, missing_ranks, require_store
 from torchbagua.version import __version__
+
+# The key in the group's store of the reason for which a rank has closed its groups.
+_REASON = "reason"
 
 
 class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
@@ -261,6 +265,20 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         """
         if self.compares_clocks:
             self.clock_offsets.append(clock_offset(self.world, self._other_clocks))
+
+    def post_reason(self, text: str) -> None:
+        """Leave the reason for which this rank is about to close its groups, for `explain` on the other ranks."""
+        with suppress(RuntimeError):  # the store is closed, and the others report that this rank has disconnected
+            self._store.set(_REASON, text)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return `error`; if another rank has disconnected and left a reason, an error that begins with it."""
+        if isinstance(error, CommunicationError) and "by peer" in str(error):
+            with suppress(RuntimeError):
+                if self._store.check([_REASON]):
+                    reason = self._store.get(_REASON).decode()
+                    return OutOfStep(f"{reason}. Here, {str(error).removeprefix('torchbagua: ')}")
+        return error
 
     def duplicate(
         self,

@@ -32,6 +32,7 @@ class Lane:
     Args:
         name: the name of the thread.
         on_failure: called on the lane's thread after a job has raised, before any waiting thread is notified.
+        explain: called then with the error; returns the error to raise.
         waiting: a context manager, entered while another thread waits for a job.
         poll: called on the lane's thread between jobs while it returns True, which means that a GPU is still executing
             work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
@@ -43,8 +44,9 @@ class Lane:
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         poll: Callable[[], bool] = lambda: False,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting, poll)
+        self._worker = _Worker(on_failure, waiting, poll, explain)
         self._side: LaneStream | None = None
         self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
@@ -179,8 +181,10 @@ class _Worker:
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
         poll: Callable[[], bool],
+        explain: Callable[[BaseException], BaseException],
     ) -> None:
         self._on_failure = on_failure
+        self._explain = explain
         self.waiting = waiting
         self._poll = poll
         self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
@@ -227,14 +231,15 @@ class _Worker:
             job = self._next_job()
             if job is not None:
                 job.run()
-        except BaseException as error:  # on any error, the training thread must not wait forever
+        except BaseException as cause:  # on any error, the training thread must not wait forever
             with self._lock:
-                self.failure = error
+                self.failure = error = cause
             try:
                 if self._is_under_way():
                     self.late_failure = error
                 _clear_frames(error)
                 self._on_failure()
+                self.failure = error = self._explain(error)
             finally:
                 if job is not None:
                     job.fail(error)

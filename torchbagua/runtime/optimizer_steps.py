@@ -138,6 +138,34 @@ def _is_running(call: FrameType | None) -> bool:
     return frame is not None
 
 
+class StepCount:
+    """Counts the steps of optimizers, skipped ones too, and those that a loop reports.
+
+    Attributes:
+        number: of steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._watches: Sequence[StepWatch] = ()
+
+    def listen_to(self, watches: Sequence[StepWatch], owner: object) -> None:
+        """Count the steps of these optimizers, until `close`, or until `owner` is garbage-collected."""
+        self._watches = watches
+        for watch in watches:
+            watch.add(self._after_step, reads_overflow=False)
+        # Weak, since an optimizer may have a hook that refers to the owner; see `StepsTaken`.
+        _concurrency.finalize(owner, _close, weakref.ref(self)).atexit = False
+
+    def close(self) -> None:
+        """Stop counting."""
+        for watch in self._watches:
+            watch.remove(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+        self.number += 1
+
+
 class StepListener(Protocol):
     """An object that is notified of the steps that are taken."""
 
@@ -221,6 +249,6 @@ class StepsTaken:
             listener.commit_step([parameter for parameter in parameters if parameter.grad is not None])
 
 
-def _close(reference: weakref.ref[StepsTaken]) -> None:
+def _close(reference: "weakref.ref[StepsTaken] | weakref.ref[StepCount]") -> None:
     if (steps := reference()) is not None:
         steps.close()

@@ -16,13 +16,16 @@ from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.changed_layout import check_gradient_layouts
 from torchbagua.runtime.gradient_buckets import GradientBuckets
 from torchbagua.runtime.impl import AlgorithmImpl, check_impl
+from torchbagua.runtime.job import Job
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
+from torchbagua.runtime.meeting import Meeting, Meetings
+from torchbagua.runtime.optimizer_steps import StepCount, StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
 S = TypeVar("S", bound=ParameterState[Any])
+T = TypeVar("T")
 
 
 @final
@@ -63,6 +66,7 @@ class Runner:
             there is a GradScaler.
         read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it. If it is None, the
             runner reads the scale from the GradScaler, which synchronizes with the GPU.
+        meetings: compare the progress of ranks with a gradient algorithm; None in a group of one rank.
         num_synchronised: the number of backward passes begun in which DDP passes its buckets to the hook.
         has_joined: whether this rank has run out of data. It then participates with zero gradients until all ranks
             have run out of data (`torch.distributed.algorithms.Join`).
@@ -101,6 +105,7 @@ class Runner:
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
             poll=process_group.poll,
+            explain=process_group.explain,
         )
         self.buckets: list[BaguaBucket] = []
         self.gradient_buckets = GradientBuckets()
@@ -111,6 +116,9 @@ class Runner:
         self.has_unknown_scaler = False
         self.loss_scale = 1.0
         self.read_loss_scale: Callable[[], float] | None = None
+        self._num_steps = StepCount()
+        compares = process_group.size > 1 and not algorithm.averages_weights
+        self.meetings = Meetings(process_group, self._num_steps) if compares else None
         self.num_synchronised = 0
         self.has_joined = False
         self.loading: frozenset[str] = frozenset()
@@ -130,6 +138,7 @@ class Runner:
         self._gpu: torch.device | None = None
         self._checked_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self, self.name)
+        self._meeting: Meeting | None = None
         self._joined_listeners: list[Callable[[], None]] = []
         self._step_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._watches_steps = False
@@ -192,6 +201,8 @@ class Runner:
         self.step_watches = [StepWatch(optimizer) for optimizer in dict.fromkeys(optimizers)]
         if self.commits_on_step:
             self._steps.listen_to(self.step_watches)
+        if self.meetings is not None:
+            self._num_steps.listen_to(self.step_watches, owner=self)
 
     def on_step_taken(self, listener: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Call `listener` after each step of each optimizer that was not skipped; for the constructor of an impl.
@@ -221,6 +232,7 @@ class Runner:
         Raises:
             RuntimeError: the runner already watches its optimizers.
         """
+        self._num_steps.number += 1
         self._steps.report_step(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
 
     def commit_step(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -359,11 +371,17 @@ class Runner:
 
         Raises:
             RuntimeError: the memory layout of a parameter has changed. The message names the parameter.
+            RuntimeWarning: ranks hold different weights, and a filter turns the warning into an error.
         """
         self.has_joined = has_joined
         self.num_synchronised += 1
         layout_watch = self.gradient_buckets.layout_watch
         has_changed = layout_watch.look()
+        if self.meetings is not None:
+            try:
+                self._meeting = self.meetings.begin(has_joined=has_joined)
+            except RuntimeWarning as error:
+                self._fail(error)
         if self.commits_on_step and not has_joined:
             self._steps.before_backward()
         if self.needs_grad_scaler:
@@ -374,6 +392,26 @@ class Runner:
             self._fail(layout_watch.local_error(self.process_group.rank))
         if needs_reset:
             self.impl.reset()
+
+    def take_meeting(self) -> Meeting | None:
+        """Return the meeting of the backward that has begun, once; None if an agreement has run it already."""
+        meeting, self._meeting = self._meeting, None
+        return meeting
+
+    def submit_agreement(self, run: Callable[[], T]) -> Job[T]:
+        """Have the lane run an agreement of the ranks: in a backward, after the meeting of this backward.
+
+        Ranks that are out of step could be in different agreements, and wait for each other.
+        """
+        meeting = self.take_meeting()
+        if meeting is None:
+            return self.lane.submit(run)
+
+        def meet_and_run() -> T:
+            meeting.run()
+            return run()
+
+        return self.lane.submit(meet_and_run)
 
     def on_joined_backward(self, listener: Callable[[], None]) -> None:
         """Call `listener` after the last bucket of each backward in which this rank has joined and sends zeros.
@@ -470,6 +508,16 @@ class Runner:
         self.ends_in_order = not self.has_lost_ranks
         return has_mean
 
+    def meet_at_end(self) -> None:
+        """Compare the progress and the weights of all ranks, which have trained with DDP's hook. Collective."""
+        if self.meetings is None:
+            return
+        in_stream_order = self._gpu is not None and self.process_group.world.in_stream_order(self._gpu)
+        if self.lane.has_failed and not in_stream_order:  # a backward has raised the error already
+            return
+        with self.tracer.span("detach"):
+            self.meetings.end(self.lane)
+
     def close(self) -> None:
         """Finish the queued jobs, and end the lane, the private groups and the traces. A second call does nothing."""
         self._is_closed = True
@@ -481,9 +529,12 @@ class Runner:
 
     def _close_lane_and_groups(self) -> None:
         self._steps.close()
+        self._num_steps.close()
         try:
             self.lane.close()
             if self.ends_in_order and not self.lane.has_failed:
+                if self.meetings is not None:
+                    self.meetings.leave()
                 self.process_group.end_in_order()
         finally:
             if self.parameter_state is not None:

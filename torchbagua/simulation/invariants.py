@@ -8,7 +8,7 @@ import torch
 
 import torchbagua as tb
 from torchbagua.simulation.faults import FROM_THE_START, HARMLESS, UserError
-from torchbagua.simulation.program import Record
+from torchbagua.simulation.program import Record, train
 from torchbagua.simulation.residuals import lost_gradients
 from torchbagua.simulation.run import Outcome, Simulation
 
@@ -31,6 +31,8 @@ _OWN = r"(?:rank {rank}|rank \d+ \(global rank {rank}\))"
 _NAMED = (
     rf"torchbagua: .+ failed on {_OWN} (?:receiving from|sending to|connecting to) rank \d+",
     r"torchbagua: ranks are out of step in .+: rank \d+ has \d+ .+, rank \d+ has \d+",
+    r"torchbagua: ranks are out of step: rank \d+ .+; rank \d+ .+ optimizer steps",
+    rf"torchbagua: ranks are out of step: rank \d+ .+ has ended .+ failed on {_OWN} .+ rank \d+",
     r"torchbagua: timed out after .+ s waiting for ranks \[\d.*\] of \d+",
     rf"torchbagua: the \w+ group of ranks .+ could not be opened on {_OWN} .+ ranks \[\d.*\]",
     rf"torchbagua: opening private groups on all ranks .+ failed on {_OWN}, waiting for rank \d+",
@@ -38,7 +40,6 @@ _NAMED = (
     r"torchbagua: ranks have stopped averaging for different reasons: rank \d+ for \w+, rank \d+ for \w+",
     r"torchbagua: ranks have not loaded the same weights since attach: (?:rank \d+ .*rank \d+|ranks \d+ and \d+ )",
 )
-# Gradient algorithms do not notice that a rank has not stepped, or has stepped with another state.
 _CHANGE_WEIGHTS = ("skipped step", "other state")
 _OUT_OF_STEP = ("early end", "skipped step", "other call")
 _LOST_STORE = "the store has closed the connection"
@@ -138,7 +139,12 @@ class _Check:
         return self.kind in ("skipped step", "other state") or (self.kind == "early end" and misses_none)
 
     def participation(self) -> Iterator[str]:
-        """No rank finishes without the messages of a rank that has left, unless the algorithm is asynchronous."""
+        """No rank finishes without a rank that has left, or has not stepped, unless the algorithm is asynchronous."""
+        # Gradients of sharded modules are averaged by torch's hooks, which do not know the optimizer.
+        if self.kind == "skipped step" and not self.is_async and self.trial.subject.train is train:
+            for rank in self.survivors:
+                if self.outcomes[rank].error is None:
+                    yield f"rank {rank} has finished, although rank {self.trial.fault.rank} has skipped a step"
         if self.kind not in ("death", "error", "early end"):
             return
         if self.is_async:
@@ -202,7 +208,8 @@ class _Check:
                 yield f"rank {rank} leaves {left} behind"
         for name in self.simulation.foreign_threads:
             yield f"a rank leaves the thread {name!r} behind, which it has not started with torchbagua._concurrency"
-        if self.all_ended_well:
+        # Ranks only warn of an operation of the last meeting that has failed.
+        if self.all_ended_well and self.kind != "failed operation":
             for channel in self.simulation.network.channels.values():
                 for sender, receiver, tag in channel.unread():
                     yield f"rank {receiver} has not read a message of rank {sender} with tag {tag}"

@@ -74,6 +74,8 @@ class Attachment:
                 self.broadcast_optimizers()
             runner.grad_scaler = setup.grad_scaler
             runner.set_module(setup.inner, ignored)
+            if runner.meetings is not None and not setup.is_sharded:
+                runner.meetings.compare_weights(setup.trained())
             self._loads = WeightLoads(setup, runner)
             undo.callback(self._loads.close)
             has_different_weights = runner.averages_weights and runner.process_group.size > 1
@@ -131,6 +133,9 @@ class Attachment:
     def detach(self) -> None:
         """Finish the communication in flight and return the module to plain DDP. Collective.
 
+        With a gradient algorithm and DDP, ranks compare how many backward passes and steps they have run, and a digest
+        of their weights; a warning names weights that differ.
+
         With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state. They
         also have the same floating-point buffers, if the algorithm averages buffers. With `final_average=False` none of
         this is done. Learning rates and schedulers are left to you: they differ between ranks that have taken
@@ -141,6 +146,7 @@ class Attachment:
         Raises:
             RuntimeError: the communication in flight failed; the module is returned to plain DDP anyway. Or `detach`
                 was called within `averaged_weights`.
+            CommunicationError: with a gradient algorithm, a rank still trains; names both ranks and their progress.
         """
         self._check_no_mean("detach")
         self._end(failed=False)
@@ -158,6 +164,8 @@ class Attachment:
                 self._loads.settle()
             if self._running_means is not None and not failed:
                 self._running_means.before_end()
+            if not failed and self.ddp is not None:
+                self.runner.meet_at_end()
             if self.runner.finish(failed=failed):
                 self.broadcast_optimizers()
                 if self._running_means is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchbagua import _concurrency
 from torchbagua._torch import is_in_backward
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
+from torchbagua.runtime.meeting import Meeting, OpeningBucket
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.wait_timer import WaitTimer
 
@@ -69,9 +70,11 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
             "comm_hook: a CUDA graph is being captured; capture parts of the model "
             "(torch.cuda.make_graphed_callables) without DDP's communication"
         )
+    meeting: Meeting | None = None
     if bucket.index() == 0:
         # With Join, DDP also calls its hook on a rank that has run out of data, outside of a backward.
         state.begin_backward(has_joined=not is_in_backward())
+        meeting = state.take_meeting()
     gradient_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     work: BaguaBucket | WaitTimer = gradient_bucket
     if bucket.is_last() and state.tracer.is_on:
@@ -80,11 +83,14 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
     with state.tracer.range(gradient_bucket.name):
         state.use_device(flat.device)
         if state.process_group.world.in_stream_order(flat.device):
+            if meeting is not None:
+                state.lane.submit(meeting.run)  # on the host; an error raises at the next bucket
             launched = state.lane.launch(work.run)
             if bucket.is_last() and state.has_joined:
                 state.end_joined_backward()
             return launched
-        future = state.lane.submit_steps(work).future()
+        job = state.lane.submit_steps(work if meeting is None else OpeningBucket(meeting, work))
+        future = job.future()
     if bucket.is_last() and state.has_joined:
         _concurrency.wait_for(future)  # DDP waits for it now, but ignores its error
     return future

@@ -118,6 +118,8 @@ class UnaveragedGradients:
 
     def _warn(self, problem: str) -> None:
         self.close()
+        if self._runner.meetings is not None:
+            self._runner.meetings.mute()  # ranks compare their weights later
         warn_user(f"torchbagua: {problem}. Ranks now hold different weights")
 
 

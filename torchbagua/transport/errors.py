@@ -12,6 +12,10 @@ class CommunicationError(RuntimeError):
     """An exchange with another rank failed or timed out. The group can no longer be used."""
 
 
+class OutOfStep(CommunicationError):
+    """Ranks have met at different points of the training."""
+
+
 def cause_of(error: BaseException) -> str:
     """Return the cause of an `error` of gloo, NCCL or a store, in one line and without places in torch's sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -57,7 +57,8 @@ class Phases:
 
     def _agree_on_steps(self) -> None:
         own, world = self.num_steps, self._runner.process_group.world
-        agreement = self._runner.lane.submit(lambda: all_reduce_max(world, [own], "the number of training steps"))
+        purpose = "the number of training steps"
+        agreement = self._runner.submit_agreement(lambda: all_reduce_max(world, [own], purpose))
         self.num_steps = self._agreed_steps = agreement.result()[0]
 
     def state_dict(self) -> dict[str, int]:

@@ -90,7 +90,7 @@ class WarmupAgreement:
             check = partial(layout_watch.check, size=world.size)
             require_same_progress(world, position.progress, "the gradients", position.message, check)
 
-        return self._runner.lane.submit(compare)
+        return self._runner.submit_agreement(compare)
 
     def _listen(self) -> None:
         """Announce at the end of each step from now on. The optimizer, which may live longer, keeps no reference."""

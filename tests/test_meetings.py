@@ -1,0 +1,240 @@
+"""Meetings: ranks of a gradient algorithm compare their progress in each backward and at the end, and their weights."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import build
+
+NUM_STEPS = 6
+EVERY = pytest.mark.parametrize(
+    "algorithm",
+    [
+        tb.GradientAllReduceAlgorithm(),
+        tb.ByteGradAlgorithm(),
+        tb.TopKAlgorithm(ratio=0.1, warmup_steps=2),
+        tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+
+class Loop:
+    """A rank's training loop; `step` may leave out the whole step, or only the optimizer's."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
+        self.rank = group.rank()
+        self.net = copy.deepcopy(model)
+        self.ddp = DistributedDataParallel(self.net, process_group=group, bucket_cap_mb=1e-4)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.data = torch.Generator().manual_seed(self.rank)
+
+    def step(self, *, updates: bool = True) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(3, 4, generator=self.data)).square().sum().backward()
+        if updates:
+            self.optimizer.step()
+
+
+def errors_of(size: int, body: Callable[[dist.ProcessGroup, nn.Module], None]) -> list[str]:
+    model = build(two_layers)
+
+    def run(group: dist.ProcessGroup) -> str:
+        with pytest.raises(tb.CommunicationError) as caught:
+            body(group, model)
+        return str(caught.value)
+
+    return run_ranks(size, run)
+
+
+def check_names_both(errors: list[str], first: str, second: str) -> None:
+    """Check that all ranks raise, and name two ranks, one with each progress."""
+    for error in errors:
+        found = re.search(r"ranks are out of step: rank (\d) (.*?); rank (\d) (.*?)\. Every rank must run", error)
+        assert found is not None, error
+        assert {found[2], found[4]} == {first, second}, error
+
+
+@EVERY
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_leaves_out_a_step_raises_on_all_ranks(size: int, algorithm: tb.Algorithm) -> None:
+    """Its later steps meet the earlier ones of the others, which have one more in the end."""
+
+    def body(group: dist.ProcessGroup, model: nn.Module) -> None:
+        loop = Loop(group, model)
+        with tb.attach(loop.ddp, loop.optimizer, algorithm, process_group=tb.BaguaProcessGroup(group)):
+            for step in range(NUM_STEPS):
+                if (loop.rank, step) != (1, 2):
+                    loop.step()
+
+    ended = f"has ended after {NUM_STEPS - 1} synchronized backward passes and {NUM_STEPS - 1} optimizer steps"
+    going_on = f"is in synchronized backward pass {NUM_STEPS}, after {NUM_STEPS - 1} optimizer steps"
+    check_names_both(errors_of(size, body), going_on, ended)
+
+
+@pytest.mark.parametrize("skipped", [2, NUM_STEPS - 1], ids=["in between", "the last"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_does_not_step_its_optimizer(size: int, skipped: int) -> None:
+    """All ranks raise in the next backward, or when they detach."""
+
+    def body(group: dist.ProcessGroup, model: nn.Module) -> None:
+        loop = Loop(group, model)
+        with tb.attach(loop.ddp, loop.optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            for step in range(NUM_STEPS):
+                loop.step(updates=(loop.rank, step) != (1, skipped))
+                assert step <= skipped + 1  # a rank whose neighbors are in step learns of it one backward later
+
+    is_last = skipped == NUM_STEPS - 1
+    ended = f"has ended after {NUM_STEPS} synchronized backward passes and"
+    place = ended if is_last else f"is in synchronized backward pass {skipped + 2}, after"
+    check_names_both(errors_of(size, body), *(f"{place} {skipped + number} optimizer steps" for number in (0, 1)))
+
+
+@pytest.mark.parametrize("reports", ["optimizer", "step_taken"])
+def test_behind_the_standalone_hook(reports: str) -> None:
+    def body(group: dist.ProcessGroup, model: nn.Module) -> None:
+        loop = Loop(group, model)
+        optimizer = loop.optimizer if reports == "optimizer" else None
+        runner = tb.ByteGradAlgorithm().reify(tb.BaguaProcessGroup(group), optimizer=optimizer)
+        loop.ddp.register_comm_hook(runner, tb.comm_hook)
+        for step in range(NUM_STEPS):
+            updates = (loop.rank, step) != (1, 2)
+            loop.step(updates=updates)
+            if updates and optimizer is None:
+                runner.step_taken()
+
+    progress = [f"is in synchronized backward pass 4, after {number} optimizer steps" for number in (2, 3)]
+    check_names_both(errors_of(2, body), *progress)
+
+
+def test_a_rank_that_closes_the_standalone_hook_early_is_named() -> None:
+    model = build(two_layers)
+
+    def body(group: dist.ProcessGroup) -> str:
+        loop = Loop(group, model)
+        runner = tb.ByteGradAlgorithm().reify(tb.BaguaProcessGroup(group))
+        loop.ddp.register_comm_hook(runner, tb.comm_hook)
+        for _ in range(2):  # in the second one, DDP itself communicates, to rebuild its buckets
+            loop.step()
+        if loop.rank == 1:
+            runner.close()
+            return ""
+        with pytest.raises(tb.CommunicationError) as caught:
+            loop.step()
+        return str(caught.value)
+
+    error, _ = run_ranks(2, body)
+    assert "rank 1 has ended after 2 synchronized backward passes, and other ranks still train. Here, " in error
+    assert "failed on rank 0" in error
+
+
+def test_a_meeting_sends_sixteen_bytes_in_one_message() -> None:
+    model = build(two_layers)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop, recorder = Loop(group, model), tb.observe.Recorder()
+        named = tb.BaguaProcessGroup(group)
+        with tb.attach(loop.ddp, loop.optimizer, "bytegrad", process_group=named, observers=[recorder]):
+            for _ in range(NUM_STEPS):
+                loop.step()
+        sent = [event for event in recorder.events if event.phase == "send" and event.operation == "agreement"]
+        for step in range(1, NUM_STEPS):  # in the first backward, ranks compare their weights too
+            assert [event.bytes_sent for event in sent if event.step == step] == [16]
+
+    run_ranks(4, body)
+
+
+def follow_the_own_loss(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] = 0.01 * (1 + loop.rank)
+
+
+def reset_a_unit(loop: Loop) -> None:
+    if loop.rank == 1:
+        with torch.no_grad():
+            loop.net[1].weight[0, 3] = 0.5  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [(follow_the_own_loss, "0.weight, 0.bias, 1.weight, ..."), (reset_a_unit, "1.weight.")],
+    ids=["learning rate", "reset"],
+)
+@pytest.mark.parametrize(("num_steps", "seen_after"), [(8, 8), (12, 9)], ids=["at the end", "in the tenth backward"])
+def test_weights_that_one_rank_changes_are_reported_once(
+    change: Callable[[Loop], None], names: str, num_steps: int, seen_after: int
+) -> None:
+    model = build(two_layers)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        with tb.attach(loop.ddp, loop.optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            for step in range(num_steps):
+                if step == 3:
+                    change(loop)
+                loop.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    assert len(messages) == 2, messages
+    for message in messages:
+        assert f"rank 0 and rank 1 hold different weights after {seen_after} optimizer steps: {names}" in message
+
+
+def test_a_filter_makes_different_weights_an_error_on_all_ranks() -> None:
+    """Of three ranks, two see the difference; the third is told when they close their groups."""
+    model = build(two_layers)
+
+    def body(group: dist.ProcessGroup) -> str:
+        loop = Loop(group, model)
+        if loop.rank == 1:
+            follow_the_own_loss(loop)
+        try:
+            with tb.attach(loop.ddp, loop.optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+                for _ in range(12):
+                    loop.step()
+        except (RuntimeWarning, RuntimeError) as error:
+            return type(error).__name__
+        return "trained"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        errors = run_ranks(3, body)
+    assert "trained" not in errors
+    assert "RuntimeWarning" in errors
+
+
+def test_a_rank_that_fails_before_the_others_detach() -> None:
+    """The others have trained to their end, and only warn that they could not compare it."""
+    model = build(two_layers)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        with tb.attach(loop.ddp, loop.optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            loop.step()
+            if loop.rank == 1:
+                raise KeyError("of the user")
+
+    def run(group: dist.ProcessGroup) -> str:
+        try:
+            body(group)
+        except KeyError:
+            return "failed"
+        return "trained"
+
+    with pytest.warns(RuntimeWarning, match="rank 0 has detached, but could not compare its progress .* rank 1"):
+        assert run_ranks(2, run) == ["trained", "failed"]
