@@ -21,6 +21,11 @@ _MAX_ROUNDS = 2
 _FAST_LINK_BYTES_PER_S = 0.625e9
 
 
+def tag_of(operation: str, piece: int) -> int:
+    """Return the tag of a message."""
+    return _TAGS[operation] + piece * len(_TAGS)
+
+
 class ElementCounts(NamedTuple):
     """The contents of the messages of an exchange, for events: numbers of elements by rank.
 
@@ -92,7 +97,7 @@ class Exchange:
         self._receives = receives
         self._bucket = bucket
         self._counts = counts
-        self._tag = _TAGS[operation] + piece * len(_TAGS)
+        self._tag = tag_of(operation, piece)
         self._purpose = f"{operation} of {bucket}"
         is_with_all = turns is None
         if turns is None:
@@ -163,10 +168,6 @@ class Exchange:
     def run(self, tensors: Iterable[torch.Tensor]) -> None:
         """Send `tensors`, and wait until all are sent and received. Use this for the only exchange of a pipeline."""
         self.send(tensors)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait until all tensors have arrived and are sent; for the only exchange of a pipeline, after `send`."""
         self.wait()
         self._pipeline.wait_for_sends()
 

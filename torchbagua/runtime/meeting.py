@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.agreement import all_reduce_max
-from torchbagua.collectives.exchange import Exchange, Pipeline
+from torchbagua.collectives.exchange import tag_of
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.job import InSteps
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.optimizer_steps import StepCount
+from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, OutOfStep
 
 # Agreements of other kinds have smaller piece numbers (collectives/agreement.py).
-_PROGRESS_PIECE, _DIGEST_PIECE = 1024, 1025
+_PROGRESS_PIECE, _DIGEST_PIECE, _BARRIER_PIECE = 1024, 1025, 1026
 
 # The synchronized backward passes in which ranks compare their weights: some early ones, and then one in so many.
 _EARLY, _INTERVAL = (1, 10, 100), 500
@@ -35,7 +35,7 @@ class Progress(NamedTuple):
         num_backwards: the synchronized backward passes that it has begun.
         num_steps: the steps of its optimizers; 0 behind a standalone hook that knows no optimizer.
         has_ended: whether it detaches, and begins no other backward.
-        has_joined: whether it has run out of data, and takes no more steps (`torch.distributed.algorithms.Join`).
+        has_joined: whether it has ever run out of data, and taken fewer steps (`torch.distributed.algorithms.Join`).
     """
 
     num_backwards: int
@@ -82,17 +82,18 @@ class Meeting:
     own: Progress
     digests: Callable[[], torch.Tensor] | None = None
     differing: Sequence[int] = ()
-    _exchange: Exchange | None = field(default=None, init=False)
-    _theirs: torch.Tensor = field(default_factory=lambda: torch.empty(2, dtype=torch.int64), init=False)
+    _purpose: str = field(default="", init=False)
+    _message: "_RingMessage | None" = field(default=None, init=False)
 
     def run(self) -> None:
         """Send and compare. Collective; on the lane's thread, as all methods."""
-        self.post()
+        self.post("the end of training" if self.own.has_ended else "the progress with a backward")
         self.compare()
 
-    def post(self) -> None:
-        """Start to send this rank's progress, and to receive that of the rank before."""
-        self._exchange = self._exchange_along_ring(self.own.pack(), self._theirs, _PROGRESS_PIECE)
+    def post(self, purpose: str) -> None:
+        """Start to send this rank's progress, and to receive that of the rank before; `purpose` is for errors."""
+        self._purpose = purpose
+        self._message = _RingMessage(self.group.world, self.own.pack(), self._purpose, _PROGRESS_PIECE)
 
     def compare(self) -> None:
         """Wait for the progress of the rank before.
@@ -100,10 +101,8 @@ class Meeting:
         Raises:
             OutOfStep: it does not fit this rank's.
         """
-        assert self._exchange is not None
-        self._exchange.finish()
-        theirs = Progress.unpack(self._theirs)
-        world = self.group.world
+        assert self._message is not None
+        world, theirs = self.group.world, Progress.unpack(self._message.receive())
         if not self.own.fits(theirs):
             ends = sorted([(world.rank_before(1), theirs), (world.rank, self.own)])
             (first, its), (second, own) = ((world.name_of(rank), progress) for rank, progress in ends)
@@ -115,34 +114,61 @@ class Meeting:
             self.group.post_reason(text)
             raise OutOfStep(text)
         if self.digests is not None:
-            digests = self.digests()
-            other = torch.empty_like(digests)
-            self._exchange_along_ring(digests, other, _DIGEST_PIECE).finish()
+            own_digests = self.digests()
+            other = _RingMessage(world, own_digests, self._purpose, _DIGEST_PIECE).receive()
             if not (self.own.has_joined or theirs.has_joined):
-                self.differing = (digests != other).nonzero().flatten().tolist()
+                self.differing = (own_digests != other).nonzero().flatten().tolist()
 
-    def _exchange_along_ring(self, own: torch.Tensor, theirs: torch.Tensor, piece: int) -> Exchange:
-        world = self.group.world
-        source = world.rank_before(1)
-        turns = [(world.rank_after(1), source)]
-        pipeline = Pipeline(world, own.device)
-        exchange = Exchange(pipeline, "agreement", {source: theirs}, "a comparison of progress", turns, piece=piece)
-        exchange.send([own])
-        return exchange
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called this. Fails if a rank has raised instead. Collective."""
+        distance = 1
+        while distance < self.group.world.size:
+            _RingMessage(self.group.world, torch.zeros(1), self._purpose, _BARRIER_PIECE, distance).receive()
+            distance *= 2
+
+
+class _RingMessage:
+    """Sends a tensor to the rank `distance` places after this one, and receives one from the rank as far before.
+
+    Observers are not notified: the message overlaps with those of the first bucket, and their spans nest.
+    """
+
+    def __init__(self, world: Communicator, own: torch.Tensor, purpose: str, piece: int, distance: int = 1) -> None:
+        self._world = world
+        self._target, self._source = world.rank_after(distance), world.rank_before(distance)
+        self._purpose = purpose
+        self._tag = tag_of("agreement", piece)
+        self._own, self._theirs = own, torch.empty_like(own)
+        if world.posts_messages(own.device):
+            world.connect([self._target, self._source], purpose)
+            world.post("receiving from", self._source, self._theirs, tag=self._tag, purpose=purpose)
+            world.post("sending to", self._target, own, tag=self._tag, purpose=purpose)
+        else:
+            sent, received = ([own.new_empty(0) for _ in range(world.size)] for _ in range(2))
+            sent[self._target], received[self._source] = own, self._theirs
+            world.all_to_all(received, sent, purpose, lambda: ())
+
+    def receive(self) -> torch.Tensor:
+        """Wait for both messages, and return the received one."""
+        if self._world.posts_messages(self._own.device):
+            self._world.wait("receiving from", self._source, tag=self._tag, purpose=self._purpose)
+            self._world.wait("sending to", self._target, tag=self._tag, purpose=self._purpose)
+        return self._theirs
 
 
 class OpeningBucket:
     """The first bucket of a backward, with the meeting of this backward: work for a lane."""
 
-    def __init__(self, meeting: Meeting, bucket: InSteps[torch.Tensor]) -> None:
+    def __init__(self, meeting: Meeting, bucket: InSteps[torch.Tensor], name: str) -> None:
         self._meeting = meeting
+        self._name = name
         self._bucket = bucket
 
     def may_begin(self) -> bool:
         return self._bucket.may_begin()
 
     def steps(self) -> Generator[None, None, torch.Tensor]:
-        self._meeting.post()
+        self._meeting.post(f"the progress with {self._name}")
         flat = yield from self._bucket.steps()
         self._meeting.compare()
         return flat
@@ -190,7 +216,7 @@ class Meetings:
         self.num_backwards += 1
         self._has_joined |= has_joined
         is_due = self.num_backwards in _EARLY or self.num_backwards % _INTERVAL == 0
-        return self._meeting(Progress(self.num_backwards, self._steps.number, has_joined=has_joined), is_due)
+        return self._meeting(Progress(self.num_backwards, self._steps.number, has_joined=self._has_joined), is_due)
 
     def leave(self) -> None:
         """Tell ranks that still train that this rank has ended, unless all ranks have met at the end."""
@@ -212,7 +238,7 @@ class Meetings:
 
         def meet() -> None:
             meeting.run()
-            all_reduce_max(self._group.world, [0], "the end of training")  # a barrier, which fails if a rank raises
+            meeting.wait_for_all()
 
         own = Progress(self.num_backwards, self._steps.number, has_ended=True, has_joined=self._has_joined)
         meeting = self._meeting(own, compares_weights=True)

@@ -89,7 +89,7 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
             if bucket.is_last() and state.has_joined:
                 state.end_joined_backward()
             return launched
-        job = state.lane.submit_steps(work if meeting is None else OpeningBucket(meeting, work))
+        job = state.lane.submit_steps(work if meeting is None else OpeningBucket(meeting, work, gradient_bucket.name))
         future = job.future()
     if bucket.is_last() and state.has_joined:
         _concurrency.wait_for(future)  # DDP waits for it now, but ignores its error
