@@ -62,7 +62,7 @@ class Runner:
             there is a GradScaler.
         read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it. If it is None, the
             runner reads the scale from the GradScaler, which synchronizes with the GPU.
-        num_synchronised: the number of backward passes begun in which DDP passes its buckets to the hook.
+        num_received: the number of gradient buckets that DDP has passed to the hook.
         has_joined: whether this rank has run out of data. It then participates with zero gradients until all ranks
             have run out of data (`torch.distributed.algorithms.Join`).
         loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
@@ -109,7 +109,7 @@ class Runner:
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.loss_scale = 1.0
         self.read_loss_scale: Callable[[], float] | None = None
-        self.num_synchronised = 0
+        self.num_received = 0
         self.has_joined = False
         self.loading: frozenset[str] = frozenset()
         self.ends_in_order = False
@@ -359,7 +359,6 @@ class Runner:
             RuntimeError: the memory layout of a parameter has changed. The message names the parameter.
         """
         self.has_joined = has_joined
-        self.num_synchronised += 1
         layout_watch = self.gradient_buckets.layout_watch
         has_changed = layout_watch.look()
         if self.commits_on_step and not has_joined:
@@ -406,6 +405,7 @@ class Runner:
             self.impl.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
         bucket.flat = flat
+        self.num_received = bucket.num_received = self.num_received + 1
         self.ends_in_order = True  # with a standalone hook, nobody calls finish
         return bucket
 
