@@ -1,12 +1,16 @@
 """The residuals of error feedback: when they change, how many bytes they cost, and which states are refused."""
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, initial_of, tensors_in
@@ -323,3 +327,65 @@ def test_a_group_of_one_has_no_residuals() -> None:
     (state,) = run_ranks(1, body)
     assert (state["rank"], state["num_ranks"]) == (0, 1)
     assert not any(value.any() for value in tensors_in(state))
+
+
+def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    total += gradient
+
+
+def late_flag(ddp: DistributedDataParallel, inputs: list[torch.Tensor]) -> None:
+    for index, x in enumerate(inputs):
+        with ddp.no_sync() if index > 0 else nullcontext():
+            ddp(x, 0).square().sum().backward()
+
+
+def two_losses(ddp: DistributedDataParallel, inputs: list[torch.Tensor]) -> None:
+    output = ddp(inputs[0], 0)
+    output.square().sum().backward(retain_graph=True)
+    output.sum().backward()
+
+
+def several_synchronized_passes(ddp: DistributedDataParallel, inputs: list[torch.Tensor]) -> None:
+    for x in inputs:
+        ddp(x, 0).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:torchbagua:RuntimeWarning")
+@pytest.mark.parametrize("add_gradients", [late_flag, two_losses, several_synchronized_passes])
+@pytest.mark.parametrize(
+    "algorithm",
+    [tb.CompressedAllReduceAlgorithm(error_feedback=True), tb.TopKAlgorithm(ratio=0.01)],
+    ids=["4 bits", "top-k"],
+)
+def test_nothing_is_lost_if_backward_adds_to_an_average(
+    algorithm: tb.Algorithm, add_gradients: Callable[[DistributedDataParallel, list[torch.Tensor]], None]
+) -> None:
+    """All ranks' gradients sum to the gradients of their steps, which differ, and the residuals."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        named = dict(ddp.module.named_parameters())
+        optimizer = torch.optim.SGD(named.values(), lr=1e-3)
+        computed, used, left_out = ({name: torch.zeros(p.shape) for name, p in named.items()} for _ in range(3))
+        for name, parameter in named.items():
+            parameter.register_hook(partial(add_to, computed[name]))
+        data = torch.Generator().manual_seed(group.rank())
+        with tb.attach(ddp, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group)) as attachment:
+            for step in range(5):
+                inputs = [torch.randn(6, 10, generator=data) for _ in range(3)]
+                add_gradients(ddp, inputs if step > 0 else inputs[:1])  # DDP rebuilds its buckets after its first pass
+                optimizer.step()
+                for name, parameter in named.items():
+                    used[name] += parameter.grad
+                optimizer.zero_grad()
+            state = attachment.runner.state_dict()
+            for name in named:
+                left_out[name] += state["sent"][name] + group.size() * state["mean"][name]
+        return [computed, used, left_out]
+
+    runs = run_ranks(2, body)
+    for name in runs[0][0]:
+        computed, used, left_out = (sum(run[index][name] for run in runs) for index in range(3))
+        assert left_out.norm() > 1e-3 * computed.norm() or left_out.numel() == 1
+        assert (computed - used - left_out).norm() < 1e-6 * computed.norm()

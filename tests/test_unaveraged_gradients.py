@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 import torchbagua.compat.bagua
@@ -28,9 +29,9 @@ def tower() -> nn.Sequential:
 class Loop:
     """A rank's training loop: it calls the module `called`; `backward` computes gradients of this rank's data."""
 
-    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1) -> None:
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1, **ddp_options: Any) -> None:
         self.net = copy.deepcopy(model)
-        self.ddp = DistributedDataParallel(self.net, process_group=group)
+        self.ddp = DistributedDataParallel(self.net, process_group=group, **ddp_options)
         self.called: nn.Module = self.ddp
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
         self.data = torch.Generator().manual_seed(group.rank())
@@ -39,10 +40,13 @@ class Loop:
     def attach(self, algorithm: str = "gradient_allreduce") -> tb.Attachment:
         return tb.attach(self.called, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(self.group))
 
-    def backward(self, module: nn.Module | None = None) -> None:
+    def loss(self, module: nn.Module | None = None) -> torch.Tensor:
         dtype = next(self.net.parameters()).dtype
         x = torch.randn(8, 4, generator=self.data).to(dtype)
-        (module or self.called)(x).square().mean().backward()
+        return (module or self.called)(x).square().mean()
+
+    def backward(self, module: nn.Module | None = None) -> None:
+        self.loss(module).backward()
 
     def step(self, module: nn.Module | None = None) -> None:
         self.optimizer.zero_grad()
@@ -153,6 +157,110 @@ def test_the_inner_module_called_in_every_other_step_of_a_loop_that_accumulates(
         return loop.weights()
 
     check_one_warning(body, "SGD has stepped twice")
+
+
+def late_flag(loop: Loop, step: int) -> None:
+    for micro_batch in range(4):
+        loss = loop.loss()
+        loop.ddp.require_backward_grad_sync = micro_batch == 3
+        loss.backward()
+
+
+def first_micro_batch_synchronized(loop: Loop, step: int) -> None:
+    loop.backward()
+    with loop.ddp.no_sync():
+        loop.backward()
+    nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
+
+
+def two_losses_of_a_forward(loop: Loop, step: int) -> None:
+    loss = loop.loss()
+    loss.backward(retain_graph=True)
+    loss.sqrt().backward()
+
+
+def two_forwards_then_two_backwards(loop: Loop, step: int) -> None:
+    losses = [loop.loss(), loop.loss()]
+    for loss in losses:
+        loss.backward()
+
+
+def inner_loss_after_ddps(loop: Loop, step: int) -> None:
+    loop.backward()
+    if step % 3 == 0:  # a regularization of some steps only
+        loop.backward(loop.net)
+
+
+def loss_of_the_first_layer_after_ddps(loop: Loop, step: int) -> None:
+    loop.backward()
+    loop.backward(loop.net[0])  # type: ignore[index]
+
+
+def loss_of_the_last_layer_after_ddps(loop: Loop, step: int) -> None:
+    loop.backward()
+    loop.backward(loop.net[2])  # type: ignore[index]
+
+
+def inner_loss_between_ddps_forward_and_backward(loop: Loop, step: int) -> None:
+    loss = loop.loss()
+    loop.backward(loop.net)
+    loss.backward()
+
+
+def leftover_window(loop: Loop, step: int) -> None:
+    """Accumulate over two micro-batches, except in every third step, the last of an epoch."""
+    with loop.ddp.no_sync():
+        loop.backward()
+    if step % 3 != 2:
+        loop.backward()
+    nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
+
+
+def forward_within_no_sync(loop: Loop, step: int) -> None:
+    with loop.ddp.no_sync():
+        loss = loop.loss()
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("add_gradients", "first_step", "cure"),
+    [
+        (late_flag, 1, "enter no_sync(), before the forward"),
+        (first_micro_batch_synchronized, 1, "synchronize the last pass"),
+        (two_losses_of_a_forward, 2, "Sum the losses and call backward once"),
+        (two_forwards_then_two_backwards, 2, "Sum the losses and call backward once"),
+        (inner_loss_after_ddps, 4, "call ddp(x), not the inner module"),
+        (loss_of_the_first_layer_after_ddps, 2, "call ddp(x), not the inner module"),
+        (loss_of_the_last_layer_after_ddps, 2, "call ddp(x), not the inner module"),
+        (inner_loss_between_ddps_forward_and_backward, 2, "call ddp(x), not the inner module"),
+        (leftover_window, 3, "of a shorter window at the end of an epoch"),
+        (forward_within_no_sync, 2, "leave no_sync() before the forward"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_last_backward_before_a_step_is_not_averaged(
+    add_gradients: Callable[[Loop, int], None], first_step: int, cure: str
+) -> None:
+    """A penalty on weights alone may be added to an average. The first added gradient is therefore only recorded."""
+    model = build(tower)
+
+    def train(num_steps: int) -> Callable[[dist.ProcessGroup], torch.Tensor]:
+        def body(group: dist.ProcessGroup) -> torch.Tensor:
+            loop = Loop(group, model)
+            with loop.attach():
+                for step in range(num_steps):
+                    loop.optimizer.zero_grad()
+                    add_gradients(loop, step)
+                    loop.optimizer.step()
+            return loop.weights()
+
+        return body
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights_of_ranks(train(first_step - 1))
+    assert not any("has stepped" in str(warning.message) for warning in caught)
+    check_one_warning(train(first_step), "SGD has stepped", cure, "different weights")
 
 
 def test_two_bare_steps_are_enough_and_one_is_not() -> None:
@@ -284,6 +392,142 @@ def a_closure(loop: Loop) -> None:
         loop.optimizer.step(closure)
 
 
+def a_forward_outside_no_sync(loop: Loop) -> None:
+    """DDP averages in each backward, since it reads the flag in the forward."""
+    assert loop.ddp is not None
+    for step in range(2 * NUM_STEPS):
+        loss = loop.loss()
+        with loop.ddp.no_sync():
+            loss.backward()
+        if step % 2 == 1:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=False)
+
+
+def several_synchronized_passes(loop: Loop) -> None:
+    for step in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        for _ in range(1 + step % 2):
+            loop.backward()
+        loop.optimizer.step()
+
+
+def inner_losses_before_ddps(loop: Loop) -> None:
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        loop.backward(loop.net)
+        loop.backward()
+        with torch.no_grad():
+            loop.loss(loop.net)
+        loop.optimizer.step()
+
+
+def a_discarded_gradient_after_the_average(loop: Loop) -> None:
+    """Compute a gradient of the critic in the generator's pass, clear it, and train the critic."""
+    for set_to_none in (False, True) * 3:
+        loop.optimizer.zero_grad(set_to_none=set_to_none)
+        loop.backward()
+        loop.backward(loop.net)
+        loop.step()
+        loop.backward(loop.net)
+        loop.optimizer.zero_grad(set_to_none=set_to_none)
+        loop.optimizer.step()
+
+
+def a_synchronization_in_backward(loop: Loop) -> None:
+    """Prepare DDP for the last of several backward passes, as accelerate's `trigger_sync_in_backward` does."""
+    assert loop.ddp is not None
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        with loop.ddp.no_sync():
+            losses = [loop.loss(), loop.loss()]
+            losses[0].backward()
+        loop.ddp.require_forward_param_sync = True
+        loop.ddp.reducer.prepare_for_backward([])
+        losses[1].backward()
+        loop.optimizer.step()
+
+
+def a_gradient_penalty(loop: Loop) -> None:
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=loop.data, requires_grad=True)
+        loss = loop.called(x).square().sum()
+        slope = torch.autograd.grad(loss, x, create_graph=True)[0]
+        (loss + slope.square().sum()).backward()
+        loop.optimizer.step()
+
+
+def a_penalty_on_weights_after_the_average(loop: Loop) -> None:
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        torch.stack([parameter.square().sum() for parameter in loop.net.parameters()]).sum().backward()
+        loop.optimizer.step()
+    weights = [torch.empty_like(loop.weights()) for _ in range(2)]
+    loop.group.allgather([weights], [loop.weights()]).wait()
+    assert torch.equal(*weights)
+
+
+def gradients_averaged_by_hand(loop: Loop) -> None:
+    assert loop.ddp is not None
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        for _ in range(2):
+            with loop.ddp.no_sync():
+                loop.backward()
+        for parameter in loop.net.parameters():
+            assert parameter.grad is not None
+            loop.group.allreduce([parameter.grad]).wait()
+            parameter.grad /= 2
+        loop.optimizer.step()
+
+
+def accumulation_with_scaler_and_clipping(loop: Loop) -> None:
+    assert loop.ddp is not None
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(NUM_STEPS):
+        share = torch.inf if step % 2 == 0 else 1.0
+        with loop.ddp.no_sync():
+            scaler.scale(share * loop.loss()).backward()
+        scaler.scale(loop.loss()).backward()
+        scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+
+
+def a_short_window_that_is_synchronized(loop: Loop) -> None:
+    assert loop.ddp is not None
+    for step in range(7):
+        is_last = step % 3 == 2 or step == 6
+        loop.ddp.require_backward_grad_sync = is_last
+        loop.backward()
+        if is_last:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+def hooks_that_change_gradients(loop: Loop) -> None:
+    for parameter in loop.net.parameters():
+        parameter.register_hook(lambda gradient: gradient + 1)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: nn.utils.clip_grad_value_(parameter, 0.1))
+    accumulation(loop)
+
+
+def a_step_after_two_of_the_other_optimizer(loop: Loop) -> None:
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (loop.net[0], loop.net[2]))  # type: ignore[index]
+    with tb.attach(loop.ddp, [first, second], "bytegrad", process_group=tb.BaguaProcessGroup(loop.group)):
+        for step in range(2 * NUM_STEPS):
+            first.zero_grad()
+            loop.backward()
+            first.step()
+            if step % 2 == 1:
+                second.step()
+                second.zero_grad()
+
+
 LEGITIMATE: list[Callable[[Loop], None]] = [
     steps_within_no_sync,
     a_flag_instead_of_no_sync,
@@ -295,6 +539,17 @@ LEGITIMATE: list[Callable[[Loop], None]] = [
     evaluation_of_the_inner_module,
     a_generator_and_its_critic,
     a_closure,
+    a_forward_outside_no_sync,
+    several_synchronized_passes,
+    inner_losses_before_ddps,
+    a_discarded_gradient_after_the_average,
+    a_synchronization_in_backward,
+    a_gradient_penalty,
+    a_penalty_on_weights_after_the_average,
+    gradients_averaged_by_hand,
+    accumulation_with_scaler_and_clipping,
+    a_short_window_that_is_synchronized,
+    hooks_that_change_gradients,
 ]
 
 
@@ -310,9 +565,38 @@ def test_no_warning(habit: Callable[[Loop], None]) -> None:
     check_no_warning(body)
 
 
-def test_no_warning_for_two_optimizers_within_no_sync() -> None:
+@pytest.mark.parametrize("habit", [two_optimizers_within_no_sync, a_step_after_two_of_the_other_optimizer])
+def test_no_warning_for_two_optimizers(habit: Callable[[Loop], None]) -> None:
     model = build(tower)
-    check_no_warning(lambda group: two_optimizers_within_no_sync(Loop(group, model)))
+    check_no_warning(lambda group: habit(Loop(group, model)))
+
+
+class Checkpointed(nn.Module):
+    """A tower whose last layers run again in backward, in a nested backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tower()
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.tower[0](x)
+        output: torch.Tensor = checkpoint(self.tower[1:], hidden, use_reentrant=True)
+        return output
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+@pytest.mark.parametrize("habit", [accumulation, several_synchronized_passes])
+def test_no_warning_whatever_ddp_was_told(habit: Callable[[Loop], None], option: str) -> None:
+    model = build(Checkpointed if option == "static_graph" else tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, **{option: True})
+        with loop.attach("bytegrad"):
+            loop.step()
+            habit(loop)
+
+    check_no_warning(body)
 
 
 def test_no_warning_for_a_ddp_created_by_with_bagua() -> None:

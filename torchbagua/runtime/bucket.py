@@ -74,6 +74,7 @@ class BaguaBucket(BucketOperations):
     Attributes:
         round_index: the number of times the bucket has run, the same on all ranks. A topology chooses peers by it.
         operations: the operations that it runs, in order.
+        num_received: the runner's number of buckets when DDP last passed this one, or 0.
 
     Raises:
         ValueError: `flat` does not meet these requirements.
@@ -99,6 +100,7 @@ class BaguaBucket(BucketOperations):
         self.group = group
         self.flat = flat
         self.round_index = 0
+        self.num_received = 0
         self.operations: list[Operation] = []
 
     def __repr__(self) -> str:

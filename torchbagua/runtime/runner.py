@@ -67,7 +67,7 @@ class Runner:
         read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it. If it is None, the
             runner reads the scale from the GradScaler, which synchronizes with the GPU.
         meetings: compare the progress of ranks with a gradient algorithm; None in a group of one rank.
-        num_synchronised: the number of backward passes begun in which DDP passes its buckets to the hook.
+        num_received: the number of gradient buckets that DDP has passed to the hook.
         has_joined: whether this rank has run out of data. It then participates with zero gradients until all ranks
             have run out of data (`torch.distributed.algorithms.Join`).
         loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
@@ -119,7 +119,7 @@ class Runner:
         self._num_steps = StepCount()
         compares = process_group.size > 1 and not algorithm.averages_weights
         self.meetings = Meetings(process_group, self._num_steps) if compares else None
-        self.num_synchronised = 0
+        self.num_received = 0
         self.has_joined = False
         self.loading: frozenset[str] = frozenset()
         self.ends_in_order = False
@@ -374,7 +374,6 @@ class Runner:
             RuntimeWarning: ranks hold different weights, and a filter turns the warning into an error.
         """
         self.has_joined = has_joined
-        self.num_synchronised += 1
         layout_watch = self.gradient_buckets.layout_watch
         has_changed = layout_watch.look()
         if self.meetings is not None:
@@ -446,6 +445,7 @@ class Runner:
             self.impl.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
         bucket.flat = flat
+        self.num_received = bucket.num_received = self.num_received + 1
         self.ends_in_order = True  # with a standalone hook, nobody calls finish
         return bucket
 

@@ -1,88 +1,122 @@
 """Warnings about optimizer steps on gradients that were not averaged: mistakes that plain DDP ignores silently."""
 
 import weakref
-from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua._torch import is_in_backward, num_writes
+from torchbagua._torch import is_in_backward, leaves
 from torchbagua._warnings import warn_user
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
 _NUM_NAMED = 3
-# How many of the parameters that DDP does not train are checked in a step. A check takes 0.05 us, and a model with an
-# adapter has a thousand such parameters.
+# How many of the parameters that DDP does not train are checked in a step; consecutive steps check all in turn. A check
+# takes 0.05 us, and a model with an adapter has a thousand such parameters.
 _NUM_LOOKED_AT = 100
+
+_NEVER_AVERAGED = (
+    "has stepped twice on gradients that DistributedDataParallel did not average. If the module was converted after it "
+    "was wrapped (ddp.double(), .half(), .to(...)), DDP's hooks were dropped: convert it first, wrap it in a new DDP, "
+    "and attach. If the loop calls the inner module (net(x), ddp.module(x)): call ddp(x). If only the forward runs in "
+    "no_sync(): leave no_sync() before the forward. To average by hand, call the module and backward within no_sync()"
+)
+_LATE_FLAG = (
+    "has stepped on an average to which later backward passes had added this rank's gradients: their forward was "
+    "within no_sync(). Set require_backward_grad_sync, or enter no_sync(), before the forward, not between forward and "
+    "backward, and synchronize the last pass of each step"
+)
+_SECOND_BACKWARD = (
+    "has stepped on an average to which a later backward had added this rank's gradients: DistributedDataParallel "
+    "averages once per forward. Sum the losses and call backward once, and call ddp(x), not the inner module (net(x))"
+)
+_LEFTOVER = (
+    "has stepped on gradients of passes within no_sync() only, although this loop averages in other steps. Leave "
+    "no_sync() before the last forward of each window of accumulation, also of a shorter window at the end of an epoch"
+)
 
 
 class UnaveragedGradients:
     """Warns once if an attached optimizer steps on this rank's local gradients although a gradient algorithm is used.
 
-    Three mistakes cause this. Each is also wrong with plain DDP. None is an error, since a loop may do it on purpose:
+    Four mistakes cause this. Each is also wrong with plain DDP. None is an error, since a loop may do it on purpose:
 
     - DDP passes no bucket to the hook. The module was converted, which drops DDP's hooks, or the loop calls the module
-      instead of the DDP.
+      instead of the DDP, or calls it within `no_sync` only.
+    - A backward adds to an average: DDP averages only in the first backward after a forward outside `no_sync`.
     - A parameter is in none of DDP's buckets. It was frozen or absent when the DDP was created.
     - The optimizer steps within backward, before DDP has averaged.
-
-    A normal step costs one comparison and a check of `_NUM_LOOKED_AT` parameters that DDP does not train. Consecutive
-    steps check all of these parameters in turn.
-
-    Args:
-        setup: the attached module, its DDP and its optimizers.
-        runner: counts synchronized backward passes, and watches the optimizers' steps.
     """
 
     def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
         self._setup = setup
         self._runner = runner
         self._ignored_names = setup.ignored_names()
-        self._num_synchronised: dict[int, int] = {}  # at the last step of each optimizer, by its id
+        self._num_received: dict[int, int] = {}  # of the runner, at the last step of each optimizer, by its id
+        self._has_bare_step: set[int] = set()  # the ids of optimizers that have stepped without an average
+        self._accumulates = False  # whether a step has used several backward passes that ended with an average
         self._num_parameters: dict[int, int] = {}  # of each optimizer, when `_untrained` was computed
         self._untrained: list[torch.Tensor] = []
         self._position = 0  # index into `_untrained` at which the next check begins
-        self._bare_steps: _BareSteps | None = None
+        self._gradients: dict[int, list[_WatchedGradient]] = {}  # of each optimizer, by its id
         self._watches = list(runner.step_watches)
+        trained_ids = {id(parameter) for parameter in setup.trained().values()}
+        ddps = {id(parameter): ddp for ddp in setup.ddps for parameter in ddp.parameters()}
         for watch in self._watches:
+            trained = [parameter for parameter in parameters_of(watch.optimizer) if id(parameter) in trained_ids]
+            self._gradients[id(watch.optimizer)] = [  # almost every loss trains the first or the last parameter
+                _WatchedGradient(parameter, ddps[id(parameter)], runner)
+                for parameter in dict.fromkeys((*trained[:1], *trained[-1:]))
+            ]
             watch.add(self._after_step, reads_overflow=False)
 
     def close(self) -> None:
-        """Stop watching steps."""
+        """Stop watching backward passes and steps."""
         for watch in self._watches:
             watch.remove(self._after_step)
-        if self._bare_steps is not None:
-            self._bare_steps.close()
+        for gradients in self._gradients.values():
+            for gradient in gradients:
+                for hook in gradient.hooks:
+                    hook.remove()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
-        before = self._num_synchronised.get(id(optimizer))
+        before = self._num_received.get(id(optimizer))
         if before is None and is_in_backward():  # called once per optimizer, since it raises an exception inside
             self._warn(
                 f"{type(optimizer).__name__} steps within backward, before DistributedDataParallel has averaged "
                 "gradients. Step after backward, or attach an algorithm that averages weights"
             )
             return
-        now = self._num_synchronised[id(optimizer)] = self._runner.num_synchronised
-        is_bare = now == (before or 0)
-        if is_bare and self._bare_steps is None:
-            self._bare_steps = _BareSteps(self._setup)
-        if self._bare_steps is not None and self._bare_steps.are_local(optimizer, is_bare=is_bare):
-            self._warn_of_missing_buckets(optimizer)
-        elif not is_bare:
+        before, self._num_received[id(optimizer)] = before or 0, self._runner.num_received
+        local = None
+        for gradient in self._gradients.get(id(optimizer), ()):
+            if gradient.is_local():
+                local = local or gradient
+            self._accumulates |= gradient.end_step() > 1 and local is None
+        problem = None if local is None else self._problem(local, optimizer, before)
+        if local is not None and problem is not None and local.has_values():
+            self._warn(f"{type(optimizer).__name__} {problem}")
+        elif self._runner.num_received != before:
             self._check_untrained(optimizer)
 
-    def _warn_of_missing_buckets(self, optimizer: torch.optim.Optimizer) -> None:
-        self._warn(
-            f"{type(optimizer).__name__} has stepped twice on gradients that DistributedDataParallel did not "
-            "average. If the module was converted after it was wrapped (ddp.double(), .half(), .to(...)), DDP's hooks "
-            "were dropped: convert it first, wrap it in a new DDP, and attach. If the loop calls the inner module "
-            "(net(x), ddp.module(x)): call ddp(x). To average by hand, call the module within no_sync()"
-        )
+    def _problem(self, local: "_WatchedGradient", optimizer: torch.optim.Optimizer, before: int) -> str | None:
+        """Return why a step used a local gradient, or None if the loop may be right. `before`: at the step before."""
+        if local.num_received > before:
+            if local.follows_silent_forward:
+                return _LATE_FLAG
+            # A penalty on weights alone has the same gradient on all ranks.
+            return _SECOND_BACKWARD if local.comes_through_forward() else None
+        if local.is_in_no_sync:  # a loop that does not accumulate averages by hand
+            return _LEFTOVER if self._accumulates else None
+        is_first = id(optimizer) not in self._has_bare_step
+        self._has_bare_step.add(id(optimizer))
+        return None if is_first else _NEVER_AVERAGED
 
     def _check_untrained(self, optimizer: torch.optim.Optimizer) -> None:
         """Search for gradients of parameters that are in none of DDP's buckets, after buckets were averaged."""
@@ -123,64 +157,65 @@ class UnaveragedGradients:
         warn_user(f"torchbagua: {problem}. Ranks now hold different weights")
 
 
-class _BareSteps:
-    """Detects local gradients in bare steps: steps before which DDP passed no bucket to the hook.
+class _WatchedGradient:
+    """The gradient of one parameter: has DDP averaged it since the last backward that added to it?"""
 
-    A bare step is not always a mistake. It may have no gradients, use the last gradients again, or belong to a loop
-    that averages by hand within `no_sync`. The first bare step is therefore only recorded. Gradients of a second bare
-    step are local if a forward outside `no_sync` computed them.
-    """
+    def __init__(self, parameter: torch.Tensor, ddp: DistributedDataParallel, runner: Runner) -> None:
+        self._parameter = parameter
+        self._ddp = ddp
+        self._runner = runner
+        self._bucket: BaguaBucket | None = None
+        self.num_received = 0  # of the runner, when DDP last passed the bucket with this gradient
+        self._num_received_before = 0  # the last backward
+        self._num_backwards = 0  # that have added to it since the last step
+        self.follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
+        self.is_in_no_sync = False  # whether the last backward was
+        self._has_passed_owner = self._comes_through_forward = False
+        # The garbage collector does not see what such a hook refers to.
+        self.hooks = [parameter.register_post_accumulate_grad_hook(partial(self._after_addition, weakref.ref(self)))]
 
-    def __init__(self, setup: TrainingSetup) -> None:
-        assert setup.ddp is not None
-        self._ddp = setup.ddp
-        self._module = setup.module
-        self._trained_ids = {id(parameter) for parameter in setup.trained().values()}
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients, by the parameter's id
-        self._num_noted: dict[int, int] = {}  # number of bare steps with gradients, by the optimizer's id
-        self._has_silent_forward = False  # since the last step
-        self._is_by_hand = False
-        self._hook: RemovableHandle | None = None
-
-    def close(self) -> None:
-        """Stop watching forwards."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def are_local(self, optimizer: torch.optim.Optimizer, *, is_bare: bool) -> bool:
-        """Return whether this step of `optimizer` and an earlier bare step used local gradients."""
-        has_silent_forward, self._has_silent_forward = self._has_silent_forward, False
-        if is_bare and has_silent_forward:
-            self._is_by_hand = True
-            self.close()
-        if self._is_by_hand or (not is_bare and not self._num_noted):
+    def is_local(self) -> bool:
+        """Return whether a backward has added to it since the last step, and DDP has not averaged it since."""
+        if self._num_backwards == 0 or (self._bucket and self._bucket.num_received > self._num_received_before):
             return False
-        gradients = self._new_gradients(optimizer)
-        if not is_bare or not any(map(_has_values, gradients)):
-            return False
-        self._num_noted[id(optimizer)] = self._num_noted.get(id(optimizer), 0) + 1
-        if self._hook is None:
-            self._hook = self._module.register_forward_pre_hook(self._before_forward)
-        return self._num_noted[id(optimizer)] == 2
+        for bucket in self._runner.gradient_buckets:  # DDP rebuilds its buckets
+            if any(tensor.parameter is self._parameter for tensor in bucket.tensors):
+                self._bucket = bucket
+        self.num_received = 0 if self._bucket is None else self._bucket.num_received
+        return self.num_received <= self._num_received_before
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module is self._module and torch.is_grad_enabled():  # a copy of the module has this hook too
-            self._has_silent_forward |= not self._ddp.require_backward_grad_sync
+    def end_step(self) -> int:
+        """Begin a new step, and return the number of backward passes in the last one."""
+        num_backwards, self._num_backwards = self._num_backwards, 0
+        return num_backwards
 
-    def _new_gradients(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-        """Return the gradients that were written since the last call, and record them."""
-        found = []
-        for parameter in parameters_of(optimizer):
-            gradient = parameter.grad
-            if gradient is None or not parameter.requires_grad or id(parameter) not in self._trained_ids:
-                continue
-            known, num_known_writes = self._seen.get(id(parameter), (None, 0))
-            if known is None or known() is not gradient or num_known_writes != num_writes(gradient):
-                self._seen[id(parameter)] = weakref.ref(gradient), num_writes(gradient)
-                found.append(gradient)
-        return found
+    def comes_through_forward(self) -> bool:
+        """Return whether the last backward came through a forward. The first call only begins to watch forwards."""
+        if len(self.hooks) == 1:
+            for module in self._ddp.modules():
+                if any(own is self._parameter for own in module.parameters(recurse=False)):
+                    self.hooks.append(module.register_forward_hook(self._after_forward))
+        return self._comes_through_forward
 
+    def has_values(self) -> bool:
+        """Return whether any element is nonzero; zero_grad(set_to_none=False) leaves zeros. Waits for a GPU."""
+        gradient = self._parameter.grad
+        return gradient is not None and (gradient.layout != torch.strided or bool(gradient.any()))
 
-def _has_values(gradient: torch.Tensor) -> bool:
-    """Return whether any element is nonzero; zero_grad(set_to_none=False) leaves zeros. Waits for a GPU."""
-    return gradient.layout != torch.strided or bool(gradient.any())
+    @staticmethod
+    def _after_addition(watched: "weakref.ref[_WatchedGradient]", _: torch.Tensor) -> None:
+        if (this := watched()) is not None:
+            ddp = this._ddp
+            this._num_backwards += 1
+            this._num_received_before = this._runner.num_received  # DDP may yet average in this backward
+            this.follows_silent_forward = not ddp.require_forward_param_sync
+            this.is_in_no_sync = not ddp.require_backward_grad_sync
+            this._comes_through_forward, this._has_passed_owner = this._has_passed_owner, False
+
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        for output in leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
+                output.register_hook(self._before_owner)
+
+    def _before_owner(self, _: torch.Tensor) -> None:
+        self._has_passed_owner = True
