@@ -303,7 +303,7 @@ def test_the_warning_after_few_steps_and_with_parameters_that_begin_at_zero() ->
 
 
 def test_no_optimizer_of_torch_keeps_weights() -> None:
-    """Although these gradients are parallel to the weights, as a weight decay's are, and some weights begin at one."""
+    """Although these gradients are nearly parallel to the weights, as a weight decay's are, which begin at one."""
     optim = torch.optim
     makes: list[Callable[[Any], torch.optim.Optimizer]] = [
         *(getattr(optim, name) for name in ("Adadelta", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "Rprop", "ASGD")),
@@ -315,15 +315,15 @@ def test_no_optimizer_of_torch_keeps_weights() -> None:
         lambda parameters: optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=0.9),
         lambda parameters: optim.SGD(parameters, lr=1e-3, momentum=0.9, maximize=True),
     ]
-    model = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)) for _ in makes)
+    model = nn.ModuleList(nn.LayerNorm(16) for _ in makes)
 
     def body(group: dist.ProcessGroup) -> None:
-        own = copy.deepcopy(model)
+        own, noise = copy.deepcopy(model), torch.Generator().manual_seed(group.rank())
         optimizers = [make(part.parameters()) for make, part in zip(makes, own, strict=True)]
         with tb.attach(own, optimizers, "decentralized", process_group=group):
             for _ in range(11):
                 for parameter in own.parameters():
-                    parameter.grad = parameter.detach().clone()
+                    parameter.grad = parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=noise)
                 for optimizer in optimizers:
                     optimizer.step()
 

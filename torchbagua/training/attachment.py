@@ -145,10 +145,10 @@ class Attachment:
     def detach(self) -> None:
         """Finish the communication in flight and return the module to plain DDP. Collective.
 
-        With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state. They
-        also have the same floating-point buffers, if the algorithm averages buffers. With `final_average=False` none of
-        this is done. Learning rates and schedulers are left to you: they differ between ranks that have taken
-        different numbers of steps.
+        With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state, in
+        which tensors that hold weights are averaged: see `average_also`. They also have the same floating-point
+        buffers, if the algorithm averages buffers. With `final_average=False` none of this is done. Learning rates and
+        schedulers are left to you: they differ between ranks that have taken different numbers of steps.
 
         A second call does nothing.
 
@@ -192,6 +192,7 @@ class Attachment:
     def broadcast_optimizers(self) -> None:
         """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
 
+        The state includes numbers that an optimizer counts or learns in its parameter groups, such as Prodigy's `d`.
         The state of a ZeroRedundancyOptimizer is not changed.
         """
         world = self.runner.process_group.world
@@ -207,8 +208,10 @@ class Attachment:
         """Give all ranks the mean of their weights within a `with` block, to evaluate or save the model. Collective.
 
         After the block each rank has its own weights again, and training continues as if there had been no block.
-        Buffers are averaged too if the algorithm averages them. It does nothing with a gradient algorithm, since all
-        ranks hold the same weights, and nothing after `detach`. It takes the memory of one more copy of the weights.
+        Buffers are averaged too if the algorithm averages them, and so are the weights that an optimizer keeps in its
+        state: see `average_also`. Such an optimizer remains in the mode in which you left it by its `eval` or `train`
+        within the block. It does nothing with a gradient algorithm, since all ranks hold the same weights, and nothing
+        after `detach`. It takes the memory of one more copy of the weights.
 
         Asynchronous averaging pauses: finished rounds are applied before the block, and no rank may leave the block
         later than the timeout of `attach` after the first rank has left it. A nested block has no effect.
