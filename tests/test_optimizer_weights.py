@@ -168,49 +168,59 @@ def test_evaluation_weights_after_detach_are_the_mean_of_the_ranks(name: str, cl
         assert torch.equal(evaluated[rank], evaluated[0])
 
 
+# The calls before the block, at its start, at its end, and after it.
+HABITS: dict[str, tuple[str, str, str, str]] = {
+    "around": ("eval", "", "", "train"),
+    "within": ("", "eval", "train", ""),
+    "train after": ("", "eval", "", "train"),
+    "train within": ("eval", "", "train", ""),
+    "none": ("", "", "", ""),
+}
+
+
 @pytest.mark.parametrize("cls", [SGDScheduleFree, ModeInAttribute])
-@pytest.mark.parametrize("habit", ["around", "within", "eval within, train after", "train within", "none"])
+@pytest.mark.parametrize("habit", HABITS)
 def test_eval_and_train_about_averaged_weights(cls: type[Interpolated], habit: str) -> None:
-    """All ranks evaluate the same model, and training is bitwise as without the block."""
+    """All ranks evaluate the same model, and training is bitwise the same as with these calls without the block.
+
+    With both calls within the block, it is the same as without the calls, which round.
+    """
     model = build(mlp)
 
-    def body(group: dist.ProcessGroup, has_block: bool) -> tuple[torch.Tensor, ...]:
+    def body(group: dist.ProcessGroup, calls: tuple[str, ...], has_block: bool) -> tuple[torch.Tensor, ...]:
         loop = Loop(group, model, cls)
+        before, start, end, after = (getattr(loop.optimizer, call, lambda: None) for call in calls)
         with loop.attach("decentralized") as attachment:
             loop.step(4)
-            if habit in ("around", "train within"):
-                loop.optimizer.eval()
+            before()
             with attachment.averaged_weights() if has_block else nullcontext():
-                if "within" in habit and habit != "train within" and (has_block or habit != "within"):
-                    loop.optimizer.eval()
-                evaluated, own = loop.weights().clone(), copy.deepcopy(attachment.rank_state_dict())
-                own_weights = torch.cat([value.flatten() for value in own["module"].values()])
-                own_state = torch.cat([state["z"].flatten() for state in own["optimizers"][0]["state"].values()])
-                if has_block:
-                    assert torch.equal(loop.weights(), evaluated)
-                if habit == "train within" or (habit == "within" and has_block):
-                    loop.optimizer.train()
-            if habit in ("around", "eval within, train after"):
-                loop.optimizer.train()
+                start()
+                evaluated, saved = loop.weights().clone(), copy.deepcopy(attachment.rank_state_dict())
+                assert torch.equal(loop.weights(), evaluated)
+                end()
+            after()
             weights, state = loop.weights().clone(), loop.state().clone()
             loop.step(2)
-        return evaluated, weights, state, loop.weights(), own_weights, own_state
+        saved_weights = torch.cat([value.flatten() for value in saved["module"].values()])
+        saved_state = torch.cat([each["z"].flatten() for each in saved["optimizers"][0]["state"].values()])
+        return evaluated, saved_weights, saved_state, weights, state, loop.weights()
+
+    def evaluated_mean(ranks: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        return (ranks[0][0] + ranks[1][0]) / 2
 
     with torchbagua_warnings() as messages:
-        ranks = run_ranks(2, lambda group: body(group, has_block=True))
-        plain = run_ranks(2, lambda group: body(group, has_block=False))
+        ranks = run_ranks(2, lambda group: body(group, HABITS[habit], has_block=True))
+        same_calls = run_ranks(2, lambda group: body(group, HABITS[habit], has_block=False))
+        plain = run_ranks(2, lambda group: body(group, HABITS["none" if habit == "within" else habit], has_block=False))
     assert not messages
     assert torch.equal(ranks[0][0], ranks[1][0])
-    assert not torch.equal(ranks[0][2], ranks[1][2])
-    if habit != "within":  # which has own evaluation weights in the block only
-        mean = (plain[0][0] + plain[1][0]) / 2
-        torch.testing.assert_close(ranks[0][0], mean, atol=1e-6, rtol=1e-6)
-    for with_block, without in zip(ranks, plain, strict=True):
-        for value, expected in zip(with_block[1:4], without[1:4], strict=True):
+    assert not torch.equal(ranks[0][4], ranks[1][4])
+    torch.testing.assert_close(ranks[0][0], evaluated_mean(same_calls), atol=1e-6, rtol=1e-6)
+    for with_block, with_calls, without in zip(ranks, same_calls, plain, strict=True):
+        for value, expected in zip(with_block[1:3], with_calls[1:3], strict=True):
             assert torch.equal(value, expected)
-        if habit != "within":
-            assert torch.equal(with_block[4], without[4])
-        assert torch.equal(with_block[5], without[5])
+        for value, expected in zip(with_block[3:], without[3:], strict=True):
+            assert torch.equal(value, expected)
 
 
 def test_an_exception_within_the_block_leaves_training_as_it_was() -> None:

@@ -80,9 +80,7 @@ class UnaveragedState:
                 continue
             state = _sample([optimizer.state[parameter][name] for parameter in parameters])
             weights = _sample(parameters)
-            gradients = _sample(
-                [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in parameters]
-            )
+            gradients = _sample([_gradient_of(weight) for weight in parameters])
             if len(state) < _FEWEST:
                 continue
             products = [state @ state, weights @ weights, gradients @ gradients, state @ weights, state @ gradients]
@@ -128,6 +126,11 @@ def _tensors_by_name(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.T
             else:
                 others.add(name)
     return {name: parameters for name, parameters in by_name.items() if name not in others}
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    return torch.zeros_like(parameter) if gradient is None or gradient.layout is not torch.strided else gradient
 
 
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
