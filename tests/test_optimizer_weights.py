@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ ALGORITHMS: dict[str, tb.Algorithm] = {
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
     "diloco": tb.DiLoCoAlgorithm(inner_steps=3),
 }
-BETA = 0.9
+BETA = 0.6
 
 
 class Interpolated(torch.optim.Optimizer):
@@ -98,6 +99,18 @@ class Lookahead(torch.optim.SGD):
                 parameter.copy_(self.state[parameter]["slow"].lerp_(parameter, 0.5))
 
 
+class Anchored(torch.optim.SGD):
+    """Keeps a momentum under another name, and the first weights, which do not change and are equal on all ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("x0", parameter.clone())
+            state["velocity"] = 0.5 * state.get("velocity", 0.0) + parameter.grad
+            parameter.sub_(state["velocity"] + 0.1 * (parameter - state["x0"]), alpha=0.01)
+
+
 class Loop:
     """The training loop of a rank."""
 
@@ -125,7 +138,7 @@ class Loop:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
 @contextmanager
@@ -312,12 +325,13 @@ def test_the_warning_after_few_steps_and_with_parameters_that_begin_at_zero() ->
     assert len(messages) == 2, messages
 
 
-def test_no_optimizer_of_torch_keeps_weights() -> None:
-    """Although these gradients are nearly parallel to the weights, as a weight decay's are, which begin at one."""
+def test_momenta_moments_and_first_weights_are_not_taken_for_weights() -> None:
+    """Of any optimizer of torch, although gradients are nearly parallel to the weights, which begin at one."""
     optim = torch.optim
     makes: list[Callable[[Any], torch.optim.Optimizer]] = [
         *(getattr(optim, name) for name in ("Adadelta", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "Rprop", "ASGD")),
         optim.Adafactor,
+        Anchored,
         lambda parameters: optim.Adam(parameters, betas=(0.0, 0.9), amsgrad=True),
         lambda parameters: optim.Adagrad(parameters, initial_accumulator_value=1.0),
         lambda parameters: optim.RMSprop(parameters, centered=True, momentum=0.9),
@@ -379,7 +393,8 @@ def test_refused() -> None:
             loop.step()
             with pytest.raises(ValueError, match=r"Interpolated has a state tensor 'zz' .* such tensors are z$"):
                 attachment.average_also(loop.optimizer, "zz")
-            attachment.average_also(loop.optimizer, "z")
+            wrapper: Any = SimpleNamespace(optimizer=loop.optimizer, state=loop.optimizer.state)  # as accelerate's
+            attachment.average_also(wrapper, "z")
         with loop.attach("bytegrad") as attachment:
             attachment.average_also(loop.optimizer, "z")
 
