@@ -246,7 +246,7 @@ def test_refused() -> None:
         loop = Loop(group, model)
         module: Any = "ema"
         with loop.attach("decentralized") as attachment:
-            with pytest.raises(TypeError, match=r"average_also: module must be a torch\.nn\.Module, got str"):
+            with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module or an .*, got str"):
                 attachment.average_also(module)
             with attachment.averaged_weights(), pytest.raises(RuntimeError, match="within averaged_weights"):
                 attachment.average_also(loop.ema())

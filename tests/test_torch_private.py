@@ -3,6 +3,7 @@
 import copy
 import re
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
 import torchbagua.native
-from ranks import init_default_group
+from ranks import init_default_group, run_ranks
 from torchbagua import _torch
 from torchbagua.compat.bagua import _torch as bagua_torch
 from torchbagua.compat.mlbench import _torch as mlbench_torch
@@ -91,6 +92,21 @@ def test_registered_groups() -> None:
     with pytest.raises(ValueError, match="process_group must have a store, got a group without one, as mpi creates"):
         torchbagua.BaguaProcessGroup(with_abstract_store)
     dist.destroy_process_group(gloo)
+
+
+def test_the_number_of_collectives_of_a_group() -> None:
+    def body(group: dist.ProcessGroup) -> list[int]:
+        numbers = [_torch.num_collectives(group)]
+        for collective in (dist.all_reduce, partial(dist.broadcast, group_src=0)):
+            collective(torch.ones(2), group=group)
+            numbers.append(_torch.num_collectives(group))
+        rows = [torch.empty(2) for _ in range(2)]
+        dist.all_gather(rows, torch.ones(2), group=group)
+        return [*numbers, _torch.num_collectives(group)]
+
+    for numbers in run_ranks(2, body):
+        assert [number - numbers[0] for number in numbers] == [0, 1, 2, 3]
+    assert _torch.num_collectives(_torch.group_without_effect(dist.HashStore(), 0, 1)) == 0
 
 
 def test_work_of_a_future() -> None:

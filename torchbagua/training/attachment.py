@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from torchbagua import _concurrency
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.observe.summary import Summary
-from torchbagua.runtime.optimizer_steps import is_sharded
+from torchbagua.runtime.optimizer_steps import is_sharded, unwrap
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.attach_checks import mark_attached
@@ -27,12 +27,19 @@ from torchbagua.training.end_warnings import (
     warn_of_unused_optimizers,
 )
 from torchbagua.training.fsdp2.communication import bound_waits, install_communication
-from torchbagua.training.late_checks import check_caller, check_first_step, check_within_nodes
+from torchbagua.training.late_checks import (
+    check_caller,
+    check_first_step,
+    check_within_nodes,
+    watch_collectives_of_first_steps,
+)
 from torchbagua.training.optimizer_state import broadcast_optimizer_state
+from torchbagua.training.optimizer_weights import OptimizerWeights
 from torchbagua.training.outer_ddps import CallerWatch
 from torchbagua.training.running_means import RunningMeans
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.step_hooks import install_step_hooks
+from torchbagua.training.unaveraged_state import UnaveragedState
 from torchbagua.training.weight_loads import WeightLoads
 
 
@@ -80,8 +87,15 @@ class Attachment:
             undo.callback(self._loads.close)
             has_different_weights = runner.averages_weights and runner.process_group.size > 1
             self._running_means = RunningMeans(setup.inner, runner) if has_different_weights else None
+            self._optimizer_weights: OptimizerWeights | None = None
             if self._running_means is not None:
                 undo.callback(self._running_means.close)
+                self._optimizer_weights = OptimizerWeights(setup.optimizers, runner)
+                self._unaveraged_state = UnaveragedState(
+                    runner.step_watches, self._optimizer_weights.names, runner.name
+                )
+                undo.callback(self._unaveraged_state.close)
+                watch_collectives_of_first_steps(setup, runner)
             silenced = undo.enter_context(ExitStack())
 
             def silence(ddp: DistributedDataParallel) -> None:
@@ -136,10 +150,10 @@ class Attachment:
         With a gradient algorithm and DDP, ranks compare how many backward passes and steps they have run, and a digest
         of their weights; a warning names weights that differ.
 
-        With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state. They
-        also have the same floating-point buffers, if the algorithm averages buffers. With `final_average=False` none of
-        this is done. Learning rates and schedulers are left to you: they differ between ranks that have taken
-        different numbers of steps.
+        With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state, in
+        which tensors that hold weights are averaged: see `average_also`. They also have the same floating-point
+        buffers, if the algorithm averages buffers. With `final_average=False` none of this is done. Learning rates and
+        schedulers are left to you: they differ between ranks that have taken different numbers of steps.
 
         A second call does nothing.
 
@@ -166,7 +180,12 @@ class Attachment:
                 self._running_means.before_end()
             if not failed and self.ddp is not None:
                 self.runner.meet_at_end()
+            if self._optimizer_weights is not None and not failed:
+                self._unaveraged_state.examine()
+                self._optimizer_weights.before_end()
             if self.runner.finish(failed=failed):
+                if self._optimizer_weights is not None:
+                    self._optimizer_weights.average()
                 self.broadcast_optimizers()
                 if self._running_means is not None:
                     self._running_means.average()
@@ -181,6 +200,7 @@ class Attachment:
     def broadcast_optimizers(self) -> None:
         """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
 
+        The state includes numbers that an optimizer counts or learns in its parameter groups, such as Prodigy's `d`.
         The state of a ZeroRedundancyOptimizer is not changed.
         """
         world = self.runner.process_group.world
@@ -196,8 +216,10 @@ class Attachment:
         """Give all ranks the mean of their weights within a `with` block, to evaluate or save the model. Collective.
 
         After the block each rank has its own weights again, and training continues as if there had been no block.
-        Buffers are averaged too if the algorithm averages them. It does nothing with a gradient algorithm, since all
-        ranks hold the same weights, and nothing after `detach`. It takes the memory of one more copy of the weights.
+        Buffers are averaged too if the algorithm averages them, and so are the weights that an optimizer keeps in its
+        state: see `average_also`. Such an optimizer remains in the mode in which you left it by its `eval` or `train`
+        within the block. It does nothing with a gradient algorithm, since all ranks hold the same weights, and nothing
+        after `detach`. It takes the memory of one more copy of the weights.
 
         Asynchronous averaging pauses: finished rounds are applied before the block, and no rank may leave the block
         later than the timeout of `attach` after the first rank has left it. A nested block has no effect.
@@ -209,7 +231,11 @@ class Attachment:
         if self._is_detached or self._has_mean:
             yield
             return
-        with self.runner.averaged_weights():
+        mean = self.runner.averaged_weights()
+        if self._optimizer_weights is not None:
+            self._unaveraged_state.examine()
+            mean = self._optimizer_weights.averaged(mean)
+        with mean:
             self._has_mean = self._loads.has_mean = True
             try:
                 if self._running_means is not None:
@@ -220,40 +246,63 @@ class Attachment:
                 if self._running_means is not None:
                     self._running_means.after_averaged()
 
-    def average_also(self, module: torch.nn.Module) -> None:
-        """Average another module over the ranks too, for instance a running mean (EMA, SWA). Collective.
+    def average_also(self, module: torch.nn.Module | torch.optim.Optimizer, state: str | None = None) -> None:
+        """Average another module, or an optimizer's state tensors that hold weights, over the ranks too.
 
-        The module's parameters and its floating-point and complex buffers are replaced by their mean over the ranks:
-        now, at the start of each `averaged_weights` block, and in `detach` if it makes weights equal. The averaged
-        values remain after the block. If all ranks have made the same number of updates, they equal the running mean
-        of the averaged weights. This method does nothing with a gradient algorithm, since all ranks hold the same
-        weights.
+        A module is, for instance, a running mean (EMA, SWA). The call is then collective. The module's parameters and
+        its floating-point and complex buffers are replaced by their mean over the ranks: now, at the start of each
+        `averaged_weights` block, and in `detach` if it makes weights equal. The averaged values remain after the block.
+        If all ranks have made the same number of updates, they equal the running mean of the averaged weights.
+
+        With an optimizer, its state tensors with the name `state` are averaged: within each `averaged_weights` block,
+        after which each rank has its own again, and in `detach` if it makes weights equal. In the rounds of the
+        algorithm they remain each rank's own. Optimizers whose class has "ScheduleFree" in its name, and ASGD, need no
+        call. Call it on all ranks.
+
+        This method does nothing with a gradient algorithm, since all ranks hold the same weights.
 
         Args:
-            module: for instance an AveragedModel, with the same parameters on all ranks.
+            module: for instance an AveragedModel, with the same parameters on all ranks; or an attached optimizer.
+            state: with an optimizer, the name of its state tensors, which have the shapes of the parameters.
 
         Raises:
-            TypeError: `module` is not a module.
+            TypeError: `module` is neither a module nor an optimizer, or `state` is not given for an optimizer alone.
+            ValueError: the optimizer is not attached, or it has stepped but has no such state.
             RuntimeError: it was called after `detach` or within `averaged_weights`, or communication failed.
             NotImplementedError: the algorithm is not from this package.
-            CommunicationError: ranks gave different modules, or a rank did not call it.
+            CommunicationError: ranks gave different modules, or a rank did not call it. For an optimizer, it is raised
+                by the next `averaged_weights` or `detach`.
         """
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"average_also: module must be a torch.nn.Module, got {type(module).__name__}")
+        given = unwrap(module)
+        if not isinstance(given, torch.nn.Module | torch.optim.Optimizer):
+            raise TypeError(
+                "average_also: module must be a torch.nn.Module or an attached torch.optim.Optimizer, got "
+                f"{type(module).__name__}"
+            )
+        if isinstance(state, str) != isinstance(given, torch.optim.Optimizer):
+            raise TypeError(
+                "average_also: state must be the name of an optimizer's state tensors, and is for optimizers only, got "
+                f"{state!r} for a {type(module).__name__}"
+            )
         if self._is_detached:
             raise RuntimeError("average_also: the algorithm was detached; call it before detach")
         self._check_no_mean("average_also")
-        if self._running_means is not None:
+        if self._running_means is None or self._optimizer_weights is None:
+            return
+        if isinstance(given, torch.nn.Module):
             with self.averaged_weights():
-                self._running_means.add(module)
+                self._running_means.add(given)
+        elif state is not None:
+            self._optimizer_weights.add(given, state)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return everything that this rank needs to continue as if it had never stopped. Every rank has its own state.
 
         The key "attachment" has the result of `state_dict`, with the names of the optimizers' parameters. With a weight
         algorithm, ranks hold different weights. The result then also has the state dicts of this rank's module,
-        optimizers and GradScaler. These state dicts are not copies, except for the module's within `averaged_weights`,
-        which is a copy of this rank's own weights. The result can be loaded with `weights_only=True`.
+        optimizers and GradScaler. These state dicts are not copies, except within `averaged_weights`: there, the
+        module's and those of optimizers whose weights are averaged are copies of this rank's own. The result can be
+        loaded with `weights_only=True`.
 
         Raises:
             NotImplementedError: it was called within `averaged_weights`, and the algorithm is not from this package and
@@ -263,12 +312,22 @@ class Attachment:
         state: dict[str, Any] = {"attachment": self._save(optimizers)}
         if self.runner.averages_weights:
             scaler = self._setup.grad_scaler
-            with self.runner.own_weights() if self._has_mean else nullcontext():
+            with self._own_weights() if self._has_mean else nullcontext():
                 module = self._setup.inner.state_dict()
                 state["module"] = copy.deepcopy(module) if self._has_mean else module
-            state["optimizers"] = [optimizer.state_dict() for optimizer in self._setup.optimizers]
+                state["optimizers"] = [self._state_of(optimizer) for optimizer in self._setup.optimizers]
             state["grad_scaler"] = None if scaler is None else scaler.state_dict()
         return state
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        weights = self._optimizer_weights if self._has_mean else None
+        return copy.deepcopy(state) if weights is not None and weights.names(optimizer) else state
+
+    def _own_weights(self) -> AbstractContextManager[None]:
+        """Within `averaged_weights`, give this rank its own weights and optimizer state in a nested context."""
+        own = self.runner.own_weights()
+        return own if self._optimizer_weights is None else self._optimizer_weights.own(own)
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.

@@ -9,22 +9,31 @@ from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.shards import is_shard, local_shard
 from torchbagua.transport.communicator import Communicator
 
+# The values of parameter groups that belong to the loop and its schedulers: not broadcast.
+_OF_SCHEDULERS = {
+    *("lr", "initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr"),
+    *("momentum", "base_momentum", "max_momentum", "weight_decay"),
+}
 # The key of a packed DTensor: its shard, sent instead of the DTensor, whose mesh is the sending rank's.
 _SHARD = "torchbagua shard"
+_NUMBERS = "torchbagua numbers of groups"
 
 
 def broadcast_optimizer_state(communicator: Communicator, optimizer: torch.optim.Optimizer) -> None:
     """Give all ranks the state of rank 0's `optimizer`, but not its learning rates. Collective.
+
+    Numbers in its parameter groups that it counts or learns, such as Prodigy's `d`, are part of the state.
 
     A sharded state is sent as rank 0's shard, so all ranks must hold the same shard.
 
     Raises:
         CommunicationError: a peer died or did not take part within the group's timeout.
     """
-    # Not the parameter groups: learning rates belong to the loop and its schedulers.
     own = optimizer.state_dict()
     sent = {key: _pack(value) for key, value in own.items() if key != "param_groups"}
+    sent[_NUMBERS] = [_numbers(group) for group in optimizer.param_groups]
     state = broadcast_state(communicator, sent, f"the state of {type(optimizer).__name__}")
+    numbers = state.pop(_NUMBERS)
     if communicator.rank == 0:
         return
     meshes = {
@@ -35,6 +44,20 @@ def broadcast_optimizer_state(communicator: Communicator, optimizer: torch.optim
     if meshes:  # otherwise the state may have any form
         state["state"] = {key: _unpack(value, meshes.get(key)) for key, value in state["state"].items()}
     optimizer.load_state_dict({**own, **state})
+    for group, of_rank_0 in zip(optimizer.param_groups, numbers, strict=True):
+        for key, value in of_rank_0.items():
+            own_value = group.get(key)
+            group[key] = value.to(own_value) if isinstance(own_value, torch.Tensor) else value
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a parameter group that an optimizer may have counted or learnt."""
+    # Not bools and enumerations, which are options, for instance `foreach`, or the mode of a schedule-free optimizer.
+    return {
+        key: float(value) if isinstance(value, float) else value  # NumPy's float64, a float, could not be loaded
+        for key, value in group.items()
+        if (type(value) is int or isinstance(value, float | torch.Tensor)) and key not in _OF_SCHEDULERS
+    }
 
 
 def _pack(value: Any) -> Any:
