@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
-from torchbagua._torch import is_in_backward
+from torchbagua._torch import current_backward
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.wait_timer import WaitTimer
@@ -71,7 +71,8 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
         )
     if bucket.index() == 0:
         # With Join, DDP also calls its hook on a rank that has run out of data, outside of a backward.
-        state.begin_backward(has_joined=not is_in_backward())
+        backward = current_backward()
+        state.begin_backward(has_joined=backward < 0, backward=backward)
     gradient_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     work: BaguaBucket | WaitTimer = gradient_bucket
     if bucket.is_last() and state.tracer.is_on:

@@ -130,20 +130,18 @@ class _BareSteps:
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
-        assert setup.ddp is not None
-        self._ddp = setup.ddp
-        self._module = setup.module
+        self._ddps = setup.ddps
         self._trained_ids = {id(parameter) for parameter in setup.trained().values()}
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients, by the parameter's id
         self._num_noted: dict[int, int] = {}  # number of bare steps with gradients, by the optimizer's id
         self._has_silent_forward = False  # since the last step
         self._is_by_hand = False
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def close(self) -> None:
         """Stop watching forwards."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def are_local(self, optimizer: torch.optim.Optimizer, *, is_bare: bool) -> bool:
         """Return whether this step of `optimizer` and an earlier bare step used local gradients."""
@@ -157,13 +155,13 @@ class _BareSteps:
         if not is_bare or not any(map(_has_values, gradients)):
             return False
         self._num_noted[id(optimizer)] = self._num_noted.get(id(optimizer), 0) + 1
-        if self._hook is None:
-            self._hook = self._module.register_forward_pre_hook(self._before_forward)
+        if not self._hooks:
+            self._hooks = [ddp.register_forward_pre_hook(self._before_forward) for ddp in self._ddps]
         return self._num_noted[id(optimizer)] == 2
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module is self._module and torch.is_grad_enabled():  # a copy of the module has this hook too
-            self._has_silent_forward |= not self._ddp.require_backward_grad_sync
+        if module in self._ddps and torch.is_grad_enabled():  # a copy of a DDP has this hook too
+            self._has_silent_forward |= not module.require_backward_grad_sync
 
     def _new_gradients(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
         """Return the gradients that were written since the last call, and record them."""
