@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 from averaging import RARELY
@@ -453,3 +456,79 @@ def test_a_ddp_that_wraps_a_part_later_is_refused(num_steps: int) -> None:
                 step(module[0], ddp)
 
     run_ranks(2, body)
+
+
+def test_hierarchical_rounds_average_gradients_of_all_ddps_within_nodes() -> None:
+    model = build(lambda: nn.Sequential(nn.Linear(10, 67), nn.Linear(67, 3)))
+
+    def body(group: dist.ProcessGroup) -> None:
+        def final_weights(module: nn.Module, called: Called) -> list[nn.Parameter]:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+            nodes = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
+            with tb.attach(called, optimizer, tb.DiLoCoAlgorithm(3), process_group=nodes):
+                train(called, optimizer, group, range(4))
+            return list(module.parameters())
+
+        one, parts = copy.deepcopy(model), copy.deepcopy(model)
+        expected = final_weights(one, wrap(group, one))
+        assert all(map(torch.equal, final_weights(parts, [wrap(group, part) for part in parts]), expected))
+
+    run_ranks(4, body)
+
+
+def test_a_checkpoint_of_a_module_does_not_begin_a_second_backward() -> None:
+    """The forward that it repeats runs within the backward."""
+
+    def body(group: dist.ProcessGroup) -> int:
+        modules = [nn.Linear(10, 10), nn.Linear(10, 3)]
+        optimizer = torch.optim.SGD(parameters_of(modules), lr=0.01)
+        recorder = tb.observe.Recorder()
+        own = tb.BaguaProcessGroup(group)
+        with tb.attach(modules, optimizer, RARELY["decentralized"], process_group=own, observers=[recorder]):
+            hidden = torch.ones(2, 10)
+            for module in modules:
+                hidden = checkpoint(module, hidden, use_reentrant=False)
+            hidden.sum().backward()
+            optimizer.step()
+        return sum(event.phase == "backward" for event in recorder.events)
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "topk"])
+def test_ranks_without_data_join_with_all_ddps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they had zero gradients; their traces have the same steps. Torch joins one DDP after the other."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 3)])), GRADIENTS[name]
+
+    def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], int]:
+        ddps = [wrap(group, part) for part in copy.deepcopy(model)]
+        optimizer = algorithm.make_optimizer(parameters_of(ddps))
+        own, recorder = tb.BaguaProcessGroup(group), tb.observe.Recorder()
+        num_batches = 2 + 2 * group.rank()
+        attachment = tb.attach(ddps, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder])
+        with attachment, Join(ddps) if joins else nullcontext():
+            for step in range(num_batches if joins else 4):
+                optimizer.zero_grad()
+                x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + group.rank()))
+                for ddp in ddps:
+                    (ddp(x).square().sum() * (step < num_batches)).backward()
+                optimizer.step()
+        weights = [parameter.detach() for parameter in parameters_of(ddps)]
+        return weights, sum(event.phase == "step" for event in recorder.events)
+
+    joined, zeros = (run_ranks(2, lambda group, joins=joins: body(group, joins)) for joins in (True, False))
+    assert [num_steps for _, num_steps in joined] == [4, 4]
+    assert all(map(torch.equal, joined[1][0], zeros[1][0]))
+
+
+def test_a_loop_that_calls_the_inner_modules_is_warned() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        parts = [nn.Linear(10, 10), nn.Linear(10, 3)]
+        ddps = [wrap(group, part) for part in parts]
+        optimizer = torch.optim.SGD(parameters_of(ddps), lr=0.01)
+        with tb.attach(ddps, optimizer, "bytegrad"):
+            train(parts, optimizer, group, range(3))
+
+    with pytest.warns(RuntimeWarning, match="SGD has stepped twice on gradients that DistributedDataParallel did not"):
+        run_ranks(2, body)

@@ -128,6 +128,7 @@ class Runner:
         self._parts: Sequence[torch.nn.Module] = ()
         self._places: Mapping[int, str] = {}
         self._backward = -1
+        self._num_joined = 0
         self._gpu: torch.device | None = None
         self._checked_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self, self.name)
@@ -390,6 +391,7 @@ class Runner:
             return
         self._backward = backward
         self.has_joined = has_joined
+        self._num_joined += has_joined
         self.num_synchronised += 1
         layout_watch = self.gradient_buckets.layout_watch
         has_changed = layout_watch.look()
@@ -403,6 +405,11 @@ class Runner:
             self._fail(layout_watch.local_error(self.process_group.rank))
         if needs_reset:
             self.impl.reset()
+
+    @property
+    def is_end_of_joined_step(self) -> bool:
+        """Whether this rank has joined, and each attached module has had a backward since the last step's end."""
+        return self.has_joined and self._num_joined % max(len(self._parts), 1) == 0
 
     def on_joined_backward(self, listener: Callable[[], None]) -> None:
         """Call `listener` after the last bucket of each backward in which this rank has joined and sends zeros.

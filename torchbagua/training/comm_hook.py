@@ -76,7 +76,12 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
     gradient_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     work: BaguaBucket | WaitTimer = gradient_bucket
     if bucket.is_last() and state.tracer.is_on:
-        work = WaitTimer(gradient_bucket, state.tracer, is_in_backward=not state.has_joined)
+        work = WaitTimer(
+            gradient_bucket,
+            state.tracer,
+            is_in_backward=not state.has_joined,
+            ends_step=state.is_end_of_joined_step,
+        )
     # On this thread too, since the profiler records the lane's thread only if it is configured to.
     with state.tracer.range(gradient_bucket.name):
         state.use_device(flat.device)

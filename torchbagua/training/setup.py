@@ -257,7 +257,9 @@ def ddps_of(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]
 
 def called_in(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return `module`, or the modules that a loop calls in its place if it is a container without a forward."""
-    if type(module).forward is not torch.nn.Module.forward or "forward" in vars(module):
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is not torch.nn.Module.forward:
+        return [module]
+    if "forward" in vars(module):
         return [module]
     children = [child for child in module.children() if not isinstance(child, torch.jit.ScriptModule)]  # has no hooks
     return [called for child in children for called in called_in(child)]

@@ -14,7 +14,6 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.grad_scaler import install_overflow_agreement
 from torchbagua.training.loss_scale import LossScale
-from torchbagua.training.master_check import MasterCheck
 from torchbagua.training.running_means import RunningMeans
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.step_clock import StepClock
@@ -89,6 +88,8 @@ def install_step_hooks(
         if setup.ddps and not runner.averages_weights and runner.process_group.size > 1:
             handles.callback(UnaveragedGradients(setup, runner).close)
         if not runner.averages_weights and not setup.is_sharded and setup.optimizers_of_copies:
+            from torchbagua.training.master_check import MasterCheck  # few optimizers have copies
+
             handles.callback(MasterCheck(setup, runner).close)
         if on_forward is not None or loss_scale is not None:
             for wrapper in wrappers:
