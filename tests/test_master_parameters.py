@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import init_default_group, run_ranks
 from training import build
 
 NUM_STEPS = 5
@@ -201,6 +202,36 @@ def test_refused_copies(algorithm: str, size: int, message: str) -> None:
 
     with pytest.raises(ValueError, match=message):
         run_ranks(1, body)
+
+
+def test_copies_of_a_sharded_module_are_refused() -> None:
+    init_default_group()
+    sharded = fully_shard(nn.Linear(3, 1))
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in sharded.parameters()]
+    with pytest.raises(ValueError, match="SGD has 2 parameters that are not the module's"):
+        tb.attach(sharded, torch.optim.SGD(copies), "bytegrad")
+
+
+def test_a_step_of_masters_leaves_the_residuals_of_another_optimizer() -> None:
+    """Which has parameters of the module itself, as those of float32 in Apex O2, and steps more rarely."""
+    model = build(network)
+
+    def body(group: dist.ProcessGroup, has_masters: bool) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        first, last = ddp.module[0], ddp.module[2]
+        masters = Masters(first)
+        optimizers = masters.optimizers if has_masters else [torch.optim.SGD(first.parameters(), lr=0.05)]
+        rare = torch.optim.SGD(last.parameters(), lr=0.05)
+        with tb.attach(ddp, [*optimizers, rare], FEEDBACK["4 bits"]):
+            for step in range(NUM_STEPS):
+                backward(ddp, step, group.rank())
+                (masters if has_masters else optimizers[0]).step()
+                if step % 2:
+                    rare.step()
+        return weights_of(ddp)
+
+    told, plain = (run_ranks(2, lambda group, is_told=is_told: body(group, is_told)) for is_told in (True, False))
+    assert all(map(torch.equal, told[0], plain[0]))
 
 
 def test_a_weight_algorithm_averages_a_module_of_masters() -> None:

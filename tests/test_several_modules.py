@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import torchbagua as tb
 from averaging import RARELY
@@ -231,6 +231,37 @@ def test_modules_with_a_backward_each(name: str) -> None:
     assert all(map(torch.equal, first, second))
 
 
+def test_attach_broadcasts_the_modules_without_ddp_and_the_optimizer() -> None:
+    """But nothing that a DDP would ignore."""
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        wrapped, plain = wrap(group, nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
+        plain._ddp_params_and_buffers_to_ignore = ["0.bias"]
+        plain[0].bias.requires_grad_(False)
+        modules = [wrapped, plain]
+        optimizer = torch.optim.SGD([p for p in parameters_of(modules) if p.requires_grad], lr=0.0, momentum=0.5)
+        for parameter in parameters_of(modules):
+            parameter.data.fill_(group.rank())
+            parameter.grad = torch.full_like(parameter, group.rank())
+        optimizer.step()
+        with tb.attach(modules, optimizer, tb.DecentralizedAlgorithm(final_average=False, communication_interval=99)):
+            momenta = [state["momentum_buffer"].mean().item() for state in optimizer.state.values()]
+            return [parameter.mean().item() for parameter in parameters_of(modules)] + momenta
+
+    assert run_ranks(2, body)[1] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_optimizer_that_never_steps_is_an_error_if_any_module_trains() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        modules = [wrap(group, nn.Linear(10, 10)), nn.Linear(10, 3).eval()]
+        attached, stepped = (torch.optim.SGD(parameters_of(modules), lr=0.01) for _ in range(2))
+        with tb.attach(modules, attached, RARELY["decentralized"]):
+            train(modules, stepped, group, range(60))
+
+    with pytest.raises(RuntimeError, match="gradients were cleared 45 times without a step of SGD, which is attached"):
+        run_ranks(2, body)
+
+
 def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
     """The counts of backward passes and steps in a state; and an overflow in one module skips the step of both."""
     model = build(network)
@@ -436,6 +467,18 @@ def test_a_ddp_around_a_part_and_more_is_refused() -> None:
     run_ranks(1, body)
 
 
+def test_a_ddp_that_shares_only_a_frozen_part_is_left_alone() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.ModuleList([nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
+        ddp, other = wrap(group, module[1]), wrap(group, nn.Sequential(module[0], nn.Linear(10, 3)))
+        optimizer = torch.optim.SGD(module[1].parameters())
+        with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
+            assert not ddp.require_backward_grad_sync
+            assert other.require_backward_grad_sync
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_a_ddp_that_wraps_a_part_later_is_refused(num_steps: int) -> None:
     """On all ranks; at the end of the first step, or when it calls the part of a container later."""
@@ -487,7 +530,8 @@ def test_a_checkpoint_of_a_module_does_not_begin_a_second_backward() -> None:
         with tb.attach(modules, optimizer, RARELY["decentralized"], process_group=own, observers=[recorder]):
             hidden = torch.ones(2, 10)
             for module in modules:
-                hidden = checkpoint(module, hidden, use_reentrant=False)
+                with set_checkpoint_early_stop(False):
+                    hidden = checkpoint(module, hidden, use_reentrant=False)
             hidden.sum().backward()
             optimizer.step()
         return sum(event.phase == "backward" for event in recorder.events)

@@ -213,8 +213,8 @@ def check_foreign_parameters(setup: TrainingSetup) -> None:
         foreign = [parameter for parameter in parameters if id(parameter) not in own]
         if not foreign:
             continue
-        has_copies = optimizer in setup.optimizers_of_copies and not setup.is_sharded
-        if setup.algorithm.averages_weights or not (has_copies or len(foreign) < len(parameters)):
+        is_allowed = len(foreign) < len(parameters) or optimizer in setup.optimizers_of_copies
+        if setup.algorithm.averages_weights or not is_allowed:
             raise ValueError(_explain_foreign(setup, optimizer, foreign))
 
 

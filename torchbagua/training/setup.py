@@ -112,8 +112,11 @@ class TrainingSetup:
         """The optimizers that may have copies of the modules' parameters: float32 masters, one for each or flattened.
 
         None of their parameters is a module's. Together they have as many elements as the trained parameters that no
-        other optimizer has. An algorithm that knows its optimizer needs the modules' parameters in it.
+        other optimizer has. An algorithm that knows its optimizer needs the modules' parameters in it, and sharded
+        modules have none of the hooks that would report a mistake later.
         """
+        if self.is_sharded:
+            return []
         own = {id(parameter) for parameter in self.parameters()}
         known = self.algorithm.own_optimizers()
         stepped = {id(optimizer): parameters_of(optimizer) for optimizer in self.optimizers if optimizer not in known}

@@ -87,7 +87,7 @@ def install_step_hooks(
         handles.callback(clock.close)
         if setup.ddps and not runner.averages_weights and runner.process_group.size > 1:
             handles.callback(UnaveragedGradients(setup, runner).close)
-        if not runner.averages_weights and not setup.is_sharded and setup.optimizers_of_copies:
+        if not runner.averages_weights and setup.optimizers_of_copies:
             from torchbagua.training.master_check import MasterCheck  # few optimizers have copies
 
             handles.callback(MasterCheck(setup, runner).close)
