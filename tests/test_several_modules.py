@@ -467,10 +467,12 @@ def test_a_ddp_around_a_part_and_more_is_refused() -> None:
     run_ranks(1, body)
 
 
-def test_a_ddp_that_shares_only_a_frozen_part_is_left_alone() -> None:
+def test_a_ddp_that_shares_only_frozen_and_ignored_parts_is_left_alone() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.ModuleList([nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
-        ddp, other = wrap(group, module[1]), wrap(group, nn.Sequential(module[0], nn.Linear(10, 3)))
+        elsewhere = nn.Sequential(*module, nn.Linear(3, 3))
+        elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
+        ddp, other = wrap(group, module[1]), wrap(group, elsewhere)
         optimizer = torch.optim.SGD(module[1].parameters())
         with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
             assert not ddp.require_backward_grad_sync

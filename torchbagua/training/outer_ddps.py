@@ -54,9 +54,14 @@ def search_ddps_around(modules: Sequence[torch.nn.Module]) -> list[DistributedDa
     # from an iterator. Not isinstance, which queries proxies for their class.
     referrers = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
     found = [item for item in referrers if DistributedDataParallel in type(item).__mro__]
-    # A DDP that another thread is constructing, or that was emptied, may have no module.
-    wrapped = [(ddp, vars(ddp).get("_modules", {}).get("module")) for ddp in found]
-    return [ddp for ddp, inner in wrapped if inner is not None and any(id(p) in own for p in inner.parameters())]
+    return [ddp for ddp in found if not own.isdisjoint(_averaged_ids(ddp))]
+
+
+def _averaged_ids(ddp: DistributedDataParallel) -> list[int]:
+    """Return the ids of the parameters that `ddp` averages. Another thread may still be constructing it."""
+    module, ignored = vars(ddp).get("_modules", {}).get("module"), vars(ddp).get("parameters_to_ignore", ())
+    named = [] if module is None else module.named_parameters()
+    return [id(parameter) for name, parameter in named if name not in ignored]
 
 
 def _with_subclasses(cls: type) -> list[type]:
