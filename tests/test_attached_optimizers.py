@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,11 +219,18 @@ def test_an_optimizer_without_hooks_is_refused() -> None:
     class Hookless(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
             self.param_groups = [{"params": list(parameters)}]
+            self._inner: Any = None
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        with pytest.raises(ValueError, match="must have torch's step hooks, got a Hookless without"):
-            tb.attach(ddp, Hookless(ddp.parameters()), "bytegrad")
+        hookless = Hookless(ddp.parameters())
+        with pytest.raises(ValueError, match=r"step hooks, got a Hookless without .* Pass the optimizer that it wraps"):
+            tb.attach(ddp, hookless, "bytegrad")
+        hookless._inner = torch.optim.SGD(ddp.parameters())
+        with pytest.raises(ValueError, match=r"got a Hookless without .*: pass its attribute _inner, a SGD, if"):
+            tb.attach(ddp, hookless, "bytegrad")
+        with pytest.raises(TypeError, match=r"(?s)got namespace.*: pass its attribute opt, a SGD, if a step of"):
+            tb.attach(ddp, SimpleNamespace(lr=0.1, opt=hookless._inner), "bytegrad")
 
     run_ranks(1, body)
 

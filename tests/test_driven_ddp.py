@@ -87,7 +87,7 @@ def test_a_copy_is_not_driven_and_detach_restores_the_module() -> None:
             assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
             module.bagua_ddp.attachment.detach()
             assert set(vars(module)) == {*attributes, "bagua_ddp"}
-            assert ddps_around(module) == []  # a later attach checks this while the old attachment is still referenced
+            assert ddps_around([module]) == []  # a later attach checks this while the old attachment is referenced
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
             assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.0 + rank))

@@ -249,7 +249,7 @@ def test_other_threads_may_build_tuples_during_the_search_for_ddps() -> None:
     thread.start()
     try:
         for _ in range(20):
-            assert search_ddps_around(torch.nn.Linear(2, 2)) == []
+            assert search_ddps_around([torch.nn.Linear(2, 2)]) == []
     finally:
         is_over.set()
         thread.join()

@@ -152,10 +152,10 @@ def test_modules_with_and_without_a_reducer() -> None:
         container = nn.Sequential(module)
         ddp = DistributedDataParallel(container, process_group=group)
         assert outer_ddps._may_have_reducer(module)
-        assert outer_ddps.ddps_around(module) == [ddp]
+        assert outer_ddps.ddps_around([module]) == [ddp]
         ddp.itself = ddp
         del ddp
-        assert outer_ddps.ddps_around(module) == []
+        assert outer_ddps.ddps_around([module]) == []
 
     gc.disable()
     try:

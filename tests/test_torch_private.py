@@ -254,6 +254,17 @@ def test_autograd() -> None:
     x.sum().backward()
     assert called == ["gradient", "end"]
     assert within == [True]
+    numbers: list[int] = []
+    for y in torch.ones(2, requires_grad=True).unbind():
+        y.register_hook(lambda gradient: numbers.append(_torch.current_backward()))
+        (y * y).backward()
+    together = torch.ones(2, requires_grad=True)
+    for part in together.unbind():
+        part.register_hook(lambda gradient: numbers.append(_torch.current_backward()))
+    together.sum().backward()
+    assert len(set(numbers)) == 2
+    assert min(numbers) >= 0
+    assert _torch.current_backward() == -1
     assert not _torch.is_in_backward()
     with pytest.raises(RuntimeError, match="during backward"):
         _torch.queue_callback(lambda: None)

@@ -370,15 +370,19 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread is in a backward: the engine has no query for it, but rejects callbacks outside one.
+    """Return whether this thread is in a backward.
 
     With Join, DDP calls its hook outside a backward on a rank that has run out of data.
     """
-    try:
-        queue_callback(lambda: None)
-    except RuntimeError:
-        return False
-    return True
+    return current_backward() >= 0
+
+
+def current_backward() -> int:
+    """Return the number of this thread's backward, unique in the process; -1 outside a backward.
+
+    A reentrant checkpoint runs a nested backward, which has another number.
+    """
+    return torch._C._current_graph_task_id()
 
 
 class _Failure:

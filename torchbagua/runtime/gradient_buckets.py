@@ -1,6 +1,6 @@
 """The buckets that mirror DDP's, looked up by the identity of their parameters, since DDP rebuilds its buckets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,11 @@ class GradientBuckets:
     def __iter__(self) -> Iterator[BaguaBucket]:
         """Iterate over all buckets."""
         return iter(self._by_first.values())
+
+    @property
+    def known_ids(self) -> KeysView[int]:
+        """The ids of the parameters that have been in a bucket."""
+        return self._seen.keys()
 
     def find(self, parameters: Sequence[torch.Tensor]) -> BaguaBucket | None:
         """Return the bucket of exactly these parameters, in this order, or None."""

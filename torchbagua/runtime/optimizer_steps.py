@@ -38,12 +38,25 @@ def check_optimizer(where: str, optimizer: object) -> None:
     """Raise TypeError or ValueError, which begins with `where`, unless the steps of `optimizer` can be watched."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         got = f"a {type(optimizer).__name__}" if isinstance(optimizer, torch.Tensor) else repr(optimizer)
-        raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {got}")
+        raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {got}{_name_wrapped(optimizer)}")
     if not has_step_hooks(optimizer):
         raise ValueError(
             f"{where}: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without them. Its "
-            "__init__ does not call torch.optim.Optimizer.__init__. Pass the optimizer that it wraps instead"
+            "__init__ does not call torch.optim.Optimizer.__init__"
+            f"{_name_wrapped(optimizer) or '. Pass the optimizer that it wraps instead'}"
         )
+
+
+def _name_wrapped(wrapper: object) -> str:
+    """Return the advice to pass an optimizer that is an attribute of `wrapper`; empty if there is none."""
+    attributes: dict[str, object] = getattr(wrapper, "__dict__", {})
+    names = [
+        name for name, value in attributes.items() if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value)
+    ]
+    if not names:
+        return ""
+    inner = f"its attribute {names[0]}, a {type(attributes[names[0]]).__name__}"
+    return f". It wraps a torch optimizer: pass {inner}, if a step of the wrapper calls that optimizer's step"
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:

@@ -135,6 +135,10 @@ class Runner:
         self._kept_parameters: Callable[[], list[torch.Tensor]] | None = None
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
+        self._parts: Sequence[torch.nn.Module] = ()
+        self._places: Mapping[int, str] = {}
+        self._backward = -1
+        self._num_joined = 0
         self._gpu: torch.device | None = None
         self._checked_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self, self.name)
@@ -239,12 +243,22 @@ class Runner:
         """Commit the state of a step; `StepsTaken` calls this.
 
         Args:
-            parameters: the parameters of the optimizer that have a gradient.
+            parameters: the parameters of the optimizer that have a gradient. If they are copies of the communicated
+                parameters, as float32 masters are, then the step is of those that no optimizer has.
         """
+        if self._are_copies(parameters):
+            stepped = {id(each) for optimizer in self.optimizers for each in parameters_of(optimizer)}
+            every = [tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors]
+            parameters = [each for each in every if each.grad is not None and id(each) not in stepped]
         for listener in self._step_listeners:
             listener(parameters)
         if self.parameter_state is not None:
             self.parameter_state.commit(parameters)
+
+    def _are_copies(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether an optimizer with these parameters has none that is communicated, but copies of them."""
+        known = self.gradient_buckets.known_ids if self._module is None else self._names.keys()
+        return bool(parameters and known) and not any(id(parameter) in known for parameter in parameters)
 
     # State.
 
@@ -288,14 +302,17 @@ class Runner:
             return self._kept_parameters()
         if not self.optimizers and self._module is not None:
             return list(self._module.parameters())
-        return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
+        own = [parameters_of(optimizer) for optimizer in self.optimizers]
+        if self._module is not None and any(map(self._are_copies, own)):
+            return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        return [parameter for parameters in own for parameter in parameters]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that have state, by module name, or by optimizer index with a standalone hook."""
-        if not self._names:
+        if not self._names or (self._module is None and self._are_copies(self._parameters_of_state())):
             raise RuntimeError(
                 f"{self.name}: with a standalone hook, parameters have no names to save state by; create the runner "
-                "with reify(group, optimizer=optimizer), or use attach"
+                "with reify(group, optimizer=optimizer), where the optimizer has the DDP's parameters, or use attach"
             )
         known = [parameter for parameter in self._parameters_of_state() if id(parameter) in self._names]
         encodes = self.codec.encodes
@@ -303,17 +320,26 @@ class Runner:
 
     # The module and its buckets.
 
-    def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
+    def set_module(
+        self,
+        module: torch.nn.Module,
+        ignored_names: frozenset[str] = frozenset(),
+        *,
+        parts: Sequence[torch.nn.Module] = (),
+    ) -> None:
         """Set the module, and create the buckets of a weight algorithm. Collective on GPUs.
 
         `attach` calls it after `Algorithm.reify` and the broadcast of rank 0's weights and optimizer state, and before
         it installs hooks. From then on, parameters have their names in the module.
 
         Args:
-            module: the attached module, without its DDP.
+            module: the attached module, without its DDP. If `attach` was given a list, a container of its modules.
             ignored_names: names of parameters and buffers that DDP ignores.
+            parts: the modules of the list, without their DDPs.
         """
-        self._module = module
+        self._module, self._parts = module, parts
+        if len(parts) > 1:
+            self._places = {id(each): f" of module {at}" for at, part in enumerate(parts) for each in part.parameters()}
         self.ignored_names = ignored_names
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
@@ -324,10 +350,12 @@ class Runner:
             self.gradient_buckets.tensors_of({name: trained[name] for name in trained if name not in ignored_names})
         self.impl.reset()
 
-    def is_attached_to(self, module: torch.nn.Module) -> bool:
-        """Return whether this is the attached module, or its DDP, and the runner is not closed."""
-        is_own = self._module is not None and self._module in (module, getattr(module, "module", None))
-        return is_own and not self._is_closed
+    def is_attached_to(self, module: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+        """Return whether this is the attached module, its DDP, or some of the attached ones; False after `close`."""
+        given = [module] if isinstance(module, torch.nn.Module) else module
+        own = [self._module, *self._parts]
+        is_own = [each in own or getattr(each, "module", None) in own for each in given]
+        return self._module is not None and not self._is_closed and bool(is_own) and all(is_own)
 
     def rebuild_buckets(self) -> None:
         """Rebuild the buckets of a weight algorithm, and drop the buckets that mirror DDP's."""
@@ -363,17 +391,22 @@ class Runner:
 
     # A backward of a gradient algorithm.
 
-    def begin_backward(self, *, has_joined: bool) -> None:
-        """Prepare for a backward; `comm_hook` calls it before the first bucket.
+    def begin_backward(self, *, has_joined: bool, backward: int = -1) -> None:
+        """Prepare for a backward; `comm_hook` calls it before the first bucket of each DDP.
 
         Args:
             has_joined: see the attribute of this name.
+            backward: the number of the backward, in which another DDP may have called it already; -1 if it has none.
 
         Raises:
             RuntimeError: the memory layout of a parameter has changed. The message names the parameter.
             RuntimeWarning: ranks hold different weights, and a filter turns the warning into an error.
         """
+        if 0 <= backward == self._backward:
+            return
+        self._backward = backward
         self.has_joined = has_joined
+        self._num_joined += has_joined
         layout_watch = self.gradient_buckets.layout_watch
         has_changed = layout_watch.look()
         if self.meetings is not None:
@@ -412,6 +445,11 @@ class Runner:
 
         return self.lane.submit(meet_and_run)
 
+    @property
+    def is_end_of_joined_step(self) -> bool:
+        """Whether this rank has joined, and each attached module has had a backward since the last step's end."""
+        return self.has_joined and self._num_joined % max(len(self._parts), 1) == 0
+
     def on_joined_backward(self, listener: Callable[[], None]) -> None:
         """Call `listener` after the last bucket of each backward in which this rank has joined and sends zeros.
 
@@ -440,7 +478,8 @@ class Runner:
                 for position, parameter in enumerate(parameters)
             ]
             tensors = self.gradient_buckets.tensors_of(dict(zip(names, parameters, strict=True)))
-            bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
+            name = f"gradient bucket {index}{self._places.get(id(parameters[0]), '')}"
+            bucket = BaguaBucket(name, tensors, self.process_group, flat)
             self._check_new(bucket)
             self.impl.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)

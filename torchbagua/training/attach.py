@@ -39,7 +39,7 @@ from torchbagua.training.setup import TrainingSetup
 
 
 def attach(
-    module: torch.nn.Module,
+    module: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str,
     *,
@@ -56,16 +56,20 @@ def attach(
     algorithm, they must also run the same synchronized backward passes.
 
     Args:
-        module: the module that your loop calls. A gradient algorithm takes a DistributedDataParallel without a
+        module: the module that your loop calls, or a list of modules if one optimizer trains several. A gradient
+            algorithm takes a DistributedDataParallel without a
             communication hook. A gradient algorithm that supports sharded modules also takes a module that fully_shard
             has sharded, in whole or in part. A weight algorithm takes any other module too; for a sharded module, see
             `torchbagua.fsdp.attach`. If the module is not a DistributedDataParallel, a weight algorithm first
             broadcasts rank 0's parameters, buffers and optimizer state to all ranks. While a weight algorithm is
-            attached, DDP sends neither gradients nor buffers. This also holds for a DDP that wraps the module you pass.
+            attached, DDP sends neither gradients nor buffers. This also holds for a DDP that wraps the module you pass,
+            or a part of it. A list contains no sharded module, and names of parameters begin with the module's position
+            in it: "0.weight".
         optimizer: the optimizer of the module's parameters, or a list of optimizers. An optimizer that accelerate or
             Lightning has wrapped is accepted. A step ends when every optimizer has stepped, or was skipped by a
             GradScaler. If the optimizer also has parameters of other modules, a gradient algorithm ignores these, and a
-            weight algorithm rejects the optimizer.
+            weight algorithm rejects the optimizer. With a gradient algorithm other than QAdam, the optimizer may have
+            copies of the module's parameters in their place, such as float32 masters.
         algorithm: an algorithm, or its registered name.
         process_group: a torch process group, whose ranks are assigned to nodes by host name, or a BaguaProcessGroup,
             which specifies the node of each rank. The default is the module's group, or the world if there is no DDP.

@@ -33,7 +33,7 @@ _MARK = "_torchbagua_attached"
 
 
 def check_arguments(
-    module: torch.nn.Module,
+    module: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str,
     process_group: dist.ProcessGroup | BaguaProcessGroup | None,
@@ -49,13 +49,15 @@ def check_arguments(
     Raises:
         TypeError, ValueError, KeyError: see `torchbagua.attach`.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
-    reshard(sharded_parts(module).values())  # an evaluation may have left the full parameters in the module
+    modules = _list_modules(module)
+    for each in modules:
+        reshard(sharded_parts(each).values())  # an evaluation may have left the full parameters in the module
     given = optimizer if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]
     optimizers = [unwrap(each) for each in given]
-    check_module(module)
-    check_optimizers(optimizers, module)
+    for each in modules:
+        check_module(each)
+    check_list(modules)
+    check_optimizers(optimizers)
     check_algorithm("attach", algorithm)
     algorithm = init_for(algorithm, optimizers)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup | BaguaProcessGroup):
@@ -69,10 +71,12 @@ def check_arguments(
     check_observers("attach", observers)
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
-    check_detached(module)
-    setup = TrainingSetup(module, ddps_of(module), optimizers, algorithm, grad_scaler, sharding)
+    for each in modules:
+        check_detached(each)
+    setup = TrainingSetup(modules, ddps_of(modules), optimizers, algorithm, grad_scaler, sharding)
+    check_foreign_parameters(setup)
     warn_of_shared_parameters(setup)
-    check_sharding(module, setup.sharded_parts, algorithm, sharding)
+    check_sharding(setup.inner, setup.sharded_parts, algorithm, sharding)
     if algorithm.averages_weights:
         check_weight_averaging(setup)
         warn_of_parameters_without_optimizer(setup)
@@ -91,11 +95,42 @@ def warn_uncompressed(setup: TrainingSetup) -> str | None:
     """Warn of tensors that are sent in full precision; return the warning if a filter makes it an error here."""
     try:
         setup.algorithm.check_parameters(setup.trained())
-        for message in unquantized_weights(setup.module, setup.sharded_parts, setup.sharding):
+        for message in unquantized_weights(setup.inner, setup.sharded_parts, setup.sharding):
             warn_user(message, UncompressedParametersWarning)
     except UncompressedParametersWarning as warning:
         return str(warning)
     return None
+
+
+def _list_modules(module: object) -> list[torch.nn.Module]:
+    """Return the module, or the modules of a list, that attach was given."""
+    given = list(module) if isinstance(module, Sequence) and not isinstance(module, str) else [module]
+    if not given:
+        raise ValueError("attach: module must be at least one torch.nn.Module, got an empty sequence")
+    modules = [each for each in given if isinstance(each, torch.nn.Module)]
+    if len(modules) < len(given):
+        wrong = next(each for each in given if not isinstance(each, torch.nn.Module))
+        raise TypeError(f"attach: module must be a torch.nn.Module, or a list of them, got {type(wrong).__name__}")
+    return modules
+
+
+def check_list(modules: Sequence[torch.nn.Module]) -> None:
+    """Raise TypeError or ValueError if modules cannot be attached together."""
+    if len(modules) == 1:
+        return
+    for index, module in enumerate(modules):
+        if sharded_parts(module):
+            raise TypeError(
+                f"attach: module {index} of the list, {type(module).__name__}, is sharded by fully_shard; attach to it "
+                "alone, with its own optimizer"
+            )
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        for other, outer in enumerate(modules):
+            if other != index and any(part is inner for part in outer.modules()):
+                raise ValueError(
+                    f"attach: module {index} of the list, {type(module).__name__}, is also in module {other}, "
+                    f"{type(outer).__name__}; leave out one of them"
+                )
 
 
 def check_module(module: torch.nn.Module) -> None:
@@ -115,8 +150,8 @@ def check_module(module: torch.nn.Module) -> None:
         if isinstance(submodule, DistributedDataParallel):
             raise TypeError(
                 f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__}, which wraps "
-                f"a DistributedDataParallel ({name}); pass the DistributedDataParallel, and with torch.compile, call "
-                "ddp.compile() after attach"
+                f"a DistributedDataParallel ({name}); pass the DistributedDataParallel, or a list of modules if there "
+                "are several, and with torch.compile, call ddp.compile() after attach"
             )
         if _is_sharded(submodule) and id(submodule) not in sharded_ids:
             raise TypeError(_explain_sharded(name or "the module", submodule))
@@ -158,15 +193,29 @@ def _explain_sharded(name: str, item: torch.nn.Module | torch.Tensor) -> str:
     )
 
 
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
-    """Raise TypeError or ValueError unless there is an optimizer, and each one has parameters of `module`."""
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise TypeError or ValueError unless there is an optimizer, and the steps of each one can be watched."""
     if not optimizers:
         raise ValueError("attach: optimizer must be at least one torch.optim.Optimizer, got an empty sequence")
     for optimizer in optimizers:
         check_optimizer("attach", optimizer)
-        foreign = _foreign_parameters(optimizer, module)
-        if foreign and len(foreign) == len(parameters_of(optimizer)):
-            raise ValueError(_explain_foreign(optimizer, foreign))
+
+
+def check_foreign_parameters(setup: TrainingSetup) -> None:
+    """Raise ValueError if an optimizer has parameters of other modules that the algorithm cannot leave alone.
+
+    A weight algorithm would never average them. A gradient algorithm needs one of the module's, or master copies of
+    the module's. Whether an optimizer really has master copies shows in its first steps: see `MasterCheck`.
+    """
+    own = {id(parameter) for parameter in setup.parameters()}
+    for optimizer in setup.optimizers:
+        parameters = parameters_of(optimizer)
+        foreign = [parameter for parameter in parameters if id(parameter) not in own]
+        if not foreign:
+            continue
+        is_allowed = len(foreign) < len(parameters) or optimizer in setup.optimizers_of_copies
+        if setup.algorithm.averages_weights or not is_allowed:
+            raise ValueError(_explain_foreign(setup, optimizer, foreign))
 
 
 def warn_of_shared_parameters(setup: TrainingSetup) -> None:
@@ -183,47 +232,57 @@ def warn_of_shared_parameters(setup: TrainingSetup) -> None:
                 return
 
 
-def _foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[torch.Tensor]:
-    own = {id(parameter) for parameter in module.parameters()}
-    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in own]
-
-
-def _explain_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor]) -> str:
-    return (
-        f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the first of "
-        f"shape {tuple(foreign[0].shape)}; was it created before the model was moved or copied?"
+def _explain_foreign(setup: TrainingSetup, optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor]) -> str:
+    name = type(optimizer).__name__
+    found = (
+        f"attach: {name} has {len(foreign)} parameters that are not the module's, the first of shape "
+        f"{tuple(foreign[0].shape)}. If they are another module's, pass both modules: attach([module, other], ...)"
     )
+    if optimizer in setup.optimizers_of_copies:
+        found += (
+            ". If they are master copies of the module's weights, average these: attach(torch.nn.ParameterList(masters)"
+            ", ...), and call the module without DistributedDataParallel"
+        )
+    return f"{found}. If {name} was created before the model was moved or copied, create it again"
 
 
 def check_gradient_averaging(setup: TrainingSetup) -> None:
     """Raise TypeError or ValueError if gradients cannot be averaged by a communication hook of the module's DDP."""
-    if setup.ddp is None:
-        raise TypeError(
-            "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
-            f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients, so wrap the "
-            "module in DistributedDataParallel. Hugging Face's Trainer has it as trainer.model_wrapped, accelerate's "
-            "prepare returns it, Lightning has it as trainer.strategy.model"
-        )
-    if uses_python_reducer(setup.ddp):
-        raise ValueError(
-            'attach: the module was created with torch._dynamo.config.optimize_ddp = "python_reducer", which does not '
-            "call a communication hook as DDP does; wrap the model with another value of it"
-        )
+    owners: dict[int, int] = {}  # the position in the list of the DDP that averages a parameter
+    for index, module in enumerate(setup.modules):
+        if not isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
+                f"{type(module).__name__}: {type(setup.algorithm).__name__} averages gradients, so wrap the "
+                "module in DistributedDataParallel. Hugging Face's Trainer has it as trainer.model_wrapped, "
+                "accelerate's prepare returns it, Lightning has it as trainer.strategy.model"
+            )
+        if uses_python_reducer(module):
+            raise ValueError(
+                'attach: the module was created with torch._dynamo.config.optimize_ddp = "python_reducer", which does '
+                "not call a communication hook as DDP does; wrap the model with another value of it"
+            )
+        for name, parameter in module.module.named_parameters():
+            if parameter.requires_grad and name not in module.parameters_to_ignore:
+                owner = owners.setdefault(id(parameter), index)
+                if owner != index:
+                    raise ValueError(
+                        f"attach: modules {owner} and {index} of the list both average the gradient of {name}; wrap "
+                        "one module that contains both in DistributedDataParallel"
+                    )
 
 
 def check_weight_averaging(setup: TrainingSetup) -> None:
     """Raise ValueError if weights cannot be averaged after the steps of the optimizers."""
     for optimizer in setup.optimizers:
-        if foreign := _foreign_parameters(optimizer, setup.module):  # they would never be averaged
-            raise ValueError(_explain_foreign(optimizer, foreign))
         if is_sharded(optimizer):
             raise ValueError(
                 "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
                 "got ZeroRedundancyOptimizer, in which each rank steps its own share and sends it to the others"
             )
     for ddp in setup.ddps:
-        if ddp is not setup.module:
-            check_around(setup.module, ddp)
+        if ddp not in setup.modules:
+            check_around(setup.inner, ddp)
         if is_joining(ddp):
             raise ValueError(f"attach: {JOIN_REFUSAL}. The module was passed to Join: wrap the model again")
 
@@ -254,7 +313,7 @@ def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProce
     if setup.is_sharded:
         owners = [setup.process_group()]
     else:
-        owners = [ddp.process_group for ddp in setup.ddps if within_nodes or ddp is setup.module]
+        owners = [ddp.process_group for ddp in setup.ddps if within_nodes or ddp in setup.modules]
     for owner in owners:
         if not within_nodes or owner.size() == group.size():
             require_same_ranks(owner, group, list(range(group.size())), "the module's ranks")

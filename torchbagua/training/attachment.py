@@ -44,7 +44,7 @@ from torchbagua.training.weight_loads import WeightLoads
 
 
 class Attachment:
-    """An algorithm that is attached to a module. `attach` returns it as a context manager that detaches on exit.
+    """An algorithm that is attached to modules. `attach` returns it as a context manager that detaches on exit.
 
     Attributes:
         algorithm: the algorithm that was passed to `attach`.
@@ -65,7 +65,8 @@ class Attachment:
         # Undone in reverse order, by detach or if one of these steps raises: DDP's hook first, runner.close last.
         with ExitStack() as undo:
             undo.callback(runner.close)
-            undo.callback(mark_attached(setup.inner, runner.name).close)
+            for inner in setup.inners:
+                undo.callback(mark_attached(inner, runner.name).close)
             within_nodes = runner.open_node_gradients is not None
             if within_nodes:
                 check_within_nodes(runner, setup)
@@ -74,13 +75,16 @@ class Attachment:
             ignored = setup.ignored_names()
             # Gradient algorithms take the weights of sharded modules as they are, as fully_shard does.
             needs_same_weights = not setup.is_sharded or runner.averages_weights
-            if setup.ddp not in global_ddps and needs_same_weights:
-                own = [local_shard(tensor) for name, tensor in named_tensors(setup.inner) if name not in ignored]
+            pairs = list(zip(setup.modules, setup.inners, strict=True))
+            unequal = [inner for module, inner in pairs if module not in global_ddps] if needs_same_weights else []
+            if unequal:
+                members = {id(tensor) for inner in unequal for _, tensor in named_tensors(inner)}
+                named = named_tensors(setup.inner)
+                own = [local_shard(each) for name, each in named if name not in ignored and id(each) in members]
                 broadcast_tensors(runner.process_group.world, own, "the module")
-            if setup.module not in global_ddps and needs_same_weights:
                 self.broadcast_optimizers()
             runner.grad_scaler = setup.grad_scaler
-            runner.set_module(setup.inner, ignored)
+            runner.set_module(setup.inner, ignored, parts=setup.inners)
             if runner.meetings is not None and not setup.is_sharded:
                 runner.meetings.compare_weights(setup.trained())
             self._loads = WeightLoads(setup, runner)
@@ -110,9 +114,14 @@ class Attachment:
 
             watch: CallerWatch | None = None
             if runner.averages_weights:
-                # If attach was given a DDP, a second DDP may wrap the same module. Otherwise no DDP may be added later.
-                watch = CallerWatch(setup.inner, setup.ddps, silence_caller if setup.ddp is setup.module else None)
-                undo.callback(watch.close)
+                # A second DDP may wrap the module of a DDP that attach was given. No DDP may wrap another module later.
+                wrapped = [inner for module, inner in pairs if inner is not module]
+                if wrapped:
+                    undo.callback(CallerWatch(wrapped, setup.ddps, silence_caller).close)
+                if len(wrapped) < len(pairs):
+                    plain = [module for module in setup.called if not isinstance(module, DistributedDataParallel)]
+                    watch = CallerWatch(plain, setup.ddps)
+                    undo.callback(watch.close)
             step_hooks, self._clock = install_step_hooks(
                 setup,
                 runner,
@@ -122,15 +131,15 @@ class Attachment:
             undo.enter_context(step_hooks)
             if runner.averages_weights:
                 if setup.is_sharded:
-                    bound_waits(undo, runner, setup.module, setup.sharded_parts)
+                    bound_waits(undo, runner, setup.inner, setup.sharded_parts)
                 for ddp in setup.ddps:
                     silence(ddp)
             elif setup.is_sharded:
                 parts = setup.sharded_parts
-                install_communication(undo, runner, setup.module, parts, setup.sharding, setup.rank_invariants())
+                install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
             else:
-                assert setup.ddp is not None
-                undo.enter_context(install_hook(setup.ddp, partial(comm_hook, runner)))
+                for ddp in setup.ddps:
+                    undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
         self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, weakref.ref(runner))
 
@@ -141,8 +150,9 @@ class Attachment:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DistributedDataParallel whose gradients are communicated, or None."""
-        return None if self.runner.averages_weights else self._setup.ddp
+        """The DistributedDataParallel whose gradients are communicated; None if there is none, or several."""
+        ddps = [] if self.runner.averages_weights else self._setup.ddps
+        return ddps[0] if len(ddps) == 1 else None
 
     def detach(self) -> None:
         """Finish the communication in flight and return the module to plain DDP. Collective.
@@ -178,7 +188,7 @@ class Attachment:
                 self._loads.settle()
             if self._running_means is not None and not failed:
                 self._running_means.before_end()
-            if not failed and self.ddp is not None:
+            if not failed and self._setup.ddps and not self.runner.averages_weights:
                 self.runner.meet_at_end()
             if self._optimizer_weights is not None and not failed:
                 self._unaveraged_state.examine()

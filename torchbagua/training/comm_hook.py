@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
-from torchbagua._torch import is_in_backward
+from torchbagua._torch import current_backward
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.meeting import Meeting, OpeningBucket
 from torchbagua.runtime.runner import Runner
@@ -73,12 +73,18 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
     meeting: Meeting | None = None
     if bucket.index() == 0:
         # With Join, DDP also calls its hook on a rank that has run out of data, outside of a backward.
-        state.begin_backward(has_joined=not is_in_backward())
+        backward = current_backward()
+        state.begin_backward(has_joined=backward < 0, backward=backward)
         meeting = state.take_meeting()
     gradient_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     work: BaguaBucket | WaitTimer = gradient_bucket
     if bucket.is_last() and state.tracer.is_on:
-        work = WaitTimer(gradient_bucket, state.tracer, is_in_backward=not state.has_joined)
+        work = WaitTimer(
+            gradient_bucket,
+            state.tracer,
+            is_in_backward=not state.has_joined,
+            ends_step=state.is_end_of_joined_step,
+        )
     # On this thread too, since the profiler records the lane's thread only if it is configured to.
     with state.tracer.range(gradient_bucket.name):
         state.use_device(flat.device)

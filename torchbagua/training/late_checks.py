@@ -29,7 +29,7 @@ def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
     subject = f"attach: {runner.name} with hierarchical=True has DDP average gradients within nodes"
     if not setup.ddps:
         raise ValueError(
-            f"{subject}, so module must be a DistributedDataParallel, got {type(setup.module).__name__}; with "
+            f"{subject}, so module must be a DistributedDataParallel, got {setup.label}; with "
             "hierarchical=False every rank trains alone between rounds"
         )
     group = runner.process_group
@@ -49,7 +49,7 @@ def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
 def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | None) -> None:
     """Check, within the loop's first step, that the loop uses no GradScaler or DDP that attach does not know.
 
-    Warns of an unknown GradScaler.
+    Warns of an unknown GradScaler. `watch` is of the modules that no DDP may wrap later.
 
     Raises:
         RuntimeError: a DDP that attach did not know has averaged gradients since.
@@ -66,12 +66,15 @@ def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | 
             f"torchbagua: {stepped} is stepped by a GradScaler that {algorithm} was not given: {consequence}; pass the "
             "GradScaler: attach(..., grad_scaler=scaler)",
         )
-    if watch is None or setup.ddp is setup.module:
+    if watch is None:
         return
-    new = watch.new if watch.has_seen else [ddp for ddp in search_ddps_around(setup.module) if ddp not in setup.ddps]
-    if new:
-        _refuse_later_ddp(setup.module)
-    watch.on_new = lambda ddp: _refuse_later_ddp(setup.module)
+    found = watch.new
+    if not watch.has_seen_all:
+        plain = [module for module in setup.modules if not isinstance(module, DistributedDataParallel)]
+        found = [ddp for ddp in search_ddps_around(plain) if ddp not in setup.ddps]
+    if found:
+        _refuse_later_ddp(found[0])
+    watch.on_new = _refuse_later_ddp
 
 
 def watch_collectives_of_first_steps(setup: TrainingSetup, runner: Runner) -> None:
@@ -109,10 +112,11 @@ def _count_collectives(
     watch.add(after_step, reads_overflow=False)
 
 
-def _refuse_later_ddp(module: torch.nn.Module) -> None:
+def _refuse_later_ddp(ddp: DistributedDataParallel) -> None:
     raise RuntimeError(
-        f"torchbagua: {type(module).__name__} was wrapped in DistributedDataParallel after attach, so "
-        "DistributedDataParallel averages gradients alongside the algorithm: wrap it before attach"
+        f"torchbagua: {type(ddp.module).__name__} was wrapped in DistributedDataParallel after attach, so "
+        "DistributedDataParallel averages gradients alongside the algorithm: wrap it before attach, and pass attach "
+        "the DistributedDataParallel, or a list of all modules"
     )
 
 

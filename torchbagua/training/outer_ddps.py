@@ -1,9 +1,10 @@
-"""Finds the DistributedDataParallel that wrap a module: those that exist at attach, and those that call it later."""
+"""Finds the DDPs around modules and around their parts: those that exist at attach, and those that call them later."""
 
 import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -13,16 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 _PROBE = "torchbagua: is it still there?"
 
 
-def ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DDPs that wrap `module`, or a module that contains it, and that can still be called.
+def ddps_around(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDPs that train parameters of `modules`, and that can still be called.
 
-    A module has no reference to its DDP, so all objects of the process are searched. The search takes tenths of a
-    second, and is skipped if no parameter has a reducer.
+    They wrap one of the modules, a part of it, or a module that contains it. A module has no reference to its DDP, so
+    all objects of the process are searched. The search takes tenths of a second, and is skipped if no parameter has a
+    reducer.
     """
-    if not _may_have_reducer(module):
+    if not any(map(_may_have_reducer, modules)):
         return []
     gc.collect()  # a DDP is part of reference cycles: an unused DDP exists until it is collected
-    return search_ddps_around(module) if _may_have_reducer(module) else []
+    return search_ddps_around(modules) if any(map(_may_have_reducer, modules)) else []
 
 
 def _may_have_reducer(module: torch.nn.Module) -> bool:
@@ -45,78 +47,73 @@ def _notes_at_node(parameter: torch.nn.Parameter) -> dict[str, bool]:
     return cast(dict[str, bool], notes)
 
 
-def search_ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Search all objects for the DDPs, also unused ones, that wrap `module` or a module that contains it."""
-    found: dict[int, torch.nn.Module] = {}
-    parents = _parents_of([module])
-    while new := {id(parent): parent for parent in parents if id(parent) not in found}:
-        found |= new
-        parents = _parents_of(list(new.values()))
-    return [parent for parent in found.values() if isinstance(parent, DistributedDataParallel)]
-
-
-def _parents_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def search_ddps_around(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Search all objects for the DDPs, also unused ones, that have a trained parameter of `modules`."""
+    own = {id(parameter) for module in modules for parameter in module.parameters() if parameter.requires_grad}
     # Not gc.get_objects: CPython 3.11 fails there while a tuple is referenced that another thread is still building
-    # from an iterator.
-    ids = {id(module) for module in modules}
-    children = [
-        referrer
-        for referrer in gc.get_referrers(*modules)
-        if isinstance(referrer, dict) and any(id(value) in ids for value in list(referrer.values()))
-    ]
-    children_ids = {id(names) for names in children}
-    if not children:
-        return []
-    # The referrer of a dict of children is its module, or that module's __dict__.
-    owners = gc.get_referrers(*children)
-    states = [owner for owner in owners if isinstance(owner, dict) and id(owner.get("_modules")) in children_ids]
-    if states:
-        owners += gc.get_referrers(*states)
-    # Not isinstance, which queries proxies for their class.
-    found = {id(owner): owner for owner in owners if torch.nn.Module in type(owner).__mro__}
-    return [parent for parent in found.values() if id(vars(parent).get("_modules")) in children_ids]
+    # from an iterator. Not isinstance, which queries proxies for their class.
+    referrers = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
+    found = [item for item in referrers if DistributedDataParallel in type(item).__mro__]
+    return [ddp for ddp in found if not own.isdisjoint(_averaged_ids(ddp))]
+
+
+def _averaged_ids(ddp: DistributedDataParallel) -> list[int]:
+    """Return the ids of the parameters that `ddp` averages. Another thread may still be constructing it."""
+    module, ignored = vars(ddp).get("_modules", {}).get("module"), vars(ddp).get("parameters_to_ignore", ())
+    named = [] if module is None else module.named_parameters()
+    return [id(parameter) for name, parameter in named if name not in ignored]
+
+
+def _with_subclasses(cls: type) -> list[type]:
+    return [cls, *chain.from_iterable(map(_with_subclasses, cls.__subclasses__()))]
 
 
 class CallerWatch:
-    """Reports each DistributedDataParallel that calls a module in its forward. It finds only DDPs that are in use.
+    """Reports each DistributedDataParallel that calls modules in its forward. It finds only DDPs that are in use.
 
-    It is a forward pre-hook of the module, until `close`.
+    It is a forward pre-hook of the modules, until `close`.
 
     Args:
-        module: the module.
-        known: the DDPs that are expected to call it.
+        modules: the modules.
+        known: the DDPs that are expected to call them.
         on_new: called once with each other DDP, within the DDP's forward and before the module's forward.
 
     Attributes:
+        modules: the same.
         on_new: the same; may be replaced.
         new: the other DDPs so far.
-        has_seen: whether the module's forward was called. A forward that is compiled, or calls no hooks, is not seen.
     """
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        modules: Sequence[torch.nn.Module],
         known: Sequence[DistributedDataParallel],
         on_new: Callable[[DistributedDataParallel], None] | None = None,
     ) -> None:
-        self._module = module
+        self.modules = modules
         self._known = list(known)
         self.on_new = on_new
         self.new: list[DistributedDataParallel] = []
-        self.has_seen = False
+        self._is_seen = dict.fromkeys(modules, False)
         self._installed = ExitStack()
-        if not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
-            self._installed.callback(module.register_forward_pre_hook(self).remove)
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
+                self._installed.callback(module.register_forward_pre_hook(self).remove)
+
+    @property
+    def has_seen_all(self) -> bool:
+        """Whether each module's forward was called. A forward that is compiled, or calls no hooks, is not seen."""
+        return bool(self.modules) and all(self._is_seen.values())
 
     def close(self) -> None:
         """Stop reporting. A second call does nothing."""
         self._installed.close()
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Check which DDPs are calling the module; a forward pre-hook."""
-        if torch.compiler.is_compiling() or module is not self._module:
+        """Check which DDPs are calling a module; a forward pre-hook."""
+        if torch.compiler.is_compiling() or module not in self._is_seen:  # a copy of a module has this hook too
             return
-        self.has_seen = True
+        self._is_seen[module] = True
         for ddp in _calling_ddps():
             if ddp not in self._known and ddp not in self.new:
                 if self.on_new is not None:

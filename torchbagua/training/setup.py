@@ -1,9 +1,10 @@
 """The arguments of `attach` that describe a training loop, and the facts that follow from them."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,33 +24,31 @@ from torchbagua.training.outer_ddps import ddps_around
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A module, its optimizers, and the algorithm that is attached to them.
+    """Modules, their optimizers, and the algorithm that is attached to them.
 
     Attributes:
-        module: the module that the loop calls.
-        ddps: `module` if it is a DDP, else the DDPs around it.
-        optimizers: the optimizers of its parameters.
+        modules: the modules that `attach` was given: one, or those of a list. No module contains another.
+        ddps: those of `modules` that are DDPs, and the DDPs around the others or around parts of them.
+        optimizers: the optimizers of their parameters.
         algorithm: the attached algorithm.
         grad_scaler: the loop's GradScaler.
         sharding: for a sharded module: which ranks hold the same shards, and how its weights are gathered.
     """
 
-    module: torch.nn.Module
+    modules: Sequence[torch.nn.Module]
     ddps: Sequence[DistributedDataParallel]
     optimizers: Sequence[torch.optim.Optimizer]
     algorithm: Algorithm
     grad_scaler: torch.amp.GradScaler | None = None
     sharding: Sharding = field(default_factory=Sharding)
 
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The module if it is a DDP, else None."""
-        return self.module if isinstance(self.module, DistributedDataParallel) else None
-
     @cached_property
     def sharded_parts(self) -> Mapping[str, Any]:
-        """The parts of the module, which may include itself, on which fully_shard was called, by name."""
-        return sharded_parts(self.module)
+        """The parts of the module, which may include itself, on which fully_shard was called, by name.
+
+        Empty for a list, in which no module may be sharded.
+        """
+        return sharded_parts(self.modules[0]) if len(self.modules) == 1 else {}
 
     @property
     def is_sharded(self) -> bool:
@@ -57,9 +56,28 @@ class TrainingSetup:
         return bool(self.sharded_parts)
 
     @cached_property
+    def inners(self) -> Sequence[torch.nn.Module]:
+        """The modules, without their DDPs."""
+        return [module.module if isinstance(module, DistributedDataParallel) else module for module in self.modules]
+
+    @cached_property
     def inner(self) -> torch.nn.Module:
-        """The module, without its DDP."""
-        return self.module if self.ddp is None else self.ddp.module
+        """The module, without its DDP. For a list, a container of `inners`, so that names begin with the position."""
+        return self.inners[0] if len(self.inners) == 1 else torch.nn.ModuleList(self.inners)
+
+    @cached_property
+    def called(self) -> Sequence[torch.nn.Module]:
+        """The modules that the loop calls: `modules`, or the modules in a container that has no forward."""
+        return [called for module in self.modules for called in called_in(module)]
+
+    @property
+    def label(self) -> str:
+        """The classes of the modules, for messages."""
+        return ", ".join(type(module).__name__ for module in self.modules)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of all modules."""
+        return chain.from_iterable(module.parameters() for module in self.modules)
 
     def ignored_names(self) -> frozenset[str]:
         """Return the names in `inner` of the parameters and buffers that a DDP ignores.
@@ -72,7 +90,10 @@ class TrainingSetup:
             for name, tensor in named_tensors(ddp.module)
             if name in ddp.parameters_to_ignore
         }
-        listed = names_to_ignore(self.inner)
+        if len(self.inners) == 1:
+            listed = set(names_to_ignore(self.inner))
+        else:
+            listed = {f"{at}.{name}" for at, inner in enumerate(self.inners) for name in names_to_ignore(inner)}
         return frozenset(
             name for name, tensor in named_tensors(self.inner) if id(tensor) in ignored_ids or name in listed
         )
@@ -85,6 +106,25 @@ class TrainingSetup:
             for name, parameter in self.inner.named_parameters()
             if parameter.requires_grad and name not in ignored
         }
+
+    @cached_property
+    def optimizers_of_copies(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that may have copies of the modules' parameters: float32 masters, one for each or flattened.
+
+        None of their parameters is a module's. Together they have as many elements as the trained parameters that no
+        other optimizer has. An algorithm that knows its optimizer needs the modules' parameters in it, and sharded
+        modules have none of the hooks that would report a mistake later.
+        """
+        if self.is_sharded:
+            return []
+        own = {id(parameter) for parameter in self.parameters()}
+        known = self.algorithm.own_optimizers()
+        stepped = {id(optimizer): parameters_of(optimizer) for optimizer in self.optimizers if optimizer not in known}
+        copies = {key: each for key, each in stepped.items() if each and own.isdisjoint(map(id, each))}
+        others = {id(each) for key, every in stepped.items() if key not in copies for each in every}
+        num_copied = sum(parameter.numel() for every in copies.values() for parameter in every)
+        num_left = sum(parameter.numel() for parameter in self.trained().values() if id(parameter) not in others)
+        return [each for each in self.optimizers if id(each) in copies] if num_copied == num_left else []
 
     def optimizer_parameters(self) -> list[list[Any]]:
         """Return the class of each optimizer and the names of its parameters in `inner`, in JSON's types."""
@@ -124,25 +164,23 @@ class TrainingSetup:
                 )
 
     def process_group(self) -> dist.ProcessGroup:
-        """Return the group of the module if it is a DDP or sharded, else of the DDPs around it, else the world.
+        """Return the group of the module if it is sharded, else of the DDPs, else the world.
 
         The group of a sharded module is the one over which its gradients are reduce-scattered. For a weight algorithm
         it is the group of the ranks that hold the same shards.
 
         Raises:
-            ValueError: the DDPs around the module have different groups, or torch.distributed is not initialized. Also
-                raised by `sharding_group`.
+            ValueError: the DDPs have different groups, or torch.distributed is not initialized. Also raised by
+                `sharding_group`.
         """
         if self.is_sharded:
             among_shards = sharding_group(self.sharded_parts)
             return self.sharding.replicate_group or among_shards if self.algorithm.averages_weights else among_shards
-        if self.ddp is not None:
-            return self.ddp.process_group
         if self.ddps:
             if any(ddp.process_group is not self.ddps[0].process_group for ddp in self.ddps):
                 raise ValueError(
-                    "attach: process_group must be given if several DistributedDataParallel wrap "
-                    f"{type(self.module).__name__} with different groups"
+                    "attach: process_group must be given if several DistributedDataParallel of "
+                    f"{self.label} have different groups"
                 )
             return self.ddps[0].process_group
         if not dist.is_initialized():
@@ -162,16 +200,15 @@ class TrainingSetup:
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that ranks must have in common, in the order in which differences are reported."""
-        module = self.module
         sizes = [
             (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
             for optimizer in self.optimizers
         ]
         return {
-            "the number of parameters": len(list(module.parameters())),
-            "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(module.parameters()),
-            "the memory layout of parameters": _layout(module),
-            "the shapes and dtypes of buffers, as a digest": _digest(module.buffers()),
+            "the number of parameters": len(list(self.parameters())),
+            "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(self.parameters()),
+            "the memory layout of parameters": _layout(self.inner),
+            "the shapes and dtypes of buffers, as a digest": _digest(self.inner.buffers()),
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of DistributedDataParallel modules around it": len(self.ddps),
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
@@ -189,14 +226,14 @@ class TrainingSetup:
 
     def run_settings(self) -> dict[str, str]:
         """Return the settings that a trace records: the model and its optimizers with their arguments."""
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         num_elements = sum(parameter.numel() for parameter in trained)
         settings = {
-            "model": f"{type(self.inner).__name__}, {num_elements:,} trained elements",
+            "model": f"{', '.join(type(inner).__name__ for inner in self.inners)}, {num_elements:,} trained elements",
             "dtypes": ", ".join(sorted({str(parameter.dtype) for parameter in trained})),
         }
-        if self.ddp is not None:
-            settings["DDP's bucket_cap_mb"] = f"{self.ddp.bucket_bytes_cap / 2**20:g}"
+        if caps := {f"{ddp.bucket_bytes_cap / 2**20:g}" for ddp in self.ddps if ddp in self.modules}:
+            settings["DDP's bucket_cap_mb"] = ", ".join(sorted(caps))
         for index, optimizer in enumerate(self.optimizers):
             defaults = ", ".join(f"{key}={value}" for key, value in optimizer.defaults.items())
             settings["optimizer" if index == 0 else f"optimizer {index}"] = f"{type(optimizer).__name__}({defaults})"
@@ -214,9 +251,21 @@ def _list_optimizers(optimizers: Sequence[Any], others: Sequence[Any]) -> str:
     return ", ".join(texts)
 
 
-def ddps_of(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return `module` if it is a DDP, else the DDPs around it."""
-    return [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
+def ddps_of(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDPs in `modules`, then the DDPs around the other modules or around parts of them."""
+    ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    plain = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    return ddps + [ddp for ddp in ddps_around(plain) if ddp not in ddps]
+
+
+def called_in(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return `module`, or the modules that a loop calls in its place if it is a container without a forward."""
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is not torch.nn.Module.forward:
+        return [module]
+    if "forward" in vars(module):
+        return [module]
+    children = [child for child in module.children() if not isinstance(child, torch.jit.ScriptModule)]  # has no hooks
+    return [called for child in children for called in called_in(child)]
 
 
 def _layout(module: torch.nn.Module) -> str:

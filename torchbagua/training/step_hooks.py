@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchbagua._torch import leaves, queue_callback
+from torchbagua._torch import is_in_backward, leaves, queue_callback
 from torchbagua.observe.clocks import Timestamp
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.runner import Runner
@@ -30,14 +30,14 @@ def install_step_hooks(
     """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock.
 
     Args:
-        setup: the training loop. The hooks are installed on its module, gradients and optimizers, and the optimizers'
+        setup: the training loop. The hooks are installed on its modules, gradients and optimizers, and the optimizers'
             steps drive the clock.
         runner: its impl provides the hooks. With a weight algorithm, it also decides which steps the GradScaler skips:
             with the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
         after_first_step: called within the optimizer's `step`, since it searches the call stack for a GradScaler.
         running_means: the running means of weights that differ between ranks; notified of each training step.
     """
-    wrapper, module, impl = setup.module, setup.inner, runner.impl
+    wrappers, module, impl = setup.called, setup.inner, runner.impl
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
     on_backward_end = impl.init_post_backward_hook(module)
@@ -48,9 +48,9 @@ def install_step_hooks(
         loss_scale = LossScale(setup.grad_scaler)
         runner.read_loss_scale = loss_scale.read
 
-    # A copy of the wrapper has the same hooks, but they must act on the original only.
+    # A copy of a wrapper has the same hooks, but they must act on the original only.
     def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-        if module is wrapper and wrapper.training and torch.is_grad_enabled():
+        if module in wrappers and module.training and torch.is_grad_enabled():
             if on_forward is not None:
                 on_forward(inputs)
             if loss_scale is not None and not torch.compiler.is_compiling():  # the compiler would trace stream calls
@@ -85,19 +85,25 @@ def install_step_hooks(
     runner.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
-        if setup.ddp is not None and not runner.averages_weights and runner.process_group.size > 1:
+        if setup.ddps and not runner.averages_weights and runner.process_group.size > 1:
             handles.callback(UnaveragedGradients(setup, runner).close)
+        if not runner.averages_weights and setup.optimizers_of_copies:
+            from torchbagua.training.master_check import MasterCheck  # few optimizers have copies
+
+            handles.callback(MasterCheck(setup, runner).close)
         if on_forward is not None or loss_scale is not None:
-            handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
+            for wrapper in wrappers:
+                handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         if on_backward_end is not None or must_step or runner.tracer.is_on:
             backward = _Backward(runner.tracer, on_backward_end, clock if must_step else None)
             handles.callback(backward.close)
 
             def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-                if module is wrapper:
-                    backward.watch(outputs, is_training=wrapper.training)
+                if module in wrappers:
+                    backward.watch(outputs, is_training=any(wrapper.training for wrapper in wrappers))
 
-            handles.callback(wrapper.register_forward_hook(after_forward).remove)
+            for wrapper in wrappers:
+                handles.callback(wrapper.register_forward_hook(after_forward).remove)
         if on_gradient is not None:
             for name, parameter in setup.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
@@ -134,7 +140,8 @@ class _Backward:
     def watch(self, outputs: Any, *, is_training: bool) -> None:
         """Watch the backward that will start at these outputs of a forward."""
         self._is_training = is_training
-        self._is_queued = False  # it is still True if the last backward raised
+        if not is_in_backward():  # a checkpoint runs forwards within backward
+            self._is_queued = False  # it is still True if the last backward raised
         for output in _leaves(outputs):
             # Skip a parameter that the module returns: hooks would accumulate on it.
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:

@@ -26,14 +26,14 @@ class WaitTimer:
     Args:
         last: the last bucket.
         tracer: notifies observers.
-        is_in_backward: False on a rank that has run out of data. On such a rank no backward waits, and neither a
-            backward nor an optimizer signals the end of a step, so `run` ends it.
+        is_in_backward: False on a rank that has run out of data. On such a rank no backward waits.
+        ends_step: whether `run` ends the step, on a rank on which neither a backward nor an optimizer signals its end.
     """
 
-    def __init__(self, last: BaguaBucket, tracer: Tracer, *, is_in_backward: bool) -> None:
+    def __init__(self, last: BaguaBucket, tracer: Tracer, *, is_in_backward: bool, ends_step: bool) -> None:
         self._last = last
         self._tracer = tracer
-        self._is_in_backward = is_in_backward
+        self._ends_step = ends_step
         self._begun: Timestamp = 0
         self._done: Timestamp = 0
         if is_in_backward:
@@ -57,7 +57,7 @@ class WaitTimer:
 
     def _note_end(self) -> None:
         self._done = self._tracer.now()
-        if not self._is_in_backward:
+        if self._ends_step:
             self._tracer.end_step()
 
     def _begin(self) -> None:

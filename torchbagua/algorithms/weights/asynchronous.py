@@ -1,6 +1,6 @@
 """Asynchronous model averaging: weights are averaged in the background, and training does not wait for other ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -166,13 +166,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """The number of rounds that have finished since `attach`."""
         return self._num_rounds_before + (0 if self._rounds is None else self._rounds.num_rounds)
 
-    def abort(self, module: torch.nn.Module, final_average: bool | None = None) -> None:
+    def abort(self, module: torch.nn.Module | Sequence[torch.nn.Module], final_average: bool | None = None) -> None:
         """Stop averaging. From then on, each rank trains independently. Collective.
 
         Rounds continue until all ranks have called it. Does nothing if averaging is already stopped.
 
         Args:
-            module: the module that you attached.
+            module: the module, or the list of modules, that you attached.
             final_average: set the weights of all ranks to their mean. By default, the algorithm's `final_average`.
 
         Raises:
@@ -190,11 +190,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._meet("abort")
         self.runner.tracer.deliver()
 
-    def resume(self, module: torch.nn.Module) -> None:
+    def resume(self, module: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
         """Restart averaging after `abort`. Collective. Does nothing if averaging is not stopped.
 
         Args:
-            module: the module that you attached.
+            module: the module, or the list of modules, that you attached.
 
         Raises:
             ValueError: the algorithm is not attached to `module`.
@@ -210,7 +210,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._is_enabled = True
         self._start()
 
-    def _check_attached(self, method: str, module: torch.nn.Module) -> None:
+    def _check_attached(self, method: str, module: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
         if not self.runner.is_attached_to(module):
             raise ValueError(
                 f"AsyncModelAverageAlgorithmImpl.{method}: module must be the module that the algorithm is attached "

@@ -1,0 +1,580 @@
+"""attach with a list of modules that one optimizer trains: DDPs, for weight algorithms also plain modules."""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import torchbagua as tb
+from averaging import RARELY
+from ranks import gloo_group, init_default_group, run_ranks
+from torchbagua.observe.events import CommEvent
+from training import build
+
+NUM_STEPS = 5
+Modules = Sequence[nn.Module]
+Called = nn.Module | Modules
+
+
+def network() -> nn.Sequential:
+    """As a sequential module its parameters have the names that they have in a list of its two parts."""
+    return nn.Sequential(nn.Sequential(nn.Linear(10, 67), nn.BatchNorm1d(67), nn.Tanh()), nn.Linear(67, 3))
+
+
+@dataclass
+class Algorithm:
+    """An algorithm, and its optimizer if it needs a certain one."""
+
+    make: Callable[[Any], tb.Algorithm]
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
+
+
+def q_adam(parameters: Any) -> torch.optim.Optimizer:
+    return tb.QAdamOptimizer(parameters, lr=1e-2, warmup_steps=2)
+
+
+GRADIENTS = {
+    "all_reduce": Algorithm(lambda _: tb.GradientAllReduceAlgorithm(in_rank_order=True)),
+    "bytegrad": Algorithm(lambda _: tb.ByteGradAlgorithm()),
+    "4 bits": Algorithm(lambda _: tb.CompressedAllReduceAlgorithm(error_feedback=True)),
+    "topk": Algorithm(lambda _: tb.TopKAlgorithm(0.2, warmup_steps=4)),
+    "powersgd": Algorithm(lambda _: tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1)),
+    "qadam": Algorithm(tb.QAdamAlgorithm, q_adam),
+    "qadam, 1 bit": Algorithm(
+        lambda optimizer: tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True), q_adam
+    ),
+}
+WEIGHTS = {
+    "decentralized": Algorithm(lambda _: tb.DecentralizedAlgorithm()),
+    "low precision": Algorithm(lambda _: tb.LowPrecisionDecentralizedAlgorithm()),
+    "diloco": Algorithm(lambda _: tb.DiLoCoAlgorithm(4, fragments=2, delay=1)),
+    "async": Algorithm(lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000, warmup_steps=3)),
+}
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    """Compare nested states bitwise."""
+    if isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert_equal(value, second[key])
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif not isinstance(first, str):
+        assert first == second
+
+
+def train(called: Called, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, steps: range) -> None:
+    """Take these steps, each with one backward through all modules."""
+    modules = called if isinstance(called, list) else [called]
+    for step in steps:
+        optimizer.zero_grad()
+        hidden = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + group.rank()))
+        for module in modules:
+            hidden = module(hidden)
+        hidden.square().sum().backward()
+        optimizer.step()
+
+
+def parameters_of(called: Called) -> list[nn.Parameter]:
+    modules = called if isinstance(called, list) else [called]
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def run(
+    group: dist.ProcessGroup, algorithm: Algorithm, called: Called, resumed: Called | None = None
+) -> tuple[dict[str, Any], list[torch.Tensor], list[CommEvent]]:
+    """Train and return the rank's state and the final weights. Continue in other modules in the middle, if given."""
+    optimizer = algorithm.make_optimizer(parameters_of(called))
+    recorder = tb.observe.Recorder()
+    own = tb.BaguaProcessGroup(group)
+    half = NUM_STEPS if resumed is None else NUM_STEPS // 2 + 1
+    with tb.attach(called, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder]) as attachment:
+        train(called, optimizer, group, range(half))
+        file = io.BytesIO()
+        torch.save((attachment.rank_state_dict(), optimizer.state_dict()), file)
+        weights = [parameter.detach().clone() for parameter in parameters_of(called)]
+        file.seek(0)
+        state, optimizer_state = torch.load(file, weights_only=True)
+    if resumed is not None:
+        optimizer = algorithm.make_optimizer(parameters_of(resumed))
+        if not algorithm.make(optimizer).averages_weights:
+            for parameter, weight in zip(parameters_of(resumed), weights, strict=True):
+                parameter.data.copy_(weight)
+            optimizer.load_state_dict(optimizer_state)
+        with tb.attach(resumed, optimizer, algorithm.make(optimizer), process_group=own) as attachment:
+            attachment.load_rank_state_dict(state)
+            train(resumed, optimizer, group, range(half, NUM_STEPS))
+            state = attachment.rank_state_dict()
+            weights = [parameter.detach().clone() for parameter in parameters_of(resumed)]
+    return state, weights, recorder.events
+
+
+def wrap(group: dist.ProcessGroup, module: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, process_group=group, **options)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
+    """Bitwise, with states of the same names and counts; also if resumed in the middle."""
+    model, algorithm = build(network), GRADIENTS[name]
+
+    def body(group: dist.ProcessGroup) -> None:
+        def one() -> Called:
+            return wrap(group, copy.deepcopy(model))
+
+        def two() -> Called:
+            return [wrap(group, part, bucket_cap_mb=0.001) for part in copy.deepcopy(model)]
+
+        state, weights, _ = run(group, algorithm, one())
+        list_state, list_weights, events = run(group, algorithm, two())
+        _, resumed_weights, _ = run(group, algorithm, two(), two())
+        for index, weight in enumerate(weights):
+            assert torch.equal(weight, list_weights[index])
+            assert torch.equal(weight, resumed_weights[index])
+        own, list_own = state["attachment"]["impl"], list_state["attachment"]["impl"]
+        assert own.keys() == list_own.keys()
+        for key, value in own.items():  # residuals of the second phase are distributed over the ranks by bucket
+            assert list_own[key].keys() == value.keys() if isinstance(value, dict) else list_own[key] == value
+        buckets = {event.bucket for event in events if event.phase == "bucket"}
+        assert {"gradient bucket 0 of module 0", "gradient bucket 0 of module 1"} <= buckets
+        assert sum(event.phase == "backward" for event in events) == NUM_STEPS
+        assert sum(event.phase == "step" for event in events) == NUM_STEPS
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("decentralized", "ddps"),
+        ("decentralized", "plain"),
+        ("low precision", "mixed"),
+        ("diloco", "mixed"),
+        ("async", "ddps"),
+        ("async", "plain"),
+    ],
+)
+def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind: str) -> None:
+    """Bitwise, also if resumed in the middle; the ranks of plain modules begin with rank 0's weights."""
+    model, algorithm = build(network), WEIGHTS[name]
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        def one() -> Called:
+            return wrap(group, copy.deepcopy(model))
+
+        def several() -> Called:
+            first, second = copy.deepcopy(model)
+            if kind != "ddps":
+                with torch.no_grad():
+                    second.weight += group.rank()
+            wrapped = first if kind == "plain" else wrap(group, first)
+            return [wrapped, wrap(group, second) if kind == "ddps" else second]
+
+        state, weights, _ = run(group, algorithm, one())
+        list_state, list_weights, events = run(group, algorithm, several())
+        assert sum(event.phase == "backward" for event in events) == NUM_STEPS
+        _, resumed_weights, _ = run(group, algorithm, several(), several())
+        for index, weight in enumerate(weights):
+            assert torch.equal(weight, list_weights[index])
+            assert torch.equal(weight, resumed_weights[index])
+        assert list_state["module"].keys() == state["module"].keys()
+        assert_equal(state, list_state)
+        return weights
+
+    first, second = run_ranks(2, body)
+    assert not all(map(torch.equal, first, second)) or name == "async"
+
+
+@pytest.mark.parametrize("name", ["4 bits", "topk", "powersgd", "qadam, 1 bit"])
+def test_modules_with_a_backward_each(name: str) -> None:
+    """As two discriminators with one optimizer: the same weights as with an attachment and an optimizer for each."""
+    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 1)])), GRADIENTS[name]
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        def run_parts(*lists: list[DistributedDataParallel]) -> list[torch.Tensor]:
+            own, attachments, optimizers = tb.BaguaProcessGroup(group), [], []
+            for ddps in lists:
+                optimizers.append(algorithm.make_optimizer(parameters_of(ddps)))
+                made = algorithm.make(optimizers[-1])
+                attachments.append(tb.attach(ddps, optimizers[-1], made, process_group=own))
+            for step in range(NUM_STEPS):
+                x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + group.rank()))
+                for ddps in lists:
+                    for ddp in ddps:
+                        ddp(x).square().sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for attachment in attachments:
+                attachment.detach()
+            return [parameter.detach() for ddps in lists for parameter in parameters_of(ddps)]
+
+        together = run_parts([wrap(group, part) for part in copy.deepcopy(model)])
+        separate = run_parts(*([wrap(group, part)] for part in copy.deepcopy(model)))
+        if name != "powersgd":  # its first factors depend on the number of backward passes
+            assert all(map(torch.equal, together, separate))
+        return together
+
+    first, second = run_ranks(2, body)
+    assert all(map(torch.equal, first, second))
+
+
+def test_attach_broadcasts_the_modules_without_ddp_and_the_optimizer() -> None:
+    """But nothing that a DDP would ignore."""
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        wrapped, plain = wrap(group, nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
+        plain._ddp_params_and_buffers_to_ignore = ["0.bias"]
+        plain[0].bias.requires_grad_(False)
+        modules = [wrapped, plain]
+        optimizer = torch.optim.SGD([p for p in parameters_of(modules) if p.requires_grad], lr=0.0, momentum=0.5)
+        for parameter in parameters_of(modules):
+            parameter.data.fill_(group.rank())
+            parameter.grad = torch.full_like(parameter, group.rank())
+        optimizer.step()
+        with tb.attach(modules, optimizer, tb.DecentralizedAlgorithm(final_average=False, communication_interval=99)):
+            momenta = [state["momentum_buffer"].mean().item() for state in optimizer.state.values()]
+            return [parameter.mean().item() for parameter in parameters_of(modules)] + momenta
+
+    assert run_ranks(2, body)[1] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_optimizer_that_never_steps_is_an_error_if_any_module_trains() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        modules = [wrap(group, nn.Linear(10, 10)), nn.Linear(10, 3).eval()]
+        attached, stepped = (torch.optim.SGD(parameters_of(modules), lr=0.01) for _ in range(2))
+        with tb.attach(modules, attached, RARELY["decentralized"]):
+            train(modules, stepped, group, range(60))
+
+    with pytest.raises(RuntimeError, match="gradients were cleared 45 times without a step of SGD, which is attached"):
+        run_ranks(2, body)
+
+
+def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
+    """The counts of backward passes and steps in a state; and an overflow in one module skips the step of both."""
+    model = build(network)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, int]:
+        ddps = [wrap(group, part) for part in copy.deepcopy(model)]
+        optimizer = torch.optim.SGD(parameters_of(ddps), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with tb.attach(ddps, optimizer, tb.TopKAlgorithm(0.2), grad_scaler=scaler) as attachment:
+            for step in range(NUM_STEPS):
+                loss = ddps[1](ddps[0](torch.ones(6, 10))).square().sum()
+                scaler.scale(loss * (torch.inf if step == group.rank() == 1 else 1)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            state = attachment.runner.state_dict()
+        return state["num_backward_passes"], state["num_steps"]
+
+    assert run_ranks(2, body) == [(NUM_STEPS, NUM_STEPS - 1)] * 2
+
+
+def test_a_second_ddp_is_silent_and_detach_restores_all() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        first, second = nn.Linear(10, 10), nn.Linear(10, 3)
+        ddps = [wrap(group, first), wrap(group, second)]
+        both = wrap(group, nn.Sequential(first, second))
+        optimizer = torch.optim.SGD(both.parameters(), lr=0.01)
+        x = torch.full((2, 10), group.rank() + 1.0)
+
+        def gradients(called: Called) -> list[torch.Tensor]:
+            optimizer.zero_grad()
+            hidden = x
+            for module in called if isinstance(called, list) else [called]:
+                hidden = module(hidden)
+            hidden.sum().backward()
+            return [parameter.grad.clone() for parameter in both.parameters()]
+
+        with tb.attach(ddps, optimizer, RARELY["decentralized"]):
+            local = gradients([first, second])
+            for called in (ddps, both):
+                assert all(map(torch.equal, gradients(called), local))
+            optimizer.step()
+        averaged = [gradients(ddps), gradients(both)]
+        for index, own in enumerate(gradients([first, second])):
+            dist.all_reduce(own, group=group)
+            assert all(torch.allclose(each[index], own / 2) for each in averaged)
+
+    run_ranks(2, body)
+
+
+@dataclass
+class Bad:
+    """Arguments that attach refuses."""
+
+    make: Callable[[dist.ProcessGroup], Any]
+    error: type[Exception]
+    message: str
+    algorithm: str = "decentralized"
+
+
+def contained(group: dist.ProcessGroup) -> Modules:
+    module = nn.Sequential(nn.Linear(2, 2))
+    return [nn.ModuleList([module]), wrap(group, module[0])]
+
+
+def twice_wrapped(group: dist.ProcessGroup) -> Modules:
+    module = nn.Linear(2, 2)
+    return [wrap(group, module), wrap(group, module)]
+
+
+def tied(group: dist.ProcessGroup) -> Modules:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    return [wrap(group, first), wrap(group, second)]
+
+
+def sharded(group: dist.ProcessGroup) -> Modules:
+    init_default_group()
+    return [wrap(group, nn.Linear(2, 2)), nn.Sequential(fully_shard(nn.Linear(2, 2)))]
+
+
+def of_two_groups(group: dist.ProcessGroup) -> Modules:
+    other = gloo_group(dist.HashStore(), 0, 1)
+    return [wrap(group, nn.Linear(2, 2)), wrap(other, nn.Linear(2, 2))]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Bad(lambda group: [], ValueError, "module must be at least one torch.nn.Module, got an empty sequence"),
+        Bad(lambda group: [nn.Linear(2, 2), "x"], TypeError, "a torch.nn.Module, or a list of them, got str"),
+        Bad(lambda group: [nn.Linear(2, 2)] * 2, ValueError, "module 0 of the list, Linear, is also in module 1, Lin"),
+        Bad(contained, ValueError, "module 1 of the list, DistributedDataParallel, is also in module 0, ModuleList"),
+        Bad(twice_wrapped, ValueError, "module 0 of the list, DistributedDataParallel, is also in module 1"),
+        Bad(tied, ValueError, "modules 0 and 1 of the list both average the gradient of weight", "bytegrad"),
+        Bad(sharded, TypeError, "module 1 of the list, Sequential, is sharded by fully_shard; attach to it alone"),
+        Bad(of_two_groups, ValueError, "process_group must be given if several .* have different groups", "bytegrad"),
+        Bad(
+            lambda group: [wrap(group, nn.Linear(2, 2)), nn.Linear(2, 2)],
+            TypeError,
+            "module must be a torch.nn.parallel.DistributedDataParallel, got Linear: ByteGradAlgorithm",
+            "bytegrad",
+        ),
+        Bad(
+            lambda group: nn.ModuleList([wrap(group, nn.Linear(2, 2))]),
+            TypeError,
+            "pass the DistributedDataParallel, or a list of modules if there are several",
+        ),
+    ],
+    ids=lambda bad: bad.message[:40],
+)
+def test_refused(bad: Bad) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        called = bad.make(group)
+        parameters = parameters_of([module for module in called if isinstance(module, nn.Module)])
+        optimizer = torch.optim.SGD(parameters or [nn.Parameter(torch.ones(1))])
+        tb.attach(called, optimizer, bad.algorithm)
+
+    with pytest.raises(bad.error, match=bad.message):
+        run_ranks(1, body)
+
+
+def test_groups_of_other_ranks_are_refused_for_each_ddp() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddps = [wrap(group, nn.Linear(2, 2)), wrap(gloo_group(dist.HashStore(), 0, 1), nn.Linear(2, 2))]
+        tb.attach(ddps, torch.optim.SGD(parameters_of(ddps)), "bytegrad", process_group=tb.BaguaProcessGroup(group))
+
+    with pytest.raises(ValueError, match=r"process_group must have the module's ranks: rank 0 of 1, got rank . of 2"):
+        run_ranks(2, body)
+
+
+def test_an_optimizer_of_another_module_too_names_the_list() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddps = [wrap(group, nn.Linear(2, 2)), wrap(group, nn.Linear(2, 3))]
+        tb.attach(ddps[0], torch.optim.SGD(parameters_of(ddps)), "diloco")
+
+    with pytest.raises(ValueError, match=r"2 parameters that are not .*, pass both modules: attach\(\[module, other\]"):
+        run_ranks(1, body)
+
+
+def test_asynchronous_averaging_stops_and_resumes_for_a_list() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        modules = [wrap(group, nn.Linear(2, 2)), nn.Linear(2, 3)]
+        optimizer = torch.optim.SGD(parameters_of(modules))
+        with tb.attach(modules, optimizer, RARELY["async"]) as attachment:
+            attachment.impl.abort(modules)
+            assert attachment.impl.mode == "stopped"
+            attachment.impl.resume(modules[1])
+            assert attachment.impl.mode == "running"
+            with pytest.raises(ValueError, match="must be the module that the algorithm is attached to"):
+                attachment.impl.abort([*modules, nn.Linear(2, 2)])
+            with pytest.raises(ValueError, match="AsyncModelAverageAlgorithm is attached to the module already"):
+                tb.attach(modules[1], torch.optim.SGD(modules[1].parameters()), "decentralized")
+
+    run_ranks(2, body)
+
+
+# Parts of an attached module, wrapped in DDPs that are held elsewhere.
+
+
+class Parts(nn.Module):
+    """A module whose loop calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("make", [Parts, lambda: nn.ModuleList(Parts().children())], ids=["forward", "container"])
+def test_ddps_around_parts_are_silent(make: Callable[[], nn.Module]) -> None:
+    model = build(make)
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = copy.deepcopy(model)
+        first, second = [wrap(group, part) for part in module.children()]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        recorder = tb.observe.Recorder()
+        with tb.attach(module, optimizer, RARELY["diloco"], observers=[recorder]):
+            optimizer.zero_grad()
+            second(first(torch.full((1, 10), group.rank() + 1.0))).sum().backward()
+            local = next(module.parameters()).grad.clone()
+            optimizer.step()
+        smaller = local.abs()
+        dist.all_reduce(smaller, dist.ReduceOp.MIN, group=group)
+        assert torch.equal(local.abs(), smaller) == (group.rank() == 0)  # proportional to the rank's input
+        assert all(ddp.require_backward_grad_sync for ddp in (first, second))
+
+    run_ranks(2, body)
+
+
+def test_a_ddp_around_a_part_and_more_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module, other = nn.ModuleList([nn.Linear(10, 10)]), nn.Linear(10, 3)
+        ddp = wrap(group, nn.Sequential(module[0], other))
+        with pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"):
+            tb.attach(module, torch.optim.SGD(module.parameters()), "diloco", process_group=group)
+        del ddp
+
+    run_ranks(1, body)
+
+
+def test_a_ddp_that_shares_only_frozen_and_ignored_parts_is_left_alone() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.ModuleList([nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
+        elsewhere = nn.Sequential(*module, nn.Linear(3, 3))
+        elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
+        ddp, other = wrap(group, module[1]), wrap(group, elsewhere)
+        optimizer = torch.optim.SGD(module[1].parameters())
+        with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
+            assert not ddp.require_backward_grad_sync
+            assert other.require_backward_grad_sync
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_ddp_that_wraps_a_part_later_is_refused(num_steps: int) -> None:
+    """On all ranks; at the end of the first step, or when it calls the part of a container later."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 3)])
+        optimizer = torch.optim.SGD(module.parameters())
+
+        def step(first: nn.Module, second: nn.Module) -> None:
+            second(first(torch.ones(1, 10))).sum().backward()
+            optimizer.step()
+
+        with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(num_steps):
+                step(*module)
+            ddp = wrap(group, module[1])
+            with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
+                step(module[0], ddp)
+
+    run_ranks(2, body)
+
+
+def test_hierarchical_rounds_average_gradients_of_all_ddps_within_nodes() -> None:
+    model = build(lambda: nn.Sequential(nn.Linear(10, 67), nn.Linear(67, 3)))
+
+    def body(group: dist.ProcessGroup) -> None:
+        def final_weights(module: nn.Module, called: Called) -> list[nn.Parameter]:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+            nodes = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
+            with tb.attach(called, optimizer, tb.DiLoCoAlgorithm(3), process_group=nodes):
+                train(called, optimizer, group, range(4))
+            return list(module.parameters())
+
+        one, parts = copy.deepcopy(model), copy.deepcopy(model)
+        expected = final_weights(one, wrap(group, one))
+        assert all(map(torch.equal, final_weights(parts, [wrap(group, part) for part in parts]), expected))
+
+    run_ranks(4, body)
+
+
+def test_a_checkpoint_of_a_module_does_not_begin_a_second_backward() -> None:
+    """The forward that it repeats runs within the backward."""
+
+    def body(group: dist.ProcessGroup) -> int:
+        modules = [nn.Linear(10, 10), nn.Linear(10, 3)]
+        optimizer = torch.optim.SGD(parameters_of(modules), lr=0.01)
+        recorder = tb.observe.Recorder()
+        own = tb.BaguaProcessGroup(group)
+        with tb.attach(modules, optimizer, RARELY["decentralized"], process_group=own, observers=[recorder]):
+            hidden = torch.ones(2, 10)
+            for module in modules:
+                with set_checkpoint_early_stop(False):
+                    hidden = checkpoint(module, hidden, use_reentrant=False)
+            hidden.sum().backward()
+            optimizer.step()
+        return sum(event.phase == "backward" for event in recorder.events)
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "topk"])
+def test_ranks_without_data_join_with_all_ddps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they had zero gradients; their traces have the same steps. Torch joins one DDP after the other."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 3)])), GRADIENTS[name]
+
+    def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], int]:
+        ddps = [wrap(group, part) for part in copy.deepcopy(model)]
+        optimizer = algorithm.make_optimizer(parameters_of(ddps))
+        own, recorder = tb.BaguaProcessGroup(group), tb.observe.Recorder()
+        num_batches = 2 + 2 * group.rank()
+        attachment = tb.attach(ddps, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder])
+        with attachment, Join(ddps) if joins else nullcontext():
+            for step in range(num_batches if joins else 4):
+                optimizer.zero_grad()
+                x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + group.rank()))
+                for ddp in ddps:
+                    (ddp(x).square().sum() * (step < num_batches)).backward()
+                optimizer.step()
+        weights = [parameter.detach() for parameter in parameters_of(ddps)]
+        return weights, sum(event.phase == "step" for event in recorder.events)
+
+    joined, zeros = (run_ranks(2, lambda group, joins=joins: body(group, joins)) for joins in (True, False))
+    assert [num_steps for _, num_steps in joined] == [4, 4]
+    assert all(map(torch.equal, joined[1][0], zeros[1][0]))
+
+
+def test_a_loop_that_calls_the_inner_modules_is_warned() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        parts = [nn.Linear(10, 10), nn.Linear(10, 3)]
+        ddps = [wrap(group, part) for part in parts]
+        optimizer = torch.optim.SGD(parameters_of(ddps), lr=0.01)
+        with tb.attach(ddps, optimizer, "bytegrad"):
+            train(parts, optimizer, group, range(3))
+
+    with pytest.warns(RuntimeWarning, match="SGD has stepped twice on gradients that DistributedDataParallel did not"):
+        run_ranks(2, body)
