@@ -1,12 +1,12 @@
 """Verifies that ranks reduce the gradients of the same parameters, before any rank gets the result.
 
-FSDP reduces the gradients that a rank has, end to end. If ranks use different branches of a module, rows of equal length
-contain gradients of different parameters, and a row of another length may end the process.
+FSDP reduces the gradients that a rank has, end to end. If ranks use different branches of a module, rows of equal
+length contain gradients of different parameters, and a row of another length may end the process.
 
 With each row a rank sends a record to every other rank: its part, and the parameters that have a gradient. In a steady
-step, records and row are in flight together, so nobody waits for the records alone. A rank whose row is not the one that
-followed the previous row last time waits for the records first. If others have begun to reduce the row of last time, it
-completes that row with zeros, so that they reach the comparison. Then all ranks raise.
+step, records and row are in flight together, so nobody waits for the records alone. A rank whose row is not the one
+that followed the previous row last time waits for the records first. If others have begun to reduce the row of last
+time, it completes that row with zeros, so that they reach the comparison. Then all ranks raise.
 """
 
 import itertools
@@ -80,7 +80,7 @@ class SameRows:
     ) -> None:
         """Call `reduce_row`, the collective that reduces a row, and return if all ranks reduce the same row.
 
-        In stream order, the lane compares an expected row afterwards. If ranks differ, it closes the groups.
+        In stream order, the lane compares an expected row meanwhile. If ranks differ, it closes the groups.
 
         Args:
             part, row: the part and the row.
@@ -103,8 +103,8 @@ class SameRows:
                 reduce_row()
                 self._require_same(own, compare())
             else:
-                reduce_row()
                 self._lane.submit(lambda: self._compare_on_lane(own))
+                reduce_row()
             return
         records = self._exchange(_Record(own, own))
         if reduce_expected is not None and (expected, expected) in records.values():
@@ -190,23 +190,21 @@ class SameRows:
                 holders[record.other] = [
                     f"a rank with other shards of the module of {self._communicator.name_of(rank)}"
                 ]
-        is_one_part = len({reduction.part for reduction in holders}) == 1
-        common = set.intersection(*(set(reduction.members) for reduction in holders)) if is_one_part else set()
+        parts = {reduction.part: self._parts[reduction.part].name for reduction in holders}
+        common = set.intersection(*(set(reduction.members) for reduction in holders)) if len(parts) == 1 else set()
         found = "; ".join(
-            f"{', '.join(names)}: {self._describe(reduction, common)}" for reduction, names in holders.items()
+            f"{', '.join(ranks)}: {self._describe(reduction, common)}" for reduction, ranks in holders.items()
         )
         return (
-            f"torchbagua: ranks have gradients of different parameters, which FSDP would add: {found}. Have every rank "
-            "use the same parameters in each backward; or call set_reduce_scatter_unused_params(True) on the part, "
+            f"torchbagua: {' and '.join(parts.values())}: ranks have gradients of different parameters, which FSDP would "
+            f"add, got {found}. Have all ranks use the same parameters in each backward; or call set_reduce_scatter_unused_params(True), "
             "which needs torch 2.13 or newer"
         )
 
     def _describe(self, reduction: _Reduction, common: set[int]) -> str:
-        part = self._parts[reduction.part]
-        names = [part.parameter_names[place] for place in reduction.members if place not in common]
         if not reduction.members:
-            return f"{part.name}, {reduction.num_elements} elements of parameters that FSDP does not report"
-        if not names:
-            return f"{part.name}, of none of these"
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        return f"{part.name}, of {', '.join(names[:_MOST_NAMES])}{more}"
+            return f"{reduction.num_elements} elements, of parameters that FSDP does not report"
+        names = self._parts[reduction.part].parameter_names
+        own = [names[place] for place in reduction.members if place not in common]
+        more = [f"{len(own) - _MOST_NAMES} more"] if len(own) > _MOST_NAMES else []
+        return ", ".join(own[:_MOST_NAMES] + more) or "no others"
