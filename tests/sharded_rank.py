@@ -347,6 +347,19 @@ def scale_gradients() -> None:
             assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
 
 
+def change_the_divisor() -> None:
+    """The sum is divided by the factor of the step, also if it changes while the algorithm is attached."""
+    size = dist.get_world_size()
+    module = fully_shard(nn.Linear(10, 37))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    with tb.attach(module, optimizer, FULL):
+        for factor in (float(size), 1.0, 2.0 * size):
+            module.set_gradient_divide_factor(factor)
+            optimizer.zero_grad()
+            module(torch.ones(1, 10)).sum().backward()
+            assert module.weight.grad.to_local().unique().tolist() == [size / factor]
+
+
 def gather_weights() -> None:
     """Gathered weights are bitwise equal to the oracle's, NaN included; weights that no codec encodes are named."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -594,6 +607,7 @@ def use_different_branches() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "branches": use_different_branches,
     "scaled": scale_gradients,
+    "another divisor": change_the_divisor,
     "gathered": gather_weights,
     "gathered exactly": gather_exactly,
     "overlapped": overlap_with_backward,

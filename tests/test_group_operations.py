@@ -12,6 +12,9 @@ import torchbagua as tb
 from devices import CPU
 from oracle import ordered_sum
 from ranks import run_ranks
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.collectives import group_operations
+from torchbagua.collectives.centralized_mean import centralized_mean
 from transports import CollectivesAlone
 
 SIZE = 3
@@ -94,6 +97,24 @@ def test_calls_that_differ_in_one_argument_share_no_plan() -> None:
     for shared, alone in on_ranks(CPU, body, nodes=[0, 1, 1]):
         assert all(map(torch.equal, shared, alone))
         assert not any(torch.equal(*pair) for pair in combinations(alone, 2))
+
+
+def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+
+    def plan(group: Any, codec: Any, spec: TensorSpec, **options: Any) -> Any:
+        planned.append(spec.name)
+        return centralized_mean(group, codec, spec, **options)
+
+    monkeypatch.setattr(group_operations, "_MAX_CACHED", 2)
+    monkeypatch.setattr(group_operations, "centralized_mean", plan)
+
+    def body(group: tb.BaguaProcessGroup) -> None:
+        for name in "abacab":
+            group.all_reduce(torch.ones(3), name=name)
+
+    on_ranks(CPU, body)
+    assert sorted(planned) == sorted("abcb" * SIZE)
 
 
 def test_the_order_of_a_sum_over_nodes() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, initial_of, tensors_in
 from ranks import run_ranks
-from torchbagua.collectives.residuals import Momentum, VelocityResidual
+from torchbagua.collectives.residuals import Momentum, Residual, VelocityResidual
 from training import Branches, Tower, build
 
 ONE_BIT: dict[str, Any] = {"compression": "sign1bit", "error_feedback": True}
@@ -221,6 +221,12 @@ def test_a_commit_leaves_nothing_staged() -> None:
             residual.commit()
             assert residual.values.tolist() == [value] * 2
         residual.continue_from_staged([whole])
+    encoded_twice = Residual(whole, torch.device("cpu"))
+    encoded_twice.stage(whole).fill_(1.0)
+    encoded_twice.continue_from_staged([whole])
+    encoded_twice.stage(whole).fill_(2.0)
+    encoded_twice.commit()
+    assert encoded_twice.added(whole).tolist() == [2.0] * 2
 
 
 def test_residuals_are_sent_only_if_there_are_any() -> None:

@@ -51,14 +51,15 @@ CHEAP = [
 
 
 def test_gradients_equal_the_oracle() -> None:
-    run(2, [*CHEAP, "weights in 8 bits", "scaled", "gathered", "gathered exactly"])
+    checks = ["scaled", "gathered", "gathered exactly", "another divisor", "branches"]
+    run(2, [*CHEAP, "weights in 8 bits", *checks])
 
 
 def all_cases() -> Iterator[tuple[int, list[str]]]:
     """Yield batches of cases: a case takes seconds on two cores."""
     for ranks, skipped, added in (
         (2, [*CHEAP, "weights in 8 bits", *OF_FOUR_RANKS], ["overlapped"]),
-        (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes"]),
+        (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes", "branches"]),
         (4, [], ["gathered"]),
     ):
         names = [name for name in CASES if name not in skipped] + added
