@@ -196,9 +196,9 @@ class SameRows:
             f"{', '.join(ranks)}: {self._describe(reduction, common)}" for reduction, ranks in holders.items()
         )
         return (
-            f"torchbagua: {' and '.join(parts.values())}: ranks have gradients of different parameters, which FSDP would "
-            f"add, got {found}. Have all ranks use the same parameters in each backward; or call set_reduce_scatter_unused_params(True), "
-            "which needs torch 2.13 or newer"
+            f"torchbagua: {' and '.join(parts.values())}: ranks have gradients of different parameters, which FSDP "
+            f"would add, got {found}. Have all ranks use the same parameters in each backward; or call "
+            "set_reduce_scatter_unused_params(True), which needs torch 2.13 or newer"
         )
 
     def _describe(self, reduction: _Reduction, common: set[int]) -> str:
