@@ -147,3 +147,26 @@ def test_in_stream_order_all_ranks_raise_at_their_next_row() -> None:
         assert any(DIFFERENT in str(outcome.error) for outcome in outcomes), (seed, outcomes)
         assert simulation.network.wrong_lengths == [], seed
         assert min(num_reduced) == num_equal, (seed, num_reduced)
+
+
+def test_nobody_waits_for_the_records_of_expected_rows() -> None:
+    """They are in flight together with the row."""
+    simulation = Simulation(Cluster((0, 1), rate=1e6, latency_s=0.1), seed=0)
+
+    def body(rank: Rank) -> float:
+        group = rank.group()
+        group.open()
+        reducer = Reducer(group, Identity(), None)
+        begun_s = 0.0
+        for number in range(6):
+            if number == 1:
+                begun_s = simulation.scheduler.now_s
+            for part in (1, 0):
+                reducer.reduce(part, (0, 1), number)
+        ended_s = simulation.scheduler.now_s
+        group.close()
+        return ended_s - begun_s
+
+    for outcome in simulation.run(body):
+        assert outcome.value is not None
+        assert outcome.value < 15 * 0.1  # of ten rows; two latencies each would be more
