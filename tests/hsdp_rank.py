@@ -12,7 +12,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,20 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from rank_cases import run_cases
-from sharded_rank import BLOCK, BYTEGRAD, EIGHT, F32, FOUR_BITS, OWN, Net, decoded, divide_by_three, row_of, sum_alone
+from sharded_rank import (
+    BLOCK,
+    BYTEGRAD,
+    EIGHT,
+    F32,
+    FOUR_BITS,
+    OWN,
+    Experts,
+    Net,
+    decoded,
+    divide_by_three,
+    row_of,
+    sum_alone,
+)
 from torchbagua.codecs import Compressor
 
 GROUPS = [["first", "middle.0"], ["middle.1"], ["last"]]
@@ -100,7 +115,10 @@ BY_HOOK = {
 }
 BY_BACKEND = {"replicated": Case(shards=1, accumulates="shards")}
 CASES = {**BOTH_WAYS, **BY_HOOK, **BY_BACKEND}
-WAYS = {"hook": [*BOTH_WAYS, *BY_HOOK, "otherwise"], "backend": [*BOTH_WAYS, *BY_BACKEND, "otherwise"]}
+WAYS = {
+    "hook": [*BOTH_WAYS, *BY_HOOK, "otherwise", "branches"],
+    "backend": [*BOTH_WAYS, *BY_BACKEND, "otherwise", "branches"],
+}
 
 
 def round_to_reduce_dtype(case: Case, x: Any) -> Any:
@@ -309,10 +327,51 @@ def refuse_and_attach_to_one() -> None:
     assert 3.9 * sum(event.wire_bytes for event in sent) < sum(event.raw_bytes for event in sent)
 
 
+def use_different_branches(way: str) -> None:
+    """All ranks raise and name the parameters, if replicas differ, if the ranks of a module differ, or one rank does.
+
+    Replicas of a weight algorithm do not add gradients, and may differ. With the backend, torch itself reduces within a
+    module.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    by_replica, by_shard = [number // 2 % 2 for number in range(size)], [number % 2 for number in range(size)]
+    alone = [int(number == 0) for number in range(size)]
+    decentralized = tb.DecentralizedAlgorithm(hierarchical=False)
+    trials = {
+        "hook": [(algorithm, used) for algorithm in (BYTEGRAD, FLAT) for used in (by_shard, alone, by_replica)]
+        + [(decentralized, by_shard), (decentralized, by_replica)],
+        "backend": [(BYTEGRAD, by_replica)],
+    }
+    for algorithm, used in trials[way]:
+        override = {}
+        if way == "backend":
+            tb.fsdp.register_backend(algorithm, name="torchbagua_branches")
+            override["replicas"] = "torchbagua_branches"
+        names = ("replicas", "shards")
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=names, backend_override=override)
+        module = fully_shard(Experts([16, 48]), mesh=mesh if way == "backend" else mesh["shards"])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        if way == "backend":
+            tb.fsdp.align_blocks(module)
+            attachment: Any = ExitStack()
+        else:
+            attachment = tb.fsdp.attach(module, optimizer, algorithm, replicate_group=mesh.get_group("replicas"))
+        may_differ = algorithm is decentralized and used is by_replica
+        message = "ranks have gradients of different parameters, .*, got .*layers.[01].weight; .*layers.[01].weight"
+        raises: Any = ExitStack() if may_differ else pytest.raises(tb.CommunicationError, match=message)
+        with raises, attachment:
+            for branches in ([[0, 1]] * size, [[0, 1]] * size, [[branch] for branch in used]):
+                optimizer.zero_grad()
+                module(torch.full((1, 8), rank + 1.0), branches[rank]).backward()
+                optimizer.step()
+
+
 def check_trace(name: str, recorder: tb.observe.Recorder) -> None:
     sent = [event for event in recorder.events if event.phase == "send"]
     scopes = {event.scope for event in sent}
-    assert scopes == ({"world of replicas"} if name in BOTH_WAYS else {"world", "world of replicas"})
+    reduced = {event.scope for event in sent if event.num_elements}
+    assert scopes == {"world", "world of replicas"}
+    assert reduced == ({"world of replicas"} if name in BOTH_WAYS else scopes)
     assert 0 < sum(event.bytes_sent for event in sent) < sum(event.raw_bytes for event in sent)
 
 
@@ -321,7 +380,8 @@ def main() -> None:
     torch.set_num_threads(1)
     way, *names = sys.argv[1:]
     otherwise = refuse_and_attach_to_one if way == "hook" else use_the_backend_otherwise
-    run_cases(names, lambda name: otherwise() if name == "otherwise" else train(way, name))
+    checks = {"otherwise": otherwise, "branches": partial(use_different_branches, way)}
+    run_cases(names, lambda name: checks[name]() if name in checks else train(way, name))
     assert not [thread for thread in threading.enumerate() if "torchbagua" in thread.name]
 
 

@@ -12,7 +12,7 @@ import copy
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -193,7 +193,7 @@ def decoded(weights: str | Compressor | None, groups: list[list[torch.Tensor]], 
                 own.copy_(torch.from_numpy(part[: own.numel()]).view_as(own))
 
 
-def expected_row(case: Case, gradients: list[list[torch.Tensor]], shared: bool) -> Any:
+def expected_row(case: Case, gradients: list[list[torch.Tensor]]) -> Any:
     """Return the mean over ranks of this rank's row of the gradients of one FSDP parameter group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = [[row_of(gradient, rank, size) for gradient in rank_gradients] for rank_gradients in gradients]
@@ -202,7 +202,7 @@ def expected_row(case: Case, gradients: list[list[torch.Tensor]], shared: bool) 
     if case.nodes:  # full precision within the two nodes
         half = size // 2
         whole = [ordered_sum(whole[:half]), ordered_sum(whole[half:])]
-    total = ordered_sum([quantize_row(case, row, [sum(segments)] if shared else segments) for row in whole])
+    total = ordered_sum([quantize_row(case, row, segments) for row in whole])
     mean = total / F32(case.divisor or size)
     if case.policy.reduce_dtype is torch.bfloat16:
         mean = torch.from_numpy(mean).bfloat16().float().numpy()
@@ -292,11 +292,9 @@ def train(case: Case) -> None:
             else:
                 reductions.append(of_ranks)
             module.set_requires_gradient_sync(micro == micros[-1] or case.accumulates == "after")
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="torchbagua: .*not all parameters had a gradient")
                 module(data_of(step, rank, micro, case), case.skips).float().square().sum().backward()
-            reported = [warning for warning in caught if "not all parameters had a gradient" in str(warning.message)]
-            assert len(reported) == (case.skips and step == 0), [str(warning.message) for warning in caught]
         parameters = dict(module.named_parameters())
         for names in groups:
             members = [name for name in parameters if name in reductions[0][0] and name.rsplit(".", 1)[0] in names]
@@ -304,9 +302,7 @@ def train(case: Case) -> None:
                 continue
             totals: list[Any] = []
             for rank_gradients in reductions:
-                rows = expected_row(
-                    case, [[gradients[name] for name in members] for gradients in rank_gradients], case.skips
-                )
+                rows = expected_row(case, [[gradients[name] for name in members] for gradients in rank_gradients])
                 totals = [before + new for before, new in zip(totals, rows, strict=True)] if totals else rows
             for name, row in zip(members, totals, strict=True):
                 local = parameters[name].grad.to_local().reshape(-1).cpu()
@@ -349,6 +345,19 @@ def scale_gradients() -> None:
             scaler.update()
             assert torch.equal(before, module.weight.full_tensor()) == (step == 1)
             assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
+
+
+def change_the_divisor() -> None:
+    """The sum is divided by the factor of the step, also if it changes while the algorithm is attached."""
+    size = dist.get_world_size()
+    module = fully_shard(nn.Linear(10, 37))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    with tb.attach(module, optimizer, FULL):
+        for factor in (float(size), 1.0, 2.0 * size):
+            module.set_gradient_divide_factor(factor)
+            optimizer.zero_grad()
+            module(torch.ones(1, 10)).sum().backward()
+            assert module.weight.grad.to_local().unique().tolist() == [size / factor]
 
 
 def gather_weights() -> None:
@@ -538,8 +547,67 @@ def check_trace(case: Case, recorder: tb.observe.Recorder, attachment: tb.Attach
         assert sent < raw
 
 
+class Experts(nn.Module):
+    """Layers of which a step uses some: in one FSDP parameter group, or in separate ones."""
+
+    def __init__(self, widths: Sequence[int], *, separate: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, width, bias=False) for width in widths)
+        for layer in self.layers:
+            nn.init.ones_(layer.weight)
+        if separate:
+            for layer in self.layers:
+                fully_shard(layer, reshard_after_forward=False)  # or else backward gathers what it uses
+
+    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+        """Compute with all layers, and return the sum of those that are used."""
+        sums = [layer(x).sum() for layer in self.layers]
+        return torch.stack([sums[index] for index in used]).sum()
+
+
+def branches_of(size: int) -> Iterator[tuple[list[int], bool, list[list[list[int]]]]]:
+    """Yield the widths of experts, whether they are separate parts, and those that each rank uses in each step."""
+    others = [[0]] * (size - 1)
+    yield [16, 16], False, [[[1], *others]]
+    yield [16, 48], False, [[[0, 1]] * size] * 2 + [[[1], *others]]
+    yield [16, 16, 8], False, [[[0]] * size, [[1]] * size, [[0]] * size, [[1]] * size, [*others, [1]]]
+    yield [16, 48], False, [[[0, 1]] * size] * 2 + [[*others, [0, 1]]]
+    yield [16, 48], True, [[[0, 1]] * size] * 2 + [[*others, [1]]]
+
+
+def use_different_branches() -> None:
+    """All ranks raise before a gradient is added, and name the parameters; equal branches may alternate."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for algorithm in (BYTEGRAD, FULL):
+        for widths, separate, steps in branches_of(size):
+            module = Experts(widths, separate=separate)
+            fully_shard(module)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+            attachment = tb.attach(module, optimizer, algorithm, timeout=timedelta(seconds=30))
+            parameters = list(module.parameters())
+            for used in steps[:-1]:
+                optimizer.zero_grad()
+                module(torch.full((1, 8), rank + 1.0), used[rank]).backward()
+                for index, parameter in enumerate(parameters):
+                    assert (parameter.grad is not None) == (index in used[rank])
+                    if parameter.grad is not None:
+                        assert parameter.grad.to_local().unique().tolist() == [(size + 1) / 2]
+            optimizer.zero_grad()
+            with pytest.raises(tb.CommunicationError) as caught:
+                module(torch.full((1, 8), rank + 1.0), steps[-1][rank]).backward()
+            for number in (0, size - 1):
+                common = set(steps[-1][0]) & set(steps[-1][-1])
+                names = ", ".join(f"layers.{index}.weight" for index in steps[-1][number] if index not in common)
+                assert f"rank {number}" in str(caught.value)
+                assert names in str(caught.value) or separate, (str(caught.value), names)
+            assert "ranks have gradients of different parameters" in str(caught.value), caught.value
+            attachment.detach()
+
+
 CHECKS: dict[str, Callable[[], None]] = {
+    "branches": use_different_branches,
     "scaled": scale_gradients,
+    "another divisor": change_the_divisor,
     "gathered": gather_weights,
     "gathered exactly": gather_exactly,
     "overlapped": overlap_with_backward,

@@ -71,6 +71,57 @@ def test_a_rank_that_evaluates_does_not_block_the_others() -> None:
     run_async(3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=10))
 
 
+def test_a_snapshot_that_is_sent_again_includes_the_rounds_since() -> None:
+    """Without updates, equal weights stay equal, however many rounds a rank does not answer."""
+    is_away, is_back = threading.Event(), threading.Event()
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.0
+        weight = trainer.module.first.weight
+        before = weight.detach().clone()
+        if rank == 1:
+            trainer.step()
+            is_away.set()
+            wait_for_rounds(attachment.impl, attachment.impl.num_rounds + 6)
+            is_back.set()
+            trainer.step()
+            assert torch.allclose(weight, before + 4.0, atol=1e-4)
+        else:
+            assert is_away.wait(20)
+            with torch.no_grad():
+                weight.add_(8.0)
+            while not is_back.is_set():
+                trainer.step()
+            assert torch.allclose(weight, before + 4.0, atol=1e-4)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+
+
+def test_weights_are_averaged_again_after_a_load() -> None:
+    """Differences of rounds from before the load are dropped, and later ones are not."""
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        impl = attachment.impl
+
+        def step_for_rounds(num_rounds: int) -> None:
+            target = impl.num_rounds + num_rounds
+            while impl.num_rounds < target:
+                trainer.step()
+
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.0
+        weight = trainer.module.first.weight
+        trainer.module.load_state_dict(trainer.module.state_dict())
+        before = weight.detach().clone()
+        step_for_rounds(3)
+        with torch.no_grad():
+            weight.add_(8.0 * rank)
+        step_for_rounds(4)
+        impl.abort(trainer.ddp, final_average=False)
+        assert torch.allclose(weight, before + 4.0, atol=1e-4)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+
+
 def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
     """A rank that has run out of data contributes its weights in detach, until all ranks are done."""
 
@@ -84,6 +135,22 @@ def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
     assert rounds[1] > rounds[0]
 
 
+def test_a_rank_that_aborts_alone_in_the_warm_up() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        algorithm = tb.AsyncModelAverageAlgorithm(warmup_steps=9)
+        message = "rank 0 has 0 calls of abort and resume, rank 1 has 1"
+        with (
+            pytest.raises(tb.CommunicationError, match=message),
+            tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment,
+        ):
+            attachment.impl.abort(trainer.ddp) if group.rank() else trainer.step()
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("compression", [None, "minmax_uint8"])
 def test_abort_and_resume(compression: str | None) -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> list[Weights]:
@@ -93,8 +160,10 @@ def test_abort_and_resume(compression: str | None) -> None:
             for _ in range(3 + rank):
                 trainer.step()
             wait_for_rounds(impl, impl.num_rounds + 1)
+            before = impl.num_rounds
             impl.abort(trainer.ddp)
             assert impl.mode == "stopped"
+            assert impl.num_rounds >= before
             impl.abort(trainer.module)
             seen.append(weights_of(trainer.module))
             num_rounds = impl.num_rounds
@@ -166,7 +235,10 @@ def test_warm_up_step_without_backward_through_the_module_raises() -> None:
         run_async(2, body, tb.AsyncModelAverageAlgorithm(warmup_steps=3))
 
 
-def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all() -> None:
+def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not close their groups together, since they would wait for that rank."""
+    ended: list[int] = []
+    monkeypatch.setattr(tb.BaguaProcessGroup, "end_in_order", lambda group: ended.append(group.rank))
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -192,6 +264,7 @@ def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all() -> None:
     assert len(messages) == 3
     assert "an exception has ended AsyncModelAverageAlgorithm" in messages[0]  # on rank 1
     assert all("rank 1 has left the training" in message for message in messages[1:])
+    assert ended == []
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, assert_same_weights, check_unchanged, is_buffer, stacked, train
+from averaging import Normed, Trace, Trainer, Weights, assert_same_weights, check_unchanged, is_buffer, stacked, train
 from pairwise import pairwise
 from ranks import run_ranks
 from training import build
@@ -75,6 +75,23 @@ def test_pairing_continues_when_buckets_are_rebuilt() -> None:
     algorithm = tb.DecentralizedAlgorithm(True, "shift_one")
     traces = run_ranks(4, lambda group: train(group, model, algorithm, after_step=unfreeze))
     check_decentralized(traces, "shift_one", 1, None)
+
+
+def test_a_layer_that_was_frozen_is_still_averaged_after_buckets_are_rebuilt() -> None:
+    """Ranks have trained it to different weights before, and would keep them."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Weights:
+        trainer = Trainer(group, model)
+        algorithm = tb.DecentralizedAlgorithm(communication_interval=100)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm):
+            for step in range(4):
+                trainer.step()
+                trainer.module.first.requires_grad_(step < 2)
+                trainer.module.frozen.requires_grad_(step >= 2)
+        return {name: parameter.detach().clone() for name, parameter in trainer.module.named_parameters()}
+
+    assert_same_weights(run_ranks(2, body))
 
 
 def test_check_values() -> None:

@@ -1,6 +1,7 @@
 """The operations of a group that user-defined algorithms call, on CPUs and GPUs, and their events."""
 
 from collections.abc import Callable
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torchbagua as tb
 from devices import CPU
 from oracle import ordered_sum
 from ranks import run_ranks
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.collectives import group_operations
+from torchbagua.collectives.centralized_mean import centralized_mean
 from transports import CollectivesAlone
 
 SIZE = 3
@@ -74,6 +78,43 @@ def test_the_mean_can_be_compressed_and_hierarchical(device: torch.device) -> No
     expected = sum_in_rank_order(given).to(device) / SIZE
     assert not torch.equal(means[0], expected)
     assert torch.allclose(means[0], expected, atol=0.05)  # a hundredth of the range of a block, in each phase
+
+
+def test_calls_that_differ_in_one_argument_share_no_plan() -> None:
+    """A plan is kept by name: the same calls under names of their own have the same results, which all differ."""
+    given = [values_of(rank, (5000,), torch.float32, CPU) for rank in range(SIZE)]
+    calls = [
+        {"average": average, "compression": compression, "hierarchical": hierarchical}
+        for average, compression, hierarchical in product((False, True), (None, "minmax_uint8"), (False, True))
+    ]
+
+    def body(group: tb.BaguaProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        x = given[group.rank]
+        shared = [group.all_reduce(x.clone(), **call) for call in calls]  # type: ignore[arg-type]
+        alone = [group.all_reduce(x.clone(), **call, name=str(call)) for call in calls]  # type: ignore[arg-type]
+        return shared, alone
+
+    for shared, alone in on_ranks(CPU, body, nodes=[0, 1, 1]):
+        assert all(map(torch.equal, shared, alone))
+        assert not any(torch.equal(*pair) for pair in combinations(alone, 2))
+
+
+def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+
+    def plan(group: Any, codec: Any, spec: TensorSpec, **options: Any) -> Any:
+        planned.append(spec.name)
+        return centralized_mean(group, codec, spec, **options)
+
+    monkeypatch.setattr(group_operations, "_MAX_CACHED", 2)
+    monkeypatch.setattr(group_operations, "centralized_mean", plan)
+
+    def body(group: tb.BaguaProcessGroup) -> None:
+        for name in "abacab":
+            group.all_reduce(torch.ones(3), name=name)
+
+    on_ranks(CPU, body)
+    assert sorted(planned) == sorted("abcb" * SIZE)
 
 
 def test_the_order_of_a_sum_over_nodes() -> None:

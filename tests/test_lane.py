@@ -35,6 +35,20 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert not threads_named("order")
 
 
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(is_under_way: bool) -> None:
+    lane = Lane("launching", on_failure=lambda: None, poll=lambda: is_under_way)
+    launched, failed = lane.submit(lambda: "launched"), lane.submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    if is_under_way:
+        with pytest.raises(ZeroDivisionError):
+            launched.result()
+    else:
+        assert launched.result() == "launched"
+    lane.close()
+
+
 def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
     closed = threading.Event()
     lane = Lane("failing", on_failure=closed.set)

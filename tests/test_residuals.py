@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, initial_of, tensors_in
 from ranks import run_ranks
+from torchbagua.collectives.residuals import Momentum, Residual, VelocityResidual
 from training import Branches, Tower, build
 
 ONE_BIT: dict[str, Any] = {"compression": "sign1bit", "error_feedback": True}
@@ -210,6 +211,26 @@ def test_a_second_step_commits_nothing_twice() -> None:
         return equal(before, after)
 
     assert run_ranks(2, body) == [True, True]
+
+
+def test_a_commit_leaves_nothing_staged() -> None:
+    """A second commit changes nothing, and a later pass of a new step may encode again."""
+    whole = slice(0, 2)
+    residual = VelocityResidual(whole, torch.device("cpu"), Momentum(0.5, has_masking=False))
+    for value in (1.0, 2.0):
+        residual.stage(whole).fill_(value)
+        residual.commit([slice(0, 1)])
+        assert residual.values[0] == value
+        for _ in range(2):
+            residual.commit()
+            assert residual.values.tolist() == [value] * 2
+        residual.continue_from_staged([whole])
+    encoded_twice = Residual(whole, torch.device("cpu"))
+    encoded_twice.stage(whole).fill_(1.0)
+    encoded_twice.continue_from_staged([whole])
+    encoded_twice.stage(whole).fill_(2.0)
+    encoded_twice.commit()
+    assert encoded_twice.added(whole).tolist() == [2.0] * 2
 
 
 def test_residuals_are_sent_only_if_there_are_any() -> None:

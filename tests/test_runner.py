@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torchbagua as tb
 from components import GradientComponent, WeightComponent, backward
 from ranks import run_ranks
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
+from torchbagua.runtime.gradient_buckets import GradientBuckets
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.parameter_state import residual_state
 from torchbagua.runtime.runner import Runner
@@ -103,6 +105,27 @@ def test_close_calls_them_once_even_if_one_raises() -> None:
         return called, thread.is_alive()
 
     assert run_ranks(1, body) == [(["third", "first"], False)]
+
+
+def test_a_new_bucket_replaces_those_that_share_parameters_with_it() -> None:
+    first, second, third = (tb.BaguaTensor(name, nn.Parameter(torch.ones(1))) for name in ("first", "second", "third"))
+    buckets: list[Any] = [SimpleNamespace(tensors=tensors) for tensors in ([first, second], [third], [second, first])]
+    found = GradientBuckets()
+    for bucket in buckets:
+        found.add(bucket)
+    assert list(found) == buckets[1:]
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
+def test_a_runner_that_was_closed_is_attached_to_nothing(algorithm: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        attachment = tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), algorithm)
+        assert attachment.runner.is_attached_to(ddp)
+        attachment.detach()
+        assert not attachment.runner.is_attached_to(ddp)
+
+    run_ranks(1, body)
 
 
 def lane_of(runner: Runner) -> threading.Thread:

@@ -27,6 +27,7 @@ from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.fsdp2.bounded import BoundedReduceScatter, bound_reduce_scatters
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import communicating_parts
+from torchbagua.training.fsdp2.same_rows import SameRows
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
@@ -50,14 +51,15 @@ CHEAP = [
 
 
 def test_gradients_equal_the_oracle() -> None:
-    run(2, [*CHEAP, "weights in 8 bits", "scaled", "gathered", "gathered exactly"])
+    checks = ["scaled", "gathered", "gathered exactly", "another divisor", "branches"]
+    run(2, [*CHEAP, "weights in 8 bits", *checks])
 
 
 def all_cases() -> Iterator[tuple[int, list[str]]]:
     """Yield batches of cases: a case takes seconds on two cores."""
     for ranks, skipped, added in (
         (2, [*CHEAP, "weights in 8 bits", *OF_FOUR_RANKS], ["overlapped"]),
-        (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes"]),
+        (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes", "branches"]),
         (4, [], ["gathered"]),
     ):
         names = [name for name in CASES if name not in skipped] + added
@@ -431,7 +433,7 @@ def test_without_a_torch_group_fsdp_keeps_torchs_reduce_scatter() -> None:
         own = tb.BaguaProcessGroup(world, transport=transport)
         with ExitStack() as undo, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            bound_reduce_scatters(undo, own, FirstFailure([own]), [part])
+            bound_reduce_scatters(undo, own, FirstFailure([own]), [part], SameRows(own.world, [part]))
             assert isinstance(fsdp_reduce_scatter(part.param_group)[0], BoundedReduceScatter) == is_bounded
         messages = [str(warning.message).partition(",")[0] for warning in caught]
         assert messages == ([] if is_bounded else ["torchbagua: FSDP itself reduce-scatters gradients"])

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.runtime.optimizer_steps import _MANY_BACKWARDS, StepsTaken, StepWatch
+from torchbagua.training.step_clock import _UnusedGradients
 from training import build
 
 X = torch.ones(2, 10)
@@ -361,3 +363,34 @@ def test_an_optimizer_keeps_no_hook_of_an_impl_that_is_closed_or_forgotten() -> 
         assert num_hooks(optimizer) == 0
 
     run_ranks(1, body)
+
+
+def test_steps_and_skipped_gradients_are_counted_from_the_last_step_on() -> None:
+    """A loop that steps gets no warning, however many backward passes it takes, or gradients it clears in between."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    watch = StepWatch(optimizer)
+
+    class Listener:
+        def commit_step(self, parameters: list[torch.Tensor]) -> None: ...
+
+    listener = Listener()
+    steps = StepsTaken(listener, "an algorithm")
+    steps.listen_to([watch])
+    gradients = _UnusedGradients(optimizer)
+    num_cleared = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2 * _MANY_BACKWARDS):
+            for is_cleared in (True, False):
+                steps.before_backward()
+                num_cleared += gradients.count_cleared()
+                parameter.grad = torch.ones(2)
+                gradients.remember()
+                if is_cleared:
+                    optimizer.zero_grad()
+            optimizer.step()
+            gradients.forget()
+            assert not watch.is_in_step
+    assert num_cleared == 0
+    steps.close()

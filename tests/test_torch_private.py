@@ -135,6 +135,11 @@ def test_fsdp() -> None:
     shards = _torch.fsdp_shards(param_group)
     assert [(id(parameter), length) for parameter, length in shards] == [(id(module.weight), 15), (id(module.bias), 5)]
     assert not _torch.fsdp_is_offloaded(param_group)
+    assert _torch.fsdp_modules(param_group) == [module]
+    assert _torch.fsdp_computed_with(param_group) == [None, None]
+    module.unshard()
+    assert list(map(id, _torch.fsdp_computed_with(param_group))) == list(map(id, (module.weight, module.bias)))
+    module.reshard()
     comm, is_torchs = _torch.fsdp_reduce_scatter(param_group)
     assert is_torchs
     module.set_custom_reduce_scatter(own := object())

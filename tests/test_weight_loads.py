@@ -17,6 +17,7 @@ import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, weights_of
 from pairwise import pairwise
 from ranks import run_ranks
+from torchbagua.simulation.run import Rank, Simulation
 from training import build
 
 DiLoCo = tb.DiLoCoAlgorithm
@@ -265,6 +266,26 @@ def test_ranks_that_load_different_weights_all_raise(name: str, loading_ranks: s
     found = different_values if loading_ranks == "all, other values" else "rank 0 has seen 0 loads, rank 1 1 load"
     assert f"{DISAGREEMENT}: {found}" in first
     assert "call attachment.weights_changed() on all ranks" in first
+
+
+def test_ranks_that_load_one_after_the_other_do_not_raise_later() -> None:
+    """The time in which loads differ ends with the last rank's load: that of the next load does not include it."""
+
+    def body(rank: Rank) -> None:
+        module = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=500)
+        loaded = {name: torch.ones_like(weight) for name, weight in module.state_dict().items()}
+        with tb.attach(module, optimizer, algorithm, process_group=rank.group()):
+            for step in range(50):
+                rank.compute(0.5)
+                if step in (2 + 6 * rank.number, 36 + 6 * rank.number):
+                    module.load_state_dict(loaded)
+                module(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+
+    outcomes = Simulation(2, seed=0, timeout=timedelta(seconds=10)).run(body)
+    assert [outcome.error for outcome in outcomes] == [None, None]
 
 
 def test_ranks_that_continue_without_the_load_raise_after_the_timeout() -> None:

@@ -304,6 +304,19 @@ def fsdp_shards(param_group: Any) -> list[tuple[torch.nn.Parameter, int]]:
     return [(param.sharded_param, param.padded_sharded_param_size.numel()) for param in param_group.fsdp_params]
 
 
+def fsdp_modules(param_group: Any) -> list[torch.nn.Module]:
+    """Return the modules on which one call of fully_shard has created this group."""
+    return list(param_group.modules)
+
+
+def fsdp_computed_with(param_group: Any) -> list[torch.nn.Parameter | None]:
+    """Return the parameters with which it computes, in the order of a row; None before their first gather.
+
+    Autograd writes their gradients, which FSDP takes away before it reduces them.
+    """
+    return [getattr(param, "_unsharded_param", None) for param in param_group.fsdp_params]
+
+
 def fsdp_is_offloaded(param_group: Any) -> bool:
     """Return whether its sharded parameters are stored on the CPU and computed with on another device."""
     return any(param.offload_to_cpu for param in param_group.fsdp_params)

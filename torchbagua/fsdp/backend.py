@@ -1,6 +1,6 @@
 """A torch process group that averages the replicas of native HSDP with the compressed mean of a gradient algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -14,8 +14,9 @@ from torchbagua.algorithms.base import Algorithm
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
-from torchbagua.training.fsdp2.replicas import mean_of_rows
+from torchbagua.training.fsdp2.replicas import mean_of_rows, reduce_same_rows
 from torchbagua.training.fsdp2.rows import CommunicatingPart
+from torchbagua.training.fsdp2.same_rows import SameRows
 from torchbagua.transport.private_groups import default_backends
 
 
@@ -43,36 +44,46 @@ class ReplicaGroup(dist.ProcessGroup):
         runner = algorithm.reify(self._inner, timeout=timeout)
         self._runner = FsdpCommRunner(runner)
         self._mean_of = cache(partial(mean_of_rows, self._runner.group, codecs))
-        self._announced: CommunicatingPart | None = None
+        self._announced: tuple[CommunicatingPart, SameRows] | None = None
         self._has_warned = False
 
-    def announce(self, part: CommunicatingPart) -> None:
-        """Record that the gradients of `part` are all-reduced next."""
-        self._announced = part
+    def compare_rows(self, parts: Sequence[CommunicatingPart]) -> SameRows:
+        """Return what compares the rows of a module with these parts. Collective on GPUs."""
+        return self._runner.compare_rows(parts)
+
+    def announce(self, part: CommunicatingPart, same_rows: SameRows) -> None:
+        """Record that the gradients of `part` are all-reduced next, and compared by `same_rows`."""
+        self._announced = part, same_rows
 
     def allreduce(self, *arguments: Any, **named: Any) -> Any:
         """Replace the tensors by their sum or mean over the ranks, and return a torch Work.
 
         Raises:
-            CommunicationError: a rank died or did not take part in time.
+            CommunicationError: ranks have gradients of different parameters; or a rank died or did not take part in
+                time.
         """
         if not is_compressed(*arguments, **named):
             return self._inner.allreduce(*arguments, **named)
         (x_L,), options = arguments
-        row = TensorSpec((x_L.numel(),), x_L.dtype, x_L.device, "an all-reduce")
-        if self._announced is not None:
-            row = self._announced.row(x_L.numel()).spec(x_L, self._announced.name)
-            self._announced = None
-        elif not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"torchbagua: an all-reduce of {x_L.numel():,} elements is compressed in blocks that are not aligned "
-                "with parameters. If FSDP called it, call torchbagua.fsdp.align_blocks(module) after fully_shard. If "
-                "your code called it, use another group to get an exact result"
-            )
         self._runner.algorithm_runner.use_device(x_L.device)
-        mean = self._mean_of(row, average=options.reduceOp == dist.ReduceOp.AVG)
-        self._runner.run(self._runner.group, row.name, x_L, partial(mean, x_L))
+        average = options.reduceOp == dist.ReduceOp.AVG
+        if self._announced is not None:
+            (part, same_rows), self._announced = self._announced, None
+            row = part.row(x_L.numel())
+            name, mean = part.name, self._mean_of(row.spec(x_L, part.name), average=average)
+            reduce_row = partial(reduce_same_rows, same_rows, part, row, mean, x_L)
+        else:
+            name = "an all-reduce"
+            mean = self._mean_of(TensorSpec((x_L.numel(),), x_L.dtype, x_L.device, name), average=average)
+            reduce_row = partial(mean, x_L)
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(
+                    f"torchbagua: an all-reduce of {x_L.numel():,} elements is compressed in blocks that are not "
+                    "aligned with parameters. If FSDP called it, call torchbagua.fsdp.align_blocks(module) after "
+                    "fully_shard. If your code called it, use another group to get an exact result"
+                )
+        self._runner.run(self._runner.group, name, x_L, reduce_row)
         future: torch.futures.Future[Any] = torch.futures.Future(devices=None if x_L.is_cpu else [x_L.device])
         future.set_result([x_L])
         return work_of(future)
@@ -114,17 +125,19 @@ class Announcer:
         comm: the wrapped reduce-scatter.
         part: the part whose gradients are reduced.
         group: the group over which the gradients are all-reduced.
+        same_rows: compares the rows of that group.
     """
 
-    def __init__(self, comm: Any, part: CommunicatingPart, group: ReplicaGroup) -> None:
+    def __init__(self, comm: Any, part: CommunicatingPart, group: ReplicaGroup, same_rows: SameRows) -> None:
         self._comm = comm
         self._part = part
         self._group = group
+        self._same_rows = same_rows
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for an input or output."""
         if fsdp_all_reduces(self._part.param_group):
-            self._group.announce(self._part)
+            self._group.announce(self._part, self._same_rows)
         memory: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
         return memory
 

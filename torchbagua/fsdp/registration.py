@@ -11,6 +11,7 @@ from torchbagua.fsdp.backend import Announcer, ReplicaGroup
 from torchbagua.runtime.shards import reshard, sharded_parts
 from torchbagua.training.fsdp2.checks import shard_codecs
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
+from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
@@ -53,11 +54,12 @@ def align_blocks(module: torch.nn.Module) -> None:
 
     Call it after fully_shard or replicate. Without it a group does not know the parameters: they share blocks, small
     values lose precision, and a RuntimeWarning reports it. It installs a reduce-scatter, which calls the previous one.
+    Call it on all ranks.
 
     Raises:
         ValueError: no part of the module has replicas over a group of such a backend.
     """
-    found = False
+    compared: dict[ReplicaGroup, SameRows] = {}
     parts = sharded_parts(module)
     reshard(parts.values())  # an evaluation may have left the full parameters in the module
     communicating = communicating_parts(module, parts)
@@ -65,9 +67,12 @@ def align_blocks(module: torch.nn.Module) -> None:
     for part in communicating:
         group = fsdp_replicate_group(part.param_group)
         if isinstance(group, ReplicaGroup):
-            found = True
-            part.part.set_custom_reduce_scatter(Announcer(fsdp_reduce_scatter(part.param_group)[0], part, group))
-    if not found:
+            if group not in compared:
+                compared[group] = group.compare_rows(communicating)
+            comm = fsdp_reduce_scatter(part.param_group)[0]
+            part.part.set_custom_reduce_scatter(Announcer(comm, part, group, compared[group]))
+            part.watch_gradients()
+    if not compared:
         raise ValueError(
             "align_blocks: no part of the module has replicas over a group of register_backend; create the mesh with "
             "backend_override, and call fully_shard or replicate first"

@@ -15,6 +15,8 @@ from torchbagua.runtime.runner import Runner
 from torchbagua.simulation.ddp import Compute
 from torchbagua.training.fsdp2.bounded import GatherRunner
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
+from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 class SimulatedShards:
@@ -50,10 +52,12 @@ class SimulatedShards:
         if not quantizes_weights:
             gathers = GatherRunner(communication.group, communication.failure)
             runner.on_close(gathers.close, first=True)
-        self._parts = [
-            _Part(number, part, communication, gathers, codecs, compute, backward_s)
+        named = [
+            CommunicatingPart(number, part, None, f"part {number}", [name for name, _ in part.named_parameters()])
             for number, part in enumerate(parts)
         ]
+        same_rows = SameRows(communication.group.world, named)
+        self._parts = [_Part(part, communication, same_rows, gathers, codecs, compute, backward_s) for part in named]
         self.shards = [part.shard for part in self._parts]
         for part in self._parts:
             for hook in part.hooks:
@@ -68,17 +72,20 @@ class SimulatedShards:
 class _Part:
     def __init__(
         self,
-        number: int,
-        module: torch.nn.Module,
+        part: CommunicatingPart,
         communication: FsdpCommRunner,
+        same_rows: SameRows,
         gathers: GatherRunner | None,
         codecs: MeanCodecs,
         compute: Compute,
         backward_s: Callable[[torch.nn.Parameter], float],
     ) -> None:
         self._communication = communication
+        self._same_rows = same_rows
         self._gathers = gathers
-        self._name = f"part {number}"
+        self._part = part
+        self._name = part.label
+        module = part.part
         self._parameters = list(module.parameters())
         group = communication.group
         self._size = group.size
@@ -132,10 +139,14 @@ class _Part:
             own.grad = None
         earlier = self.shard.grad
         mean = torch.zeros(sum(self._lengths))
-        communicate = partial(self._mean, rows.view(-1), mean)
-        name = f"gradients of {self._name}"
+        row = Row(self._part.parameter_names, tuple(self._lengths), tuple(range(len(self._lengths))))
+        reduce_row = partial(self._mean, rows.view(-1), mean)
+        reduce_zeros = partial(self._mean, torch.zeros(rows.numel()), torch.empty_like(mean))
+        communicate = partial(self._same_rows.reduce, self._part, row, reduce_row, reduce_zeros)
         # FSDP reads a first gradient only after backward, and adds a further one at once.
-        self._communication.run(self._communication.group, name, rows, communicate, until_end=earlier is None)
+        self._communication.run(
+            self._communication.group, self._part.name, rows, communicate, until_end=earlier is None
+        )
         self.shard.grad = mean if earlier is None else earlier + mean
 
     def _rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import CommunicatingPart
+from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 @contextmanager
@@ -86,7 +87,11 @@ def bound_gathers(
 
 
 def bound_reduce_scatters(
-    undo: ExitStack, group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
+    undo: ExitStack,
+    group: BaguaProcessGroup,
+    failure: FirstFailure,
+    parts: Sequence[CommunicatingPart],
+    same_rows: SameRows,
 ) -> None:
     """Reduce-scatter the gradients of `parts` over the connections of `group`, until `undo` is closed.
 
@@ -95,6 +100,7 @@ def bound_reduce_scatters(
 
     Args:
         undo, group, failure, parts: see `bound_gathers`.
+        same_rows: compares the rows of the ranks.
     """
     torchs = [part for part in parts if fsdp_reduce_scatter(part.param_group)[1]]
     if torchs and not group.world.has_torch_group:
@@ -106,7 +112,7 @@ def bound_reduce_scatters(
         return
     for part in torchs:
         undo.callback(part.part.set_custom_reduce_scatter, fsdp_reduce_scatter(part.param_group)[0])
-        part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
+        part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part, same_rows))
 
 
 class GatherRunner:
@@ -225,12 +231,16 @@ class BoundedReduceScatter:
         group: the group over which gradients are reduced.
         failure: is notified of errors.
         part: the part whose gradients are reduced.
+        same_rows: compares the rows of the ranks.
     """
 
-    def __init__(self, group: BaguaProcessGroup, failure: FirstFailure, part: CommunicatingPart) -> None:
+    def __init__(
+        self, group: BaguaProcessGroup, failure: FirstFailure, part: CommunicatingPart, same_rows: SameRows
+    ) -> None:
         self._communicator = group.world
         self._failure = failure
         self._part = part
+        self._same_rows = same_rows
         self._torchs, _ = fsdp_reduce_scatter(part.param_group)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -244,7 +254,15 @@ class BoundedReduceScatter:
         """Write the sum or mean over the ranks of this rank's row of `input_tensor` to `output_tensor`; FSDP blocks.
 
         Raises:
-            CommunicationError: a rank died or did not take part in time.
+            CommunicationError: ranks have gradients of different parameters; or a rank died or did not take part in
+                time.
         """
+        row = self._part.row(output_tensor.numel())
+        reduce_row = partial(torch_reduce_scatter, self._communicator, input_tensor, output_tensor, op, self._part.name)
+        zeros = partial(self._reduce_zeros, row.num_elements, output_tensor.dtype, op)
         with self._failure.guard():
-            torch_reduce_scatter(self._communicator, input_tensor, output_tensor, op, self._part.name)
+            self._same_rows.reduce(self._part, row, reduce_row, zeros)
+
+    def _reduce_zeros(self, length: int, dtype: torch.dtype, op: Any) -> None:
+        zeros = torch.zeros(self._communicator.size * length, dtype=dtype)
+        torch_reduce_scatter(self._communicator, zeros, torch.empty(length, dtype=dtype), op, self._part.name)

@@ -10,6 +10,8 @@ from torchbagua._torch import queue_callback
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.job import Job
 from torchbagua.runtime.runner import Runner
+from torchbagua.training.fsdp2.rows import CommunicatingPart
+from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 class FirstFailure:
@@ -63,6 +65,26 @@ class FsdpCommRunner:
         self.replicas = replicas
         self.failure = FirstFailure([self.group] if replicas is None else [self.group, replicas])
         self._in_flight: Job[None] | None = None
+        self._replica_rows: SameRows | None = None
+
+    def compare_replica_rows(self, parts: Sequence[CommunicatingPart]) -> SameRows:
+        """Return what compares the rows of replicas. Call it before `compare_rows`. Collective on GPUs."""
+        assert self.replicas is not None
+        self._replica_rows = self._same_rows(self.replicas, parts)
+        return self._replica_rows
+
+    def compare_rows(self, parts: Sequence[CommunicatingPart]) -> SameRows:
+        """Return what compares the rows of the ranks that share the module. Collective on GPUs."""
+        return self._same_rows(self.group, parts, self._replica_rows)
+
+    def _same_rows(
+        self, group: BaguaProcessGroup, parts: Sequence[CommunicatingPart], replicas: SameRows | None = None
+    ) -> SameRows:
+        world = group.world
+        if not any(world.in_stream_order(part.param_group.device) for part in parts):
+            return SameRows(world, parts, replicas=replicas)
+        lane = self.algorithm_runner.lane
+        return SameRows(world.silent_twin(), parts, replicas=replicas, lane=lane, guard=self.failure.guard)
 
     def run(
         self,

@@ -17,6 +17,7 @@ from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.reduce_scatter import install_reduce_scatters
 from torchbagua.training.fsdp2.replicas import install_replica_means, open_replicas, share_shards
 from torchbagua.training.fsdp2.rows import communicating_parts
+from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 def install_communication(
@@ -46,6 +47,7 @@ def install_communication(
     communicating = communicating_parts(module, parts)
     for part in communicating:
         runner.use_device(part.param_group.device)
+        undo.enter_context(part.watch_gradients())
     fsdp_runner = FsdpCommRunner(runner)
     if sharding.replicate_group is not None:
         algorithm = stable_repr(runner.algorithm, type(runner.algorithm).__name__)
@@ -57,8 +59,9 @@ def install_communication(
     between_cpus = on_cpus(communicating)
     bound_gathers(undo, fsdp_runner.group, fsdp_runner.failure, between_cpus)
     check_even_nodes(runner.algorithm, codecs, fsdp_runner.group.node_ranks)
-    install_reduce_scatters(undo, fsdp_runner, communicating, codecs)
-    bound_reduce_scatters(undo, fsdp_runner.group, fsdp_runner.failure, between_cpus)
+    same_rows = fsdp_runner.compare_rows(communicating)
+    install_reduce_scatters(undo, fsdp_runner, communicating, codecs, same_rows)
+    bound_reduce_scatters(undo, fsdp_runner.group, fsdp_runner.failure, between_cpus, same_rows)
     if sharding.quantize_weights is not None:
         codec = by_name(sharding.quantize_weights)
         install_weight_gathers(undo, fsdp_runner, communicating, codec, hierarchical=codecs.hierarchical)
@@ -83,4 +86,7 @@ def bound_waits(undo: ExitStack, runner: Runner, module: torch.nn.Module, parts:
     failure = FirstFailure([shards, runner.process_group])
     between_cpus = on_cpus(communicating)
     bound_gathers(undo, shards, failure, between_cpus)
-    bound_reduce_scatters(undo, shards, failure, between_cpus)
+    for part in between_cpus:
+        undo.enter_context(part.watch_gradients())
+    if between_cpus:
+        bound_reduce_scatters(undo, shards, failure, between_cpus, SameRows(shards.world, communicating))

@@ -17,10 +17,15 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart
+from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 def install_reduce_scatters(
-    undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
+    undo: ExitStack,
+    runner: FsdpCommRunner,
+    parts: Sequence[CommunicatingPart],
+    codecs: MeanCodecs,
+    same_rows: SameRows,
 ) -> None:
     """Reduce-scatter the gradients of all parts with `codecs` until `undo` is closed, which restores torch's.
 
@@ -34,7 +39,7 @@ def install_reduce_scatters(
         codecs = MeanCodecs(codecs.intra_codec)
     for part in parts:
         undo.callback(part.part.set_custom_reduce_scatter, fsdp_reduce_scatter(part.param_group)[0])
-        part.part.set_custom_reduce_scatter(RowScatter(runner, part, codecs))
+        part.part.set_custom_reduce_scatter(RowScatter(runner, part, codecs, same_rows))
 
 
 class RowScatter:
@@ -44,11 +49,15 @@ class RowScatter:
         runner: gradients are reduced over its group.
         part: the part whose gradients are reduced.
         codecs: the codecs of the mean.
+        same_rows: compares the rows of the ranks.
     """
 
-    def __init__(self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs) -> None:
+    def __init__(
+        self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs, same_rows: SameRows
+    ) -> None:
         self._runner = runner
         self._part = part
+        self._same_rows = same_rows
         self._mean_of = cache(partial(_row_mean, runner.group, codecs))
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -65,10 +74,11 @@ class RowScatter:
 
         Raises:
             ValueError: FSDP does not use `op`.
-            CommunicationError: a rank died or did not take part in time.
+            CommunicationError: ranks have gradients of different parameters; or a rank died or did not take part in
+                time.
         """
-        spec = self._part.row(output_tensor.numel()).spec(input_tensor, self._part.name)
-        mean = self._mean_of(spec, self._divisor(op))
+        row = self._part.row(output_tensor.numel())
+        mean = self._mean_of(row.spec(input_tensor, self._part.name), self._divisor(op))
         dtype = sum_dtype(output_tensor.dtype)
 
         def scatter() -> None:
@@ -78,8 +88,12 @@ class RowScatter:
             if sums_L is not out_L:
                 out_L.copy_(sums_L)
 
+        zeros = partial(
+            _reduce_zeros, mean, row.num_elements, self._runner.group.size, input_tensor.dtype, input_tensor.device
+        )
+        reduce = partial(self._same_rows.reduce, self._part, row, scatter, zeros)
         until_end = self._is_read_at_end(output_tensor, op)
-        self._runner.run(self._runner.group, self._part.name, input_tensor, scatter, until_end=until_end)
+        self._runner.run(self._runner.group, self._part.name, input_tensor, reduce, until_end=until_end)
 
     def _is_read_at_end(self, out_L: torch.Tensor, op: Any) -> bool:
         """Return whether FSDP reads the local row only after backward, when it creates views of it as gradients.
@@ -102,6 +116,11 @@ class RowScatter:
         if (factor := premultiplier(op)) is not None:
             return 1.0 / factor
         raise ValueError(f"torchbagua: FSDP's reduce-scatter must be AVG, SUM or PREMUL_SUM, got {op}")
+
+
+def _reduce_zeros(mean: RowMean, length: int, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    zeros = torch.zeros(num_rows * length, dtype=dtype, device=device)
+    mean(zeros, torch.empty(length, dtype=sum_dtype(dtype), device=device))
 
 
 def _row_mean(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, divisor: float) -> RowMean:

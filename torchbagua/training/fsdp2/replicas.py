@@ -19,6 +19,7 @@ from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.training.fsdp2.same_rows import SameRows
 from torchbagua.transport.streams import keep_for_current_stream
 
 
@@ -72,8 +73,9 @@ def install_replica_means(
         if device.type != "cpu":
             runner.replicas.use_device(device)
             runner.replicas.check_operations(device, runner.algorithm_runner.name)
+    same_rows = runner.compare_replica_rows(parts)
     for part in parts:
-        mean = ReplicaMean(runner, part, codecs)
+        mean = ReplicaMean(runner, part, codecs, same_rows)
         undo.callback(part.part.set_all_reduce_hook, None)
         undo.callback(mean.close)
         part.part.set_all_reduce_hook(mean)
@@ -92,6 +94,16 @@ def mean_of_rows(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, 
     )
 
 
+def reduce_same_rows(same_rows: SameRows, part: CommunicatingPart, row: Row, mean: Mean, x_L: torch.Tensor) -> None:
+    """Replace a row of `part` by its mean, if it contains gradients of the same parameters on all ranks."""
+    zeros = partial(_average_zeros, mean, x_L.numel(), x_L.dtype, x_L.device)
+    same_rows.reduce(part, row, partial(mean, x_L), zeros)
+
+
+def _average_zeros(mean: Mean, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+    mean(torch.zeros(num_elements, dtype=dtype, device=device))
+
+
 class ReplicaMean:
     """The all-reduce hook of one FSDP parameter group: averages the reduce-scattered gradients over the replicas.
 
@@ -103,13 +115,17 @@ class ReplicaMean:
         runner: a runner with replicas.
         part: the part whose gradients are averaged.
         codecs: the codecs of the mean.
+        same_rows: compares the rows of the replicas.
     """
 
-    def __init__(self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs) -> None:
+    def __init__(
+        self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs, same_rows: SameRows
+    ) -> None:
         assert runner.replicas is not None
         self._runner = runner
         self._replicas = runner.replicas
         self._part = part
+        self._same_rows = same_rows
         self._mean_of = cache(partial(mean_of_rows, runner.replicas, codecs))
         self._stored: tuple[Row, torch.Tensor] | None = None
 
@@ -120,7 +136,8 @@ class ReplicaMean:
 
         Raises:
             RuntimeError: an earlier backward, whose gradients are not averaged yet, reached other parameters.
-            CommunicationError: a replica died or did not take part in time.
+            CommunicationError: replicas have gradients of different parameters; or one died or did not take part in
+                time.
         """
         # Up to torch 2.14 nothing keeps this tensor alive until this stream is done with it. If FSDP casts it
         # afterwards, the next layer's reduce-scatter, on another stream, could get its memory.
@@ -144,7 +161,8 @@ class ReplicaMean:
             stored = None  # frees its memory before the mean is computed
         average = fsdp_divide_factor(self._part.param_group) is None
         mean = self._mean_of(row.spec(gradient_L, self._part.name), average=average)
-        self._runner.run(self._replicas, self._part.name, gradient_L, partial(mean, gradient_L))
+        reduce_row = partial(reduce_same_rows, self._same_rows, self._part, row, mean, gradient_L)
+        self._runner.run(self._replicas, self._part.name, gradient_L, reduce_row)
 
     def close(self) -> None:
         """Discard gradients that were stored but never averaged, with a warning, since they are in no gradient."""

@@ -1,12 +1,14 @@
 """The layout of the tensors that an FSDP parameter group communicates: a rank's row, its shards end to end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from torchbagua._torch import fsdp_param_groups, fsdp_shards
+from torchbagua._torch import fsdp_computed_with, fsdp_modules, fsdp_param_groups, fsdp_shards
 from torchbagua._warnings import warn_user
 from torchbagua.codecs.blocks import TensorSpec
 
@@ -18,10 +20,12 @@ class Row:
     Attributes:
         parameter_names: the names of their parameters.
         lengths: the lengths of the shards, in elements, padded.
+        members: the places of the parameters among those of the part; empty if they are unknown.
     """
 
     parameter_names: tuple[str, ...]
     lengths: tuple[int, ...]
+    members: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
@@ -37,40 +41,75 @@ class CommunicatingPart:
     """A part on which fully_shard was called, with one parameter group that communicates in one collective.
 
     Args:
+        number: the number of the part, the same on all ranks.
         part: the FSDPModule.
         param_group: its FSDP parameter group.
         label: the part's name in events and errors.
         parameter_names: the names of all its parameters, in their order in a row.
 
     Attributes:
-        part, param_group, label: the same.
+        number, part, param_group, label, parameter_names: the same.
         name: the name of its gradients in events and errors.
     """
 
-    def __init__(self, part: Any, param_group: Any, label: str, parameter_names: Sequence[str]) -> None:
+    def __init__(self, number: int, part: Any, param_group: Any, label: str, parameter_names: Sequence[str]) -> None:
+        self.number = number
         self.part = part
         self.param_group = param_group
         self.label = label
         self.name = f"gradients of {label}"
-        self._parameter_names = tuple(parameter_names)
+        self.parameter_names = tuple(parameter_names)
         self._warned_lengths: set[int] = set()
+        # The parameters that got a gradient since the last row; the hooks that record them, by their places.
+        self._reached: list[torch.Tensor] = []
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._partial: Row | None = None
 
     @property
     def whole_row(self) -> Row:
         """The row of all its parameters, which are gathered in one collective."""
-        return Row(self._parameter_names, tuple(length for _, length in fsdp_shards(self.param_group)))
+        return self._row_of(range(len(self.parameter_names)))
+
+    def watch_gradients(self) -> ExitStack:
+        """Record which parameters get a gradient, for `row`, until the returned stack is closed.
+
+        FSDP does not report it: a reduce-scatter gets the gradients end to end.
+        """
+        undo = ExitStack()
+        for module in fsdp_modules(self.param_group):  # FSDP's own hook, which gathers the parameters, runs before
+            undo.callback(module.register_forward_pre_hook(self._before_forward).remove)
+        undo.callback(self._remove_hooks)
+        return undo
 
     def row(self, num_elements: int) -> Row:
-        """Return the row of the parameters that are trained now: layers may be frozen and unfrozen at any time.
+        """Return the row of the parameters that are trained now and have a gradient, which has `num_elements` elements.
 
-        If that row does not have `num_elements` elements, parameters without a gradient are missing, and FSDP does not
-        report which. The row returned then treats all elements as one parameter, with a RuntimeWarning once per length.
+        If these are unknown, the row treats all elements as one parameter, with a RuntimeWarning once per length.
         """
-        shards = zip(self._parameter_names, fsdp_shards(self.param_group), strict=True)
-        trained = [(name, length) for name, (parameter, length) in shards if parameter.requires_grad]
-        row = Row(tuple(name for name, _ in trained), tuple(length for _, length in trained))
-        if row.num_elements == num_elements:
-            return row
+        trained = [
+            place for place, (parameter, _) in enumerate(fsdp_shards(self.param_group)) if parameter.requires_grad
+        ]
+        row = self._row_of(trained)
+        if row.num_elements != num_elements:
+            row = self._partial_row(num_elements)
+        self._reached.clear()
+        return row
+
+    def _row_of(self, members: Iterable[int]) -> Row:
+        members = tuple(members)
+        shards = fsdp_shards(self.param_group)
+        names = tuple(self.parameter_names[place] for place in members)
+        return Row(names, tuple(shards[place][1] for place in members), members)
+
+    def _partial_row(self, num_elements: int) -> Row:
+        if self._reached or self._partial is None:  # else a second collective of the same backward needs the row
+            reached = set(map(id, self._reached))
+            computed_with = enumerate(fsdp_computed_with(self.param_group))
+            self._partial = self._row_of(place for place, parameter in computed_with if id(parameter) in reached)
+        if self._partial.num_elements == num_elements:
+            return self._partial
+        self._partial = None
+        self._add_hooks()  # for the next backward: forward has bypassed the module's hooks
         if num_elements not in self._warned_lengths:
             self._warned_lengths.add(num_elements)
             warn_user(
@@ -78,7 +117,23 @@ class CommunicatingPart:
                 "parameters share blocks, so small values lose precision; call "
                 "set_reduce_scatter_unused_params(True), which needs torch 2.13 or newer"
             )
-        return Row((self.name,), (num_elements,))
+        return Row((self.name,), (num_elements,), ())
+
+    def _before_forward(self, *_: object) -> None:
+        if len(self._hooks) < len(self.parameter_names) and not torch.compiler.is_compiling():
+            self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        for place, parameter in enumerate(fsdp_computed_with(self.param_group)):
+            # Torch takes no hook of a frozen parameter, which may be unfrozen later.
+            if parameter is not None and parameter.requires_grad and place not in self._hooks:
+                self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._reached.append)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._reached.clear()
 
 
 def communicating_parts(module: torch.nn.Module, parts: Mapping[str, Any]) -> list[CommunicatingPart]:
@@ -92,14 +147,15 @@ def communicating_parts(module: torch.nn.Module, parts: Mapping[str, Any]) -> li
         for param_group in fsdp_param_groups(part):  # after fully_shard([a, b]), a and b have the same group
             label = part_name or type(part).__name__
             parameter_names = [names.get(id(parameter), "") for parameter, _ in fsdp_shards(param_group)]
-            found.setdefault(id(param_group), CommunicatingPart(part, param_group, label, parameter_names))
+            part_of_group = CommunicatingPart(len(found), part, param_group, label, parameter_names)
+            found.setdefault(id(param_group), part_of_group)
     return list(found.values())
 
 
 def check_parameters_inside(module: torch.nn.Module, parts: Sequence[CommunicatingPart]) -> None:
     """Raise ValueError if a part communicates in one collective with parameters outside of the module."""
     for part in parts:
-        if "" in part.whole_row.parameter_names:
+        if "" in part.parameter_names:
             raise ValueError(
                 f"attach: {part.label} communicates together with parameters that are not in "
                 f"{type(module).__name__}, as after fully_shard([...]); attach to a module that contains all of them"
