@@ -17,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import TIMEOUT, run_ranks
+from torchbagua.collectives import private_communicators
+from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm as NodeMeanAlgorithm
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import choice
 from torchbagua.transport import nccl as private_nccl
 from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.gloo import GlooTransport
 from transports import StagedOnCpu
 
 GPU = torch.device("cuda", 0)
@@ -31,8 +34,9 @@ SHORT = timedelta(seconds=1)
 class Event:
     """An event in a stream, which completes when the test sets `is_done`."""
 
-    def __init__(self) -> None:
-        self.is_done = self.was_queried = False
+    def __init__(self, *, is_done: bool) -> None:
+        self.is_done = is_done
+        self.was_queried = False
 
     def query(self) -> bool:
         self.was_queried = True
@@ -47,6 +51,7 @@ class Nccl:
         timeouts: the timeouts of the created groups.
         hangs: the calls that do not return.
         events: the recorded events.
+        is_stuck: whether the GPU finishes no work that is launched from now on, until a group is aborted.
     """
 
     def __init__(self) -> None:
@@ -54,6 +59,7 @@ class Nccl:
         self.timeouts: list[timedelta] = []
         self.hangs: set[str] = set()
         self.events: list[Event] = []
+        self.is_stuck = True
         self._end = threading.Event()
 
     def make_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> "Group":
@@ -61,18 +67,23 @@ class Nccl:
         return Group(functools.partial(self._do, threading.current_thread().name))
 
     def record_event(self) -> Event:
-        self.events.append(Event())
+        self.events.append(Event(is_done=not self.is_stuck))
         return self.events[-1]
 
     def finish(self) -> None:
         for event in self.events:
             event.is_done = True
 
+    def wait_event(self, event: Event) -> None:
+        """Queue a wait of the GPU."""
+
     def end(self) -> None:
         self._end.set()
 
     def _do(self, rank: str, call: str) -> None:
         self.calls.setdefault(rank, []).append(call)
+        if call == "abort":  # the operations end, with partial results
+            self.finish()
         if call in self.hangs:
             self._end.wait(60)
 
@@ -250,7 +261,7 @@ def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, L
     """Return the group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
     own.move_to_lane()
-    return own, Lane("watched", on_failure=own.close, poll=own.poll)
+    return own, Lane("watched", on_failure=own.close, poll=own.poll, wait_for_gpu=own.wait_for_mark)
 
 
 OVERDUE = (
@@ -324,29 +335,124 @@ def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) ->
     run_ranks(1, body)
 
 
-def test_diloco_waits_for_the_gpu_before_it_reads_a_round(nccl: Nccl) -> None:
-    """As above, and not by a read, which no error of the lane could end."""
+def test_an_aborted_operation_counts_as_failed_although_it_ends(nccl: Nccl) -> None:
+    """A later job closes the groups, which aborts the operations in flight, long before its error ends the lane."""
 
     def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attach_small_model(group, tb.DiLoCoAlgorithm(1, average_buffers=False))
-        attachment.runner.lane._side = Stream(nccl)
-        step()
-        attachment.detach()
+        own, lane = make_watched_lane(group)
+        lane._side = Stream(nccl)
 
-    has_ended = threading.Event()
+        def fail() -> None:
+            own.close()
+            time.sleep(0.3)
+            raise ValueError("why")
 
-    def finish_all_work() -> None:
-        while not has_ended.wait(0.01):
-            nccl.finish()
+        launched = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
+        lane.submit(fail)
+        with pytest.raises(ValueError, match="why"):
+            launched.finish()
 
-    gpu = threading.Thread(target=finish_all_work)
-    gpu.start()
-    try:
-        run_ranks(2, body)
-    finally:
-        has_ended.set()
-        gpu.join()
-    assert any(event.was_queried for event in nccl.events)
+    run_ranks(1, body)
+
+
+# In these, a round begins and a round ends in a few steps.
+WRITERS: dict[str, tb.Algorithm] = {
+    "decentralized": tb.DecentralizedAlgorithm(),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "low precision over nodes": tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": tb.DiLoCoAlgorithm(1),
+    "streaming diloco": tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=2),
+    "async, warm-up": tb.AsyncModelAverageAlgorithm(warmup_steps=1000),
+    "Bagua's node mean": NodeMeanAlgorithm(),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"),
+    [
+        *(("steps", name) for name in WRITERS),
+        ("averaged_weights", "decentralized"),
+        ("average_tensors", "decentralized"),
+        ("detach", "decentralized"),
+        ("detach", "async"),
+    ],
+)
+def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, name: str, moment: str
+) -> None:
+    """A write that only follows the communication in stream order would follow its abort too."""
+    size = 3 if name == "low precision over nodes" else 2
+    monkeypatch.setattr(private_communicators, "_POLL_MARGIN_S", 0.0)
+    nccl.is_stuck = False
+    spoil_messages(monkeypatch, nccl)
+    gets_stuck, ends = threading.Barrier(size, action=lambda: setattr(nccl, "is_stuck", True)), threading.Barrier(size)
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, WRITERS[name])
+        runner, impl = attachment.runner, attachment.impl
+        runner.lane._side = Stream(nccl)
+        weights = [parameter.detach() for group in runner.optimizers[0].param_groups for parameter in group["params"]]
+        extra = torch.ones(3)
+
+        def average_extra() -> None:
+            runner.weights.means.average_tensors([extra], "a test")
+
+        def enter() -> None:
+            with attachment.averaged_weights():
+                pass
+
+        def take_steps() -> None:
+            for _ in range(200):
+                step()
+                time.sleep(0.005)
+
+        moments = {
+            "steps": take_steps,
+            "averaged_weights": enter,
+            "average_tensors": average_extra,
+            "detach": attachment.detach,
+        }
+        with suppress(ZeroDivisionError), attachment:
+            for _ in range(4):
+                step()
+            if name != "async":
+                runner.lane.submit(lambda: None).result()  # so that all ranks get stuck in the same job
+            elif moment == "steps":
+                impl._rounds._device = GPU
+            gets_stuck.wait()
+            runner.process_group.timeout = timedelta(seconds=0.3)
+            with pytest.raises(tb.CommunicationError, match="the GPU did not finish within 0"):
+                moments[moment]()
+            ends.wait()
+            assert all(tensor.isfinite().all() for tensor in (*weights, extra))
+            raise ZeroDivisionError
+
+    run_ranks(size, body)
+
+
+def spoil_messages(monkeypatch: pytest.MonkeyPatch, nccl: Nccl) -> None:
+    """Replace what a rank receives by NaN while the GPU is stuck, except for the numbers that ranks agree on."""
+    received: dict[tuple[object, int, int], torch.Tensor] = {}
+
+    def spoil(tensor: torch.Tensor) -> None:
+        if nccl.is_stuck and tensor.dtype != torch.int64:
+            tensor.view(torch.uint8).fill_(255)
+
+    class Spoiling(GlooTransport):
+        def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+            received[self, peer, tag] = tensor
+            super().post_receive(peer, tensor, tag)
+
+        def wait_receive(self, peer: int, tag: int) -> None:
+            super().wait_receive(peer, tag)
+            spoil(received.pop((self, peer, tag)))
+
+        def all_reduce(self, tensor: torch.Tensor) -> None:
+            super().all_reduce(tensor)
+            spoil(tensor)
+
+    monkeypatch.setattr(choice, "GlooTransport", Spoiling)
 
 
 def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:

@@ -12,11 +12,16 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua.runtime.job import InSteps, Job, JobInSteps, JobOfFunction
-from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream
+from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, wait_on_host
 
 T = TypeVar("T")
 
 _POLL_EVERY_S = 0.05
+
+
+def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:
+    wait_on_host(mark, check=check)
+    return True
 
 
 class Lane:
@@ -35,6 +40,8 @@ class Lane:
         waiting: a context manager, entered while another thread waits for a job.
         poll: called on the lane's thread between jobs while it returns True, which means that a GPU is still executing
             work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
+        wait_for_gpu: waits until a GPU has reached a mark, and calls its second argument repeatedly, which may raise.
+            Returns False if the work before the mark may have been aborted.
     """
 
     def __init__(
@@ -43,8 +50,9 @@ class Lane:
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         poll: Callable[[], bool] = lambda: False,
+        wait_for_gpu: Callable[[Any, Callable[[], object]], bool] = _wait_for_gpu,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting, poll)
+        self._worker = _Worker(on_failure, waiting, poll, wait_for_gpu)
         self._side: LaneStream | None = None
         self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
@@ -179,10 +187,12 @@ class _Worker:
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
         poll: Callable[[], bool],
+        wait_for_gpu: Callable[[Any, Callable[[], object]], bool],
     ) -> None:
         self._on_failure = on_failure
         self.waiting = waiting
         self._poll = poll
+        self._wait_for_gpu = wait_for_gpu
         self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
         self._jobs: _concurrency.SimpleQueue[Job[Any] | None] = _concurrency.SimpleQueue()
         self._lock = _concurrency.Lock()  # ensures that no job is queued after a failure
@@ -204,6 +214,22 @@ class _Worker:
                 self._peeked.append(self._jobs.get_nowait())
         if self._peeked and (job := self._peeked[0]) is not None:
             job.begin()
+
+    def wait_for_gpu(self, mark: Any) -> None:
+        """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
+        with nullcontext() if mark.query() else self.waiting():
+            has_finished = self._wait_for_gpu(mark, self.raise_late_failure)
+        self.raise_late_failure()  # the lane sets it before it aborts the work, which ends the work early
+        if not has_finished:
+            # A running job has closed the groups, and its error is about to end the lane, with the jobs in the queue.
+            last = JobOfFunction(lambda: None, self, None)
+            self.queue(last)
+            last.result()
+            raise RuntimeError("torchbagua: the groups were closed while a GPU was working on their operations")
+
+    def raise_late_failure(self) -> None:
+        if self.late_failure is not None:
+            raise self.late_failure
 
     def fail_first(self, error: BaseException) -> BaseException:
         """Record `error` as the failure of the lane, unless one is already recorded. Return the recorded failure."""

@@ -100,6 +100,7 @@ class Runner:
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
             poll=process_group.poll,
+            wait_for_gpu=process_group.wait_for_mark,
         )
         self.buckets: list[BaguaBucket] = []
         self.gradient_buckets = GradientBuckets()
