@@ -36,10 +36,11 @@ class Event:
 
     def __init__(self, *, is_done: bool) -> None:
         self.is_done = is_done
-        self.was_queried = False
+        self.is_forbidden = False
 
     def query(self) -> bool:
-        self.was_queried = True
+        if self.is_forbidden:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         return self.is_done
 
 
@@ -51,6 +52,7 @@ class Nccl:
         timeouts: the timeouts of the created groups.
         hangs: the calls that do not return.
         events: the recorded events.
+        is_capturing: whether a CUDA graph is being captured.
         is_stuck: whether the GPU finishes no work that is launched from now on, until a group is aborted.
     """
 
@@ -60,6 +62,7 @@ class Nccl:
         self.hangs: set[str] = set()
         self.events: list[Event] = []
         self.is_stuck = True
+        self.is_capturing = False
         self._end = threading.Event()
 
     def make_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> "Group":
@@ -129,6 +132,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(choice, "has_nccl", lambda group: True)
     monkeypatch.setattr(private_nccl, "nccl_group", fake.make_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake)
     yield fake
     fake.end()
@@ -333,6 +337,50 @@ def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) ->
         assert time.monotonic() - start_s < 5
 
     run_ranks(1, body)
+
+
+def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl) -> None:
+    """While it forbids to ask whether an operation has ended, this is unknown; it is no failure of the GPU."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = make_watched_lane(group)
+        lane._side = Stream(nccl)
+        job = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
+        job.result()
+        for event in nccl.events:
+            event.is_forbidden = True
+
+        def end_capture() -> None:
+            nccl.finish()
+            for event in nccl.events:
+                event.is_forbidden = False
+
+        threading.Timer(0.3, end_capture).start()
+        job.finish()
+        lane.submit(lambda: None).result()
+        assert not lane.has_failed
+        assert not own.poll()
+        lane.close()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHTS)
+def test_a_step_within_a_capture_is_refused(nccl: Nccl, algorithm: str) -> None:
+    """A replay would not call the hooks of the step, so ranks would silently train apart."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, algorithm)
+        step()
+        stepped.wait()
+        with suppress(ZeroDivisionError), attachment:
+            with pytest.raises(RuntimeError, match="a CUDA graph is being captured; capture parts of the model"):
+                step()
+            stepped.wait()
+            raise ZeroDivisionError
+
+    stepped = threading.Barrier(2, action=lambda: setattr(nccl, "is_capturing", True))
+    run_ranks(2, body)
 
 
 def test_an_aborted_operation_counts_as_failed_although_it_ends(nccl: Nccl) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua.runtime.job import InSteps, Job, JobInSteps, JobOfFunction
-from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, wait_on_host
+from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, has_reached, wait_on_host
 
 T = TypeVar("T")
 
@@ -217,7 +217,7 @@ class _Worker:
 
     def wait_for_gpu(self, mark: Any) -> None:
         """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
-        with nullcontext() if mark.query() else self.waiting():
+        with nullcontext() if has_reached(mark) else self.waiting():
             has_finished = self._wait_for_gpu(mark, self.raise_late_failure)
         self.raise_late_failure()  # the lane sets it before it aborts the work, which ends the work early
         if not has_finished:

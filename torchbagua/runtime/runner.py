@@ -348,6 +348,14 @@ class Runner:
             self.process_group.check_operations(device, self.name)
             self._gpu = device
 
+    def refuse_capture(self) -> None:
+        """Raise RuntimeError if a CUDA graph is being captured: a replay would not call the hooks of the step."""
+        if self._gpu is not None and self._gpu.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: a CUDA graph is being captured; capture parts of the model "
+                "(torch.cuda.make_graphed_callables) without the optimizer's step"
+            )
+
     # A backward of a gradient algorithm.
 
     def begin_backward(self, *, has_joined: bool) -> None:

@@ -65,6 +65,7 @@ def install_step_hooks(
             after_first_step()
         try:
             if runner.averages_weights:
+                runner.refuse_capture()
                 runner.reset_if_needed()
             if on_step is not None:
                 on_step(optimizer)
