@@ -23,6 +23,7 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import choice
 from torchbagua.transport import nccl as private_nccl
+from torchbagua.transport.base import COLLECTIVES
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.gloo import GlooTransport
 from transports import StagedOnCpu
@@ -48,7 +49,8 @@ class Nccl:
     """A fake of torch's NCCL groups, and of their GPU.
 
     Attributes:
-        calls: the calls that each rank made on its groups, by the name of its thread.
+        calls: the calls that each rank made on its groups, by the name of its thread; without collectives.
+        collectives: all ranks' calls of collectives while they connected.
         timeouts: the timeouts of the created groups.
         hangs: the calls that do not return.
         events: the recorded events.
@@ -58,6 +60,7 @@ class Nccl:
 
     def __init__(self) -> None:
         self.calls: dict[str, list[str]] = {}
+        self.collectives: list[str] = []
         self.timeouts: list[timedelta] = []
         self.hangs: set[str] = set()
         self.events: list[Event] = []
@@ -80,15 +83,24 @@ class Nccl:
     def wait_event(self, event: Event) -> None:
         """Queue a wait of the GPU."""
 
+    def synchronize(self) -> None:
+        """Wait for the GPU, which has nothing to do."""
+
     def end(self) -> None:
         self._end.set()
 
     def _do(self, rank: str, call: str) -> None:
+        if call in COLLECTIVES:
+            self.collectives.append(call)
+        else:
+            self._note(rank, call)
+        if call in self.hangs:
+            self._end.wait(60)
+
+    def _note(self, rank: str, call: str) -> None:
         self.calls.setdefault(rank, []).append(call)
         if call == "abort":  # the operations end, with partial results
             self.finish()
-        if call in self.hangs:
-            self._end.wait(60)
 
 
 class Group:
@@ -109,6 +121,13 @@ class Group:
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> None:
         """Launch the all-reduce; it is done when the events that are recorded afterwards are."""
+        self._do("all_reduce")
+
+    def _allgather_base(self, *_: Any) -> None:
+        self._do("all_gather")
+
+    def alltoall_base(self, *_: Any) -> None:
+        self._do("all_to_all")
 
 
 class GpuTensor(torch.Tensor):
@@ -121,6 +140,13 @@ def launch(communicator: Communicator, purpose: str) -> None:
     communicator.all_reduce(torch.ones(1).as_subclass(GpuTensor), purpose, list)
 
 
+class TorchOnCpu:
+    """torch, which allocates a GPU's tensors on the CPU."""
+
+    cuda, empty_like, device, Tensor = torch.cuda, torch.empty_like, torch.device, torch.Tensor
+    zeros = staticmethod(lambda length, device: torch.zeros(length))
+
+
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Fake NCCL, and pass the first GPU to runners as the device of every tensor."""
@@ -128,10 +154,13 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     use_device = tb.Runner.use_device
     monkeypatch.setattr(tb.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
-    monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device: None)
+    monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device, wait: None)
     monkeypatch.setattr(choice, "has_nccl", lambda group: True)
     monkeypatch.setattr(private_nccl, "nccl_group", fake.make_group)
+    monkeypatch.setattr(private_nccl, "torch", TorchOnCpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake)
     yield fake
@@ -166,6 +195,7 @@ def test_groups_are_connected_at_attach_and_shut_down_in_order(nccl: Nccl, algor
         step, attachment = attach_small_model(group, algorithm)
         calls = nccl.calls[threading.current_thread().name]
         assert calls == ["connect on cuda:0"], "before the first step"
+        assert set(nccl.collectives) == COLLECTIVES, "NCCL opens a connection at its first use"
         for _ in range(2):
             step()
         attachment.detach()
@@ -251,8 +281,9 @@ def test_detach_takes_bounded_time_whatever_nccl_does(
         assert calls == ["connect on cuda:0", "shutdown", "abort"]
 
 
-def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl) -> None:
-    nccl.hangs = {"connect on cuda:0"}
+@pytest.mark.parametrize("call", ["connect on cuda:0", "all_to_all"])
+def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl, call: str) -> None:
+    nccl.hangs = {call}
     with pytest.raises(
         tb.CommunicationError,
         match=r"^torchbagua: connecting NCCL over the world group failed on rank 0: NCCL did not connect within 1 s$",

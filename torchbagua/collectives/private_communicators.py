@@ -95,7 +95,7 @@ class PrivateCommunicators(NodeGroups):
             raise self.world.failure(purpose, cause_of(error)) from error
         self.poll()  # drops finished operations
 
-    def wait_for_mark(self, mark: torch.cuda.Event, check: Callable[[], object]) -> bool:
+    def wait_for_mark(self, mark: torch.cuda.Event, check: Callable[[], object] = lambda: None) -> bool:
         """Block the host until a GPU has reached `mark`. Call `check` repeatedly, which may raise. For any thread.
 
         Return False if the private groups are closed: an abort lets the GPU reach `mark` early, with partial results.

@@ -343,7 +343,7 @@ class Runner:
             self.process_group.world.check_device(device)
             self.lane.use_gpu(device)
             if device.type == "cuda":  # on other devices, observers get the host's begin and end times
-                self.tracer.use_gpu(device)
+                self.tracer.use_gpu(device, self.process_group.wait_for_mark)
             self.process_group.use_device(device)
             self.process_group.check_operations(device, self.name)
             self._gpu = device

@@ -45,7 +45,7 @@ def install_step_hooks(
 
     loss_scale: LossScale | None = None
     if setup.grad_scaler is not None and runner.needs_grad_scaler and not runner.averages_weights:
-        loss_scale = LossScale(setup.grad_scaler)
+        loss_scale = LossScale(setup.grad_scaler, runner.process_group.wait_for_mark)
         runner.read_loss_scale = loss_scale.read
 
     # A copy of the wrapper has the same hooks, but they must act on the original only.
