@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import TIMEOUT, run_ranks
-from torchbagua.collectives import private_communicators
+from torchbagua.collectives import private_communicators, process_group
 from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm as NodeMeanAlgorithm
 from torchbagua.observe.tracer import Tracer
+from torchbagua.runtime import lane as lane_module
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import choice
 from torchbagua.transport import nccl as private_nccl
@@ -346,6 +348,9 @@ class Stream:
     def after(self, mark: Event) -> Any:
         return nullcontext()
 
+    def end(self) -> Event:
+        return self.mark()
+
     def join(self) -> None:
         pass
 
@@ -551,6 +556,61 @@ def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
         lane.close()
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_group(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    """Its host fails in a gradient hook. The others look for this when they have launched nothing for a while."""
+    monkeypatch.setattr(lane_module, "_LOOK_EVERY_S", 0.1)
+    users = Group(functools.partial(nccl._do, "the user's group"))
+    monkeypatch.setattr(process_group, "backend_of", lambda group, device_type: users)
+    nccl.is_stuck = is_stuck
+    ends = threading.Barrier(3, timeout=20)
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=TIMEOUT)
+        lane = tb.Runner(own, tb.ByteGradAlgorithm()).lane
+        lane._side = Stream(nccl)
+        flat = torch.ones(3)
+        bucket = BaguaBucket("gradient bucket 0", [BaguaTensor("x", torch.nn.Parameter(flat))], own, flat)
+
+        def fail(bucket: BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+            raise ZeroDivisionError("on one rank")
+
+        if group.rank() == 1:
+            bucket.append_python_op(fail)
+            with pytest.raises(RuntimeError, match="ZeroDivisionError: on one rank"):
+                lane.launch(bucket.run)
+            ends.wait()
+        else:
+            lane.launch(bucket.run)
+            deadline_s = time.monotonic() + 10
+            while not lane.has_failed:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            ends.wait()
+            with pytest.raises(tb.CommunicationError, match=r"failed on rank .: rank 1 has raised an error"):
+                lane.launch(bucket.run)
+        lane.close()
+
+    run_ranks(3, body)
+    assert set(nccl.calls.get("the user's group", [])) == ({"abort"} if is_stuck else set())
+
+
+def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
+    """Another rank may still evaluate, and would look."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, "bytegrad")
+        step()
+        own = attachment.runner.process_group
+        assert own.launches_on_users_group
+        attachment.detach()
+        assert not own._store.check(["failed"])
+
+    run_ranks(2, body)
 
 
 def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:

@@ -2,13 +2,15 @@
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
-from torchbagua._torch import timeout_of
+from torchbagua import _concurrency
+from torchbagua._torch import backend_of, timeout_of
 from torchbagua._warnings import warn_user
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
@@ -26,6 +28,8 @@ from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.store_requests import announce, missing_ranks, require_store
 from torchbagua.version import __version__
+
+_FAILED = "failed"
 
 
 class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
@@ -142,6 +146,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         self.intra_node = None
         self.inter_node = None
         self._is_open = False
+        self._is_on_lane = False
         self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.overlap = Overlap(self.world)
@@ -247,11 +252,47 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 
     def move_to_lane(self) -> None:
         """Communicate on the lane's thread from now on; the lane calls `poll`."""
+        self._is_on_lane = True
         members = self._members("world", list(range(self.size)))
         for device_type, transport in self._choice.open_for_another_thread(members).items():
             self.world.use_transport(device_type, transport)
         for communicator in self._communicators:
             communicator.watch_launches()
+
+    @property
+    def launches_on_users_group(self) -> bool:
+        """Whether it launches on the user's NCCL group, which `close` leaves open, so that other ranks still wait."""
+        return self._choice.shares_nccl and not self._is_on_lane
+
+    def fail(self) -> None:
+        """Close the private groups, since this rank has failed, and notify the ranks that wait for it."""
+        self.announce_failure()
+        self.close()
+
+    def announce_failure(self) -> None:
+        """Write to the store that this rank has failed, if the closed private groups do not notify all other ranks."""
+        if self.launches_on_users_group:
+            with suppress(RuntimeError):  # the store has disconnected, as at the end of a job
+                self._store.compare_set(_FAILED, "", str(self.rank))
+
+    def look_for_failed_rank(self, is_stuck: Callable[[], bool]) -> None:
+        """Raise CommunicationError if another rank has called `announce_failure`.
+
+        If `is_stuck()`, the GPU waits for that rank on the user's group, which no rank can use any more: abort it, so
+        that the host does not wait until NCCL's watchdog ends the process.
+        """
+        if not self._store.check([_FAILED]):
+            return
+        rank = int(self._store.get(_FAILED))
+        if rank == self.rank:
+            return
+        if is_stuck():
+            abort = backend_of(self.process_group, "cuda").abort
+            # On another thread: it may wait for the GPU.
+            _concurrency.Thread(target=abort, name="torchbagua: NCCL's abort", daemon=True).start()
+        raise self.world.failure(
+            "averaging gradients", f"{self.world.name_of(rank)} has raised an error, see its output"
+        )
 
     def compare_clocks(self) -> None:
         """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.

@@ -193,4 +193,4 @@ class BaguaBucket(BucketOperations):
 
     def _close_groups(self) -> None:
         for group in {self.group, *(operation.group for operation in self.operations)}:
-            group.close()
+            group.fail()

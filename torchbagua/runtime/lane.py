@@ -17,6 +17,7 @@ from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, h
 T = TypeVar("T")
 
 _POLL_EVERY_S = 0.05
+_LOOK_EVERY_S = 5.0
 
 
 def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:
@@ -42,6 +43,8 @@ class Lane:
             work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
         wait_for_gpu: waits until a GPU has reached a mark, and calls its second argument repeatedly, which may raise.
             Returns False if the work before the mark may have been aborted.
+        look: called on the lane's thread if nothing was launched for some seconds after a `launch`. If another rank has
+            failed, it raises the lane's error. Its argument is a function that returns whether the GPU is stuck.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class Lane:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         poll: Callable[[], bool] = lambda: False,
         wait_for_gpu: Callable[[Any, Callable[[], object]], bool] = _wait_for_gpu,
+        look: Callable[[Callable[[], bool]], None] | None = None,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting, poll, wait_for_gpu)
+        self._worker = _Worker(on_failure, waiting, poll, wait_for_gpu, look)
+        self._looks = look is not None
         self._side: LaneStream | None = None
         self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
@@ -91,6 +96,10 @@ class Lane:
             raise RuntimeError(f"{self._name} is closed")
         if self._worker.failure is not None:
             raise self._worker.failure
+        self._worker.num_launched += 1
+        if self._looks and self._worker.launches_on is None:
+            self._worker.launches_on = self._side
+            self._submit(JobOfFunction(lambda: None, self._worker, None))  # starts the thread, or wakes it
         future = self._side.new_future()
         with self._side.after(self._side.mark()):
             try:
@@ -180,6 +189,8 @@ class _Worker:
         late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
         interrupt: stops the running job, if it would otherwise never return.
         waiting: the context manager that a thread enters while it waits for a job.
+        num_launched: the number of calls of `Lane.launch`.
+        launches_on: the stream of these calls, from the first call on that begins to look for failed ranks.
     """
 
     def __init__(
@@ -188,11 +199,15 @@ class _Worker:
         waiting: Callable[[], AbstractContextManager[None]],
         poll: Callable[[], bool],
         wait_for_gpu: Callable[[Any, Callable[[], object]], bool],
+        look: Callable[[Callable[[], bool]], None] | None,
     ) -> None:
         self._on_failure = on_failure
         self.waiting = waiting
         self._poll = poll
         self._wait_for_gpu = wait_for_gpu
+        self._look = look
+        self.num_launched = 0
+        self.launches_on: LaneStream | None = None
         self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
         self._jobs: _concurrency.SimpleQueue[Job[Any] | None] = _concurrency.SimpleQueue()
         self._lock = _concurrency.Lock()  # ensures that no job is queued after a failure
@@ -280,7 +295,24 @@ class _Worker:
         while self._poll():
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_POLL_EVERY_S)
+        num_seen = -1
+        while self._look is not None and self.launches_on is not None:
+            with suppress(queue.Empty):
+                return self._jobs.get(timeout=_LOOK_EVERY_S)
+            if num_seen == self.num_launched:
+                self._look(self._is_stuck)
+            num_seen = self.num_launched
         return self._jobs.get()
+
+    def _is_stuck(self) -> bool:
+        """Return whether the GPU does not finish the launched work soon."""
+        assert self.launches_on is not None
+        self.launches_on.bind_thread()
+        try:
+            wait_on_host(self.launches_on.end(), _LOOK_EVERY_S)
+        except TimeoutError:
+            return True
+        return False
 
     def _is_under_way(self) -> bool:
         try:

@@ -97,10 +97,11 @@ class Runner:
         self.tracer = process_group.tracer
         self.lane = Lane(
             f"torchbagua lane of {self.name}",
-            on_failure=process_group.close,
+            on_failure=process_group.fail,
             waiting=partial(process_group.tracer.span, "wait"),
             poll=process_group.poll,
             wait_for_gpu=process_group.wait_for_mark,
+            look=process_group.look_for_failed_rank if process_group.launches_on_users_group else None,
         )
         self.buckets: list[BaguaBucket] = []
         self.gradient_buckets = GradientBuckets()
@@ -495,6 +496,8 @@ class Runner:
         finally:
             if self.parameter_state is not None:
                 self.parameter_state.close()
+            if not self.ends_in_order or self.lane.has_failed:
+                self.process_group.announce_failure()
             self.process_group.close()  # before the traces, which may take long to write, so that peers notice at once
             self.tracer.end()
 

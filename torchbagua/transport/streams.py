@@ -100,6 +100,10 @@ class LaneStream(Protocol):
         """Return the current position in the calling thread's stream."""
         ...
 
+    def end(self) -> Any:
+        """Return the current position in this stream."""
+        ...
+
     def join(self) -> None:
         """Make the calling thread's stream wait for all work on this stream."""
         ...
@@ -137,6 +141,10 @@ class SideStream:
         mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return mark
 
+    def end(self) -> torch.cuda.Event:
+        end: torch.cuda.Event = self._stream.record_event()
+        return end
+
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
@@ -166,6 +174,9 @@ class ThreadStream:
 
     def mark(self) -> Any:
         return torch.accelerator.current_stream(self.device).record_event()
+
+    def end(self) -> Any:
+        return self.mark()
 
     def join(self) -> None:
         torch.accelerator.synchronize(self.device)
