@@ -96,7 +96,14 @@ def test_survivor_keeps_its_weights(backend: str, algorithm: str, tmp_path: Path
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("fault", "algorithm"),
-    [("kill", "all"), ("raise", "all"), ("kill", "diloco"), ("kill", "async"), ("kill", "bytegrad"), ("raise", "bytegrad")],
+    [
+        ("kill", "all"),
+        ("raise", "all"),
+        ("kill", "diloco"),
+        ("kill", "async"),
+        ("kill", "bytegrad"),
+        ("raise", "bytegrad"),
+    ],
 )
 def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: Path) -> None:
     """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it."""

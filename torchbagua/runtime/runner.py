@@ -12,6 +12,7 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.mean_codecs import codec_for_dtype
 from torchbagua.collectives.agreement import fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.native.loader import load_kernels
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.changed_layout import check_gradient_layouts
 from torchbagua.runtime.gradient_buckets import GradientBuckets
@@ -345,6 +346,7 @@ class Runner:
             self.lane.use_gpu(device)
             if device.type == "cuda":  # on other devices, observers get the host's begin and end times
                 self.tracer.use_gpu(device, self.process_group.wait_for_mark)
+                load_kernels(torch.cuda.current_device() if device.index is None else device.index)
             self.process_group.use_device(device)
             self.process_group.check_operations(device, self.name)
             self._gpu = device
