@@ -102,6 +102,8 @@ def main(library: Path, kernels: Path) -> None:
     callback = LAUNCH(launch)
     ctypes.c_void_p.in_dll(runtime, "pretended_launch").value = ctypes.cast(callback, ctypes.c_void_p).value
 
+    assert runtime.pretended_num_loaded() == 0
+    assert runtime.torchbagua_load_kernels(3) == runtime.pretended_num_kernels() == runtime.pretended_num_loaded() > 0
     for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]):
         table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
         for operation, dtype in CASES:

@@ -86,9 +86,11 @@ class OuterRounds:
         if self.nodes is not None:
             rows = [rows[self.nodes.index(node)] for node in dict.fromkeys(self.nodes)]
         theta = self.theta[name]
-        theta.grad = torch.from_numpy(self.means[name]([flat(theta) - row for row in rows])).to(theta.device)
-        self.optimizer.step()  # on the weights' device: on a GPU, SGD has other last bits
-        theta.grad = None
+        mean = torch.from_numpy(self.means[name]([flat(theta) - row for row in rows])).to(theta.device)
+        if mean.any():  # by rule, an all-zero mean changes neither the shadow weights nor their momentum
+            theta.grad = mean
+            self.optimizer.step()  # on the weights' device: on a GPU, SGD has other last bits
+            theta.grad = None
         return flat(theta).copy()
 
 

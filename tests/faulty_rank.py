@@ -1,10 +1,12 @@
 """One rank of a training run in which a rank misbehaves; test_faults.py runs each rank in a separate process.
 
 Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank misbehaves in the middle of
-the third step, or has no data for more steps ("early"), or no rank misbehaves ("none"). The other ranks print their
-error, the seconds since the start of that step, and their remaining lanes. With a further argument "later", ranks
-connect at their first message, as in a large group. With "messages" or "collectives", they communicate with torch's
-own point-to-point calls or collectives. With "nccl", they communicate over NCCL, and share one GPU.
+the third step, or has no data for more steps ("early"), or is killed in a later round after the ranks have compared
+their progress ("between"), or no rank misbehaves ("none"). The other ranks print their error, whether their weights
+have changed since their own last update, the seconds since the start of that step, and their remaining lanes. With a
+further argument "later", ranks connect at their first message, as in a large group. With "messages" or "collectives",
+they communicate with torch's own point-to-point calls or collectives. With "nccl", they communicate over NCCL, and
+share one GPU.
 """
 
 import os
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from one_gpu import begin_rank
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.transport import gloo
 from torchbagua.transport.torch_backend import TorchBackendTransport
 
@@ -61,6 +64,8 @@ def main() -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2)
     torch.manual_seed(rank)  # with equal batches ranks would have equal weights without averaging
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    updated: list[torch.Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: updated.__setitem__(slice(None), copies(model)))
     is_faulty = rank == size - 1 and fault != "none"
     gradients_seen = 0
 
@@ -77,7 +82,9 @@ def main() -> None:
             return
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}[fault])
 
-    if is_faulty:
+    if is_faulty and fault == "between":
+        die_in_round(5, "finish" if algorithm == "low_precision" else "_start_in_steps")
+    elif is_faulty:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(misbehave)
     start = time.monotonic()
@@ -107,8 +114,32 @@ def main() -> None:
         print(f"finished with weights {weights.double().square().sum().item()!r}", flush=True)
     except Exception as error:
         print(f"raised on {threading.current_thread().name}: {type(error).__name__}: {error}", flush=True)
+        if uses_nccl:
+            torch.cuda.synchronize()
+        is_same = all(map(torch.equal, copies(model), updated))
+        print(f"weights {'unchanged' if is_same else 'changed'}", flush=True)
     print(f"seconds {time.monotonic() - start:.2f}", flush=True)
     print(f"lanes {[t.name for t in threading.enumerate() if t.name.startswith('torchbagua')]}", flush=True)
+
+
+def copies(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def die_in_round(number: int, method: str) -> None:
+    """Have this rank killed before its bucket runs this method for the last of `number` times."""
+    run = getattr(BaguaBucket, method)
+    num_calls = 0
+
+    def run_or_die(bucket: BaguaBucket) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number:
+            print("fault", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(bucket)
+
+    setattr(BaguaBucket, method, run_or_die)
 
 
 if __name__ == "__main__":

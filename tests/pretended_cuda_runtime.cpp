@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 
 namespace {
@@ -16,6 +17,11 @@ cudaStream_t stream_of_call;
 std::map<const void*, std::string>& names() {
   static std::map<const void*, std::string> map;
   return map;
+}
+
+std::set<std::string>& loaded() {
+  static std::set<std::string> set;
+  return set;
 }
 
 }  // namespace
@@ -70,6 +76,14 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 threads, voi
                                cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, threads, arguments, shared, stream);
 }
+
+// Loads a kernel.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* function) {
+  loaded().insert(names().at(function));
+  return cudaSuccess;
+}
+int pretended_num_kernels() { return static_cast<int>(names().size()); }
+int pretended_num_loaded() { return static_cast<int>(loaded().size()); }
 
 cudaError_t cudaGetLastError() { return static_cast<cudaError_t>(pretended_error); }
 const char* cudaGetErrorString(cudaError_t) { return "some error of CUDA"; }

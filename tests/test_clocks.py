@@ -88,6 +88,26 @@ def test_observers_are_notified_of_a_step_when_the_gpu_has_reached_its_end(gpu: 
     assert recorder.events[-2].values == {"encoded": 3.0}
 
 
+def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedGpu) -> None:
+    """With a warning, and after one wait: each later step would be waited for as long."""
+    recorder = Recorder()
+    tracer = Tracer([recorder])
+    tracer._is_started = True
+
+    def wait(event: SimulatedEvent) -> None:
+        gpu.num_waits += 1
+        if gpu.num_waits > 1:
+            raise RuntimeError("the GPU did not finish within 1 s")
+
+    tracer.use_gpu(torch.device("cuda"), wait)
+    for _ in range(3):
+        tracer.end_step()
+    with pytest.warns(RuntimeWarning, match="the events since step 0 are lost: the GPU did not finish within 1 s"):
+        tracer.end()
+    assert gpu.num_waits == 2
+    assert recorder.events == []
+
+
 def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
     tracer = Tracer([recorder])

@@ -26,7 +26,7 @@ from native_codecs import (
     lay_out,
     num_elements,
 )
-from torchbagua.native import launcher, nvrtc, tensor_tables
+from torchbagua.native import launcher, loader, nvrtc, tensor_tables
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
 from torchbagua.native.ops import NATIVE_OPS
@@ -132,7 +132,7 @@ class PretendedCompiler:
 
     def image_for(self, capability: int) -> bytes:
         self.compiled.append(capability)
-        return f"for {capability}".encode()
+        return f"for {capability} .text.torchbagua_low_rank_gram\0.text.torchbagua_low_rank_gram\0".encode()
 
 
 def kernels_on(driver: PretendedDriver, compiler: PretendedCompiler | None = None) -> CudaKernels:
@@ -312,11 +312,25 @@ def test_kernels_are_compiled_and_loaded_once() -> None:
     kernels._on(1)
 
     assert compiler.compiled == [90]
-    assert [call for call in driver.calls if call[0] == "cuModuleLoadData"] == [("cuModuleLoadData", b"for 90")] * 2
-    assert [call[0] for call in driver.calls].count("cuModuleGetFunction") == 1
+    images = [call[1] for call in driver.calls if call[0] == "cuModuleLoadData"]
+    assert [image[:6] for image in images] == [b"for 90"] * 2
+    # CUDA loads a kernel when its function is requested: at once on each device, except for one that no image names.
+    requested = [call[2] for call in driver.calls if call[0] == "cuModuleGetFunction"]
+    gram = b"torchbagua_low_rank_gram"
+    assert requested == [gram, b"torchbagua_minmax_uint8_encode_float32", gram]
     # The device's context is current only while it loads or launches.
     names = [call[0] for call in driver.calls]
     assert names.count("cuCtxPushCurrent") == names.count("cuCtxPopCurrent") == 3 + 2
+    assert ("cuCtxPushCurrent", "context 1") in driver.calls
+
+
+@pytest.mark.parametrize("failing", ["", "cuModuleLoadData"])
+def test_registered_kernels_are_loaded_before_the_first_launch(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """If they do not load, the first launch raises the error: the training may not need them."""
+    driver = PretendedDriver(failing=failing)
+    monkeypatch.setattr(launcher, "_registered", [kernels_on(driver)])
+    loader.load_kernels(1)
+    assert [call[0] for call in driver.calls].count("cuModuleLoadData") == 1
     assert ("cuCtxPushCurrent", "context 1") in driver.calls
 
 

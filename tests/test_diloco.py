@@ -78,6 +78,37 @@ def test_rounds_equal_the_oracle(
     assert_same_weights([trace.final for trace in traces])
 
 
+class Fading(nn.Module):
+    """A weight with a gradient in the first four forwards, and zeros as gradient in all later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(10.0) / 8)
+        self.num_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        return (self.weight * x).sum() / 64 if self.num_forwards <= 4 else (0 * self.weight).sum()
+
+
+def test_an_all_zero_mean_leaves_weights_and_momentum_unchanged_as_in_the_oracle() -> None:
+    """A rounding error alone can be all that changes a weight, such as a bias before a BatchNorm, and then be zero."""
+    algorithm = DiLoCo(2, compression=None)
+
+    def body(group: dist.ProcessGroup) -> Trace:
+        def make_optimizers(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(module.parameters(), lr=lr)]
+
+        return train(group, Fading(), algorithm, num_steps=10, lr=0.01, make_optimizers=make_optimizers)
+
+    traces = run_ranks(2, body)
+    check_rounds(traces, algorithm, {"weight": 0})
+    before, *after = (weights["weight"] for weights in traces[0].start[4::2])
+    assert len(after) == 3
+    assert not torch.equal(before, traces[0].start[2]["weight"])
+    assert all(torch.equal(weight, before) for weight in after)
+
+
 def test_every_step_without_momentum_is_the_mean_of_weights() -> None:
     """Exactly, on dyadic data."""
 

@@ -159,7 +159,17 @@ def test_a_job_runs_on_the_side_stream_after_its_submitters_work(
 
 
 def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So does a thread that runs before the GPU is known. Every thread begins on GPU 0, and returns there."""
+    """So does a thread that runs before the GPU is known. Every thread begins on GPU 0, and returns there.
+
+    Before it uses the GPU, it also allows itself to do so while another thread captures a CUDA graph.
+    """
+    modes: dict[str, int] = {}
+
+    def exchange(mode: Any) -> int:
+        modes[threading.current_thread().name] = mode._obj.value
+        return 0
+
+    monkeypatch.setattr(side_stream, "_exchange_capture_mode", lambda: exchange)
     gpu = torch.device("cuda", 1)
     here = threading.local()
     used: list[tuple[str, torch.device]] = []
@@ -201,6 +211,7 @@ def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.
     lane.launch(lambda: torch.ones(1))
     lane.close()
     assert used == [("lane", gpu), (threading.current_thread().name, torch.device("cuda", 0))]
+    assert modes == {"lane": 1}, "the mode of the training thread stays"
 
 
 def test_launched_work_runs_at_once_on_the_callers_thread(

@@ -55,7 +55,7 @@ class ImitatedCopy:
     def __init__(self, number: torch.Tensor) -> None:
         self._number = _uncounted_item(number)
 
-    def value(self) -> float:
+    def value(self, wait: object) -> float:
         return self._number
 
 
@@ -151,6 +151,15 @@ def test_reads_on_a_cpu_do_not_grow_with_the_parameters() -> None:
         assert 0 < max(reads[1:]) <= 2
 
 
+def test_a_read_of_the_loss_scale_waits_as_the_group_does() -> None:
+    """No longer than its timeout: the GPU may wait for a rank that has died."""
+    copy_of_scale = loss_scale.HostCopy.__new__(loss_scale.HostCopy)
+    copy_of_scale._number, copy_of_scale._done = torch.tensor(8.0), object()
+    waited: list[object] = []
+    assert copy_of_scale.value(waited.append) == 8.0
+    assert waited == [copy_of_scale._done]
+
+
 def test_the_loss_scale_is_copied_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[float] = []
 
@@ -162,7 +171,7 @@ def test_the_loss_scale_is_copied_once_and_again_after_a_change(monkeypatch: pyt
     monkeypatch.setattr(loss_scale, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(loss_scale, "HostCopy", CountedCopy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    own = loss_scale.LossScale(scaler)
+    own = loss_scale.LossScale(scaler, wait=lambda mark: None)
     own.fetch()
     assert (own.read(), copies) == (8.0, []), "the scaler has no tensor yet"
     scaler.scale(torch.ones(1))

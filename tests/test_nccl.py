@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from training import Tower, build, train
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.runtime.lane import Lane
 from torchbagua.transport.nccl import PrivateNcclTransport
 from whole_mean import WholeByteGradAlgorithm
 
@@ -160,6 +163,38 @@ def test_no_step_waits_according_to_the_profiler(
     assert sum(count for name, count in calls.items() if "LaunchKernel" in name) > 5, calls
     assert not waiting(calls), calls
     assert waiting(calls_within(events, "control")), "a wait is not seen"
+
+
+def test_a_graph_is_captured_while_the_lane_polls(group: dist.ProcessGroup, gpu: torch.device) -> None:
+    """In the default mode, which forbids other threads to query events, unless they have asked to be left out."""
+    own = tb.BaguaProcessGroup(group)
+    own.move_to_lane()
+    own.use_device(gpu)
+    lane = Lane("capture", on_failure=own.close, poll=own.poll, wait_for_gpu=own.wait_for_mark)
+    lane.use_gpu(gpu)
+    x, y = torch.ones(64, 64, device=gpu), torch.ones(3, device=gpu)
+    torch.mm(x, x)  # creates cuBLAS's workspace
+
+    def occupy() -> None:
+        torch.cuda._sleep(10**9)  # about half a second
+        own.world.all_reduce(y, "a test", list)
+
+    def communicate() -> None:
+        lane.submit(occupy).result()
+
+    graph = torch.cuda.CUDAGraph()
+    other = threading.Thread(target=communicate)
+    with torch.cuda.graph(graph):
+        other.start()  # only now: the capture begins when the GPU is idle
+        time.sleep(0.3)
+        z = torch.mm(x, x)
+    other.join()
+    graph.replay()
+    lane.submit(lambda: None).finish()
+    assert torch.equal(z, torch.full_like(z, 64.0))
+    assert not lane.has_failed
+    lane.close()
+    own.close()
 
 
 def test_nccl_runs_an_all_to_all_and_a_mean(group: dist.ProcessGroup, gpu: torch.device) -> None:

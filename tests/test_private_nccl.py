@@ -17,11 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import TIMEOUT, run_ranks
+from torchbagua.collectives import private_communicators, process_group
+from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm as NodeMeanAlgorithm
 from torchbagua.observe.tracer import Tracer
+from torchbagua.runtime import lane as lane_module
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import choice
 from torchbagua.transport import nccl as private_nccl
+from torchbagua.transport.base import COLLECTIVES
 from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.gloo import GlooTransport
 from transports import StagedOnCpu
 
 GPU = torch.device("cuda", 0)
@@ -31,11 +37,13 @@ SHORT = timedelta(seconds=1)
 class Event:
     """An event in a stream, which completes when the test sets `is_done`."""
 
-    def __init__(self) -> None:
-        self.is_done = self.was_queried = False
+    def __init__(self, *, is_done: bool) -> None:
+        self.is_done = is_done
+        self.is_forbidden = False
 
     def query(self) -> bool:
-        self.was_queried = True
+        if self.is_forbidden:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         return self.is_done
 
 
@@ -43,17 +51,23 @@ class Nccl:
     """A fake of torch's NCCL groups, and of their GPU.
 
     Attributes:
-        calls: the calls that each rank made on its groups, by the name of its thread.
+        calls: the calls that each rank made on its groups, by the name of its thread; without collectives.
+        collectives: all ranks' calls of collectives while they connected.
         timeouts: the timeouts of the created groups.
         hangs: the calls that do not return.
         events: the recorded events.
+        is_capturing: whether a CUDA graph is being captured.
+        is_stuck: whether the GPU finishes no work that is launched from now on, until a group is aborted.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, list[str]] = {}
+        self.collectives: list[str] = []
         self.timeouts: list[timedelta] = []
         self.hangs: set[str] = set()
         self.events: list[Event] = []
+        self.is_stuck = True
+        self.is_capturing = False
         self._end = threading.Event()
 
     def make_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> "Group":
@@ -61,20 +75,34 @@ class Nccl:
         return Group(functools.partial(self._do, threading.current_thread().name))
 
     def record_event(self) -> Event:
-        self.events.append(Event())
+        self.events.append(Event(is_done=not self.is_stuck))
         return self.events[-1]
 
     def finish(self) -> None:
         for event in self.events:
             event.is_done = True
 
+    def wait_event(self, event: Event) -> None:
+        """Queue a wait of the GPU."""
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, which has nothing to do."""
+
     def end(self) -> None:
         self._end.set()
 
     def _do(self, rank: str, call: str) -> None:
-        self.calls.setdefault(rank, []).append(call)
+        if call in COLLECTIVES:
+            self.collectives.append(call)
+        else:
+            self._note(rank, call)
         if call in self.hangs:
             self._end.wait(60)
+
+    def _note(self, rank: str, call: str) -> None:
+        self.calls.setdefault(rank, []).append(call)
+        if call == "abort":  # the operations end, with partial results
+            self.finish()
 
 
 class Group:
@@ -95,6 +123,13 @@ class Group:
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> None:
         """Launch the all-reduce; it is done when the events that are recorded afterwards are."""
+        self._do("all_reduce")
+
+    def _allgather_base(self, *_: Any) -> None:
+        self._do("all_gather")
+
+    def alltoall_base(self, *_: Any) -> None:
+        self._do("all_to_all")
 
 
 class GpuTensor(torch.Tensor):
@@ -107,6 +142,13 @@ def launch(communicator: Communicator, purpose: str) -> None:
     communicator.all_reduce(torch.ones(1).as_subclass(GpuTensor), purpose, list)
 
 
+class TorchOnCpu:
+    """torch, which allocates a GPU's tensors on the CPU."""
+
+    cuda, empty_like, device, Tensor = torch.cuda, torch.empty_like, torch.device, torch.Tensor
+    zeros = staticmethod(lambda length, device: torch.zeros(length))
+
+
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Fake NCCL, and pass the first GPU to runners as the device of every tensor."""
@@ -114,10 +156,14 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     use_device = tb.Runner.use_device
     monkeypatch.setattr(tb.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
-    monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device: None)
+    monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device, wait: None)
     monkeypatch.setattr(choice, "has_nccl", lambda group: True)
     monkeypatch.setattr(private_nccl, "nccl_group", fake.make_group)
+    monkeypatch.setattr(private_nccl, "torch", TorchOnCpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake)
     yield fake
     fake.end()
@@ -151,6 +197,7 @@ def test_groups_are_connected_at_attach_and_shut_down_in_order(nccl: Nccl, algor
         step, attachment = attach_small_model(group, algorithm)
         calls = nccl.calls[threading.current_thread().name]
         assert calls == ["connect on cuda:0"], "before the first step"
+        assert set(nccl.collectives) == COLLECTIVES, "NCCL opens a connection at its first use"
         for _ in range(2):
             step()
         attachment.detach()
@@ -236,8 +283,9 @@ def test_detach_takes_bounded_time_whatever_nccl_does(
         assert calls == ["connect on cuda:0", "shutdown", "abort"]
 
 
-def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl) -> None:
-    nccl.hangs = {"connect on cuda:0"}
+@pytest.mark.parametrize("call", ["connect on cuda:0", "all_to_all"])
+def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl, call: str) -> None:
+    nccl.hangs = {call}
     with pytest.raises(
         tb.CommunicationError,
         match=r"^torchbagua: connecting NCCL over the world group failed on rank 0: NCCL did not connect within 1 s$",
@@ -250,7 +298,7 @@ def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, L
     """Return the group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
     own.move_to_lane()
-    return own, Lane("watched", on_failure=own.close, poll=own.poll)
+    return own, Lane("watched", on_failure=own.close, poll=own.poll, wait_for_gpu=own.wait_for_mark)
 
 
 OVERDUE = (
@@ -300,6 +348,9 @@ class Stream:
     def after(self, mark: Event) -> Any:
         return nullcontext()
 
+    def end(self) -> Event:
+        return self.mark()
+
     def join(self) -> None:
         pass
 
@@ -324,29 +375,169 @@ def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) ->
     run_ranks(1, body)
 
 
-def test_diloco_waits_for_the_gpu_before_it_reads_a_round(nccl: Nccl) -> None:
-    """As above, and not by a read, which no error of the lane could end."""
+def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl) -> None:
+    """While it forbids to ask whether an operation has ended, this is unknown; it is no failure of the GPU."""
 
     def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attach_small_model(group, tb.DiLoCoAlgorithm(1, average_buffers=False))
-        attachment.runner.lane._side = Stream(nccl)
-        step()
-        attachment.detach()
+        own, lane = make_watched_lane(group)
+        lane._side = Stream(nccl)
+        job = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
+        job.result()
+        for event in nccl.events:
+            event.is_forbidden = True
 
-    has_ended = threading.Event()
-
-    def finish_all_work() -> None:
-        while not has_ended.wait(0.01):
+        def end_capture() -> None:
             nccl.finish()
+            for event in nccl.events:
+                event.is_forbidden = False
 
-    gpu = threading.Thread(target=finish_all_work)
-    gpu.start()
-    try:
-        run_ranks(2, body)
-    finally:
-        has_ended.set()
-        gpu.join()
-    assert any(event.was_queried for event in nccl.events)
+        threading.Timer(0.3, end_capture).start()
+        job.finish()
+        lane.submit(lambda: None).result()
+        assert not lane.has_failed
+        assert not own.poll()
+        lane.close()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHTS)
+def test_a_step_within_a_capture_is_refused(nccl: Nccl, algorithm: str) -> None:
+    """A replay would not call the hooks of the step, so ranks would silently train apart."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, algorithm)
+        step()
+        stepped.wait()
+        with suppress(ZeroDivisionError), attachment:
+            with pytest.raises(RuntimeError, match="a CUDA graph is being captured; capture parts of the model"):
+                step()
+            stepped.wait()
+            raise ZeroDivisionError
+
+    stepped = threading.Barrier(2, action=lambda: setattr(nccl, "is_capturing", True))
+    run_ranks(2, body)
+
+
+def test_an_aborted_operation_counts_as_failed_although_it_ends(nccl: Nccl) -> None:
+    """A later job closes the groups, which aborts the operations in flight, long before its error ends the lane."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = make_watched_lane(group)
+        lane._side = Stream(nccl)
+
+        def fail() -> None:
+            own.close()
+            time.sleep(0.3)
+            raise ValueError("why")
+
+        launched = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
+        lane.submit(fail)
+        with pytest.raises(ValueError, match="why"):
+            launched.finish()
+
+    run_ranks(1, body)
+
+
+# In these, a round begins and a round ends in a few steps.
+WRITERS: dict[str, tb.Algorithm] = {
+    "decentralized": tb.DecentralizedAlgorithm(),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "low precision over nodes": tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": tb.DiLoCoAlgorithm(1),
+    "streaming diloco": tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=2),
+    "async, rarely": tb.AsyncModelAverageAlgorithm(sync_interval_ms=30_000, warmup_steps=2),
+    "async, warm-up": tb.AsyncModelAverageAlgorithm(warmup_steps=1000),
+    "Bagua's node mean": NodeMeanAlgorithm(),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"),
+    [
+        *(("steps", name) for name in WRITERS if name != "async, rarely"),
+        ("averaged_weights", "decentralized"),
+        ("average_tensors", "decentralized"),
+        ("detach", "decentralized"),
+        ("detach", "async, rarely"),
+    ],
+)
+def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, name: str, moment: str
+) -> None:
+    """A write that only follows the communication in stream order would follow its abort too."""
+    size = 3 if name == "low precision over nodes" else 2
+    monkeypatch.setattr(private_communicators, "_POLL_MARGIN_S", 0.0)
+    nccl.is_stuck = False
+    spoil_messages(monkeypatch, nccl)
+    gets_stuck, ends = threading.Barrier(size, action=lambda: setattr(nccl, "is_stuck", True)), threading.Barrier(size)
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, WRITERS[name])
+        runner, impl = attachment.runner, attachment.impl
+        runner.lane._side = Stream(nccl)
+        weights = [parameter.detach() for group in runner.optimizers[0].param_groups for parameter in group["params"]]
+        extra = torch.ones(3)
+
+        def average_extra() -> None:
+            runner.weights.means.average_tensors([extra], "a test")
+
+        def enter() -> None:
+            with attachment.averaged_weights():
+                pass
+
+        def take_steps() -> None:
+            for _ in range(200):
+                step()
+                time.sleep(0.005)
+
+        moments = {
+            "steps": take_steps,
+            "averaged_weights": enter,
+            "average_tensors": average_extra,
+            "detach": attachment.detach,
+        }
+        with suppress(ZeroDivisionError), attachment:
+            for _ in range(4):
+                step()
+            if name == "async":
+                impl._rounds._device = GPU
+            elif name != "async, rarely":  # whose job runs until the end
+                runner.lane.submit(lambda: None).result()  # so that all ranks get stuck in the same job
+            gets_stuck.wait()
+            runner.process_group.timeout = timedelta(seconds=0.3)
+            with pytest.raises(tb.CommunicationError, match="the GPU did not finish within 0"):
+                moments[moment]()
+            ends.wait()
+            assert all(tensor.isfinite().all() for tensor in (*weights, extra))
+            raise ZeroDivisionError
+
+    run_ranks(size, body)
+
+
+def spoil_messages(monkeypatch: pytest.MonkeyPatch, nccl: Nccl) -> None:
+    """Replace what a rank receives by NaN while the GPU is stuck, except for the numbers that ranks agree on."""
+    received: dict[tuple[object, int, int], torch.Tensor] = {}
+
+    def spoil(tensor: torch.Tensor) -> None:
+        if nccl.is_stuck and tensor.dtype != torch.int64:
+            tensor.view(torch.uint8).fill_(255)
+
+    class Spoiling(GlooTransport):
+        def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+            received[self, peer, tag] = tensor
+            super().post_receive(peer, tensor, tag)
+
+        def wait_receive(self, peer: int, tag: int) -> None:
+            super().wait_receive(peer, tag)
+            spoil(received.pop((self, peer, tag)))
+
+        def all_reduce(self, tensor: torch.Tensor) -> None:
+            super().all_reduce(tensor)
+            spoil(tensor)
+
+    monkeypatch.setattr(choice, "GlooTransport", Spoiling)
 
 
 def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
@@ -366,6 +557,61 @@ def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
         lane.close()
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_group(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    """Its host fails in a gradient hook. The others look for this when they have launched nothing for a while."""
+    monkeypatch.setattr(lane_module, "_LOOK_EVERY_S", 0.1)
+    users = Group(functools.partial(nccl._do, "the user's group"))
+    monkeypatch.setattr(process_group, "backend_of", lambda group, device_type: users)
+    nccl.is_stuck = is_stuck
+    ends = threading.Barrier(3, timeout=20)
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=TIMEOUT)
+        lane = tb.Runner(own, tb.ByteGradAlgorithm()).lane
+        lane._side = Stream(nccl)
+        flat = torch.ones(3)
+        bucket = BaguaBucket("gradient bucket 0", [BaguaTensor("x", torch.nn.Parameter(flat))], own, flat)
+
+        def fail(bucket: BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+            raise ZeroDivisionError("on one rank")
+
+        if group.rank() == 1:
+            bucket.append_python_op(fail)
+            with pytest.raises(RuntimeError, match="ZeroDivisionError: on one rank"):
+                lane.launch(bucket.run)
+            ends.wait()
+        else:
+            lane.launch(bucket.run)
+            deadline_s = time.monotonic() + 10
+            while not lane.has_failed:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            ends.wait()
+            with pytest.raises(tb.CommunicationError, match=r"rank 1 has raised an error, see its output"):
+                lane.launch(bucket.run)
+        lane.close()
+
+    run_ranks(3, body)
+    assert set(nccl.calls.get("the user's group", [])) == ({"abort"} if is_stuck else set())
+
+
+def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
+    """Another rank may still evaluate, and would look."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attach_small_model(group, "bytegrad")
+        step()
+        own = attachment.runner.process_group
+        assert own.launches_on_users_group
+        attachment.detach()
+        assert not own._store.check(["failed"])
+
+    run_ranks(2, body)
 
 
 def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:

@@ -52,14 +52,9 @@ def test_sharded_gradients_equal_the_oracle(gpu: torch.device, name: str) -> Non
     assert right(done.stdout) == [name], f"{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("fault", "algorithm"),
-    [("kill", "all"), ("raise", "all"), ("kill", "diloco"), ("kill", "async"), ("kill", "bytegrad")],
-)
-def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: Path) -> None:
-    """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it."""
-    arguments = [str(tmp_path / "store"), fault, algorithm, "nccl"]
+def run_survivor(folder: Path, fault: str, algorithm: str, *more: str) -> tuple[str, int, float]:
+    """Run two ranks, of which the last misbehaves. Return the other's output, its status, and its seconds since."""
+    arguments = [str(folder / "store"), fault, algorithm, *more]
     with ExitStack() as stack:
         survivor, faulty = (
             stack.enter_context(
@@ -75,12 +70,49 @@ def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: 
         assert "fault" in output.splitlines(), output
         since_s = time.monotonic()
         output, _ = survivor.communicate(timeout=90)
-        seconds = time.monotonic() - since_s
-    print(f"{fault}, {algorithm}: the survivor ended after {seconds:.1f} s, status {survivor.returncode}\n{output}")
-    if algorithm == "bytegrad" and survivor.returncode != 0:
-        assert survivor.returncode == -signal.SIGABRT
+        return output, survivor.returncode, time.monotonic() - since_s
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("nccl", marks=pytest.mark.gpu),
+        pytest.param("gloo", marks=pytest.mark.slow),  # tests the program
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["all", "low_precision", "diloco"])
+def test_survivor_keeps_its_weights(backend: str, algorithm: str, tmp_path: Path) -> None:
+    """A rank is killed after all have compared their progress: what an aborted NCCL operation leaves is not written."""
+    if backend == "nccl":
+        require_gpu()
+    output, returncode, seconds = run_survivor(tmp_path, "between", algorithm, *(["nccl"] * (backend == "nccl")))
+    print(f"{algorithm}: the survivor ended after {seconds:.1f} s, status {returncode}\n{output}")
+    assert returncode == 0
+    assert "raised on MainThread: CommunicationError" in output
+    assert "weights unchanged" in output.splitlines()
+    assert seconds < MOST_SECONDS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fault", "algorithm"),
+    [
+        ("kill", "all"),
+        ("raise", "all"),
+        ("kill", "diloco"),
+        ("kill", "async"),
+        ("kill", "bytegrad"),
+        ("raise", "bytegrad"),
+    ],
+)
+def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: Path) -> None:
+    """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it."""
+    output, returncode, seconds = run_survivor(tmp_path, fault, algorithm, "nccl")
+    print(f"{fault}, {algorithm}: the survivor ended after {seconds:.1f} s, status {returncode}\n{output}")
+    if algorithm == "bytegrad" and returncode != 0:
+        assert returncode == -signal.SIGABRT
         assert seconds < MOST_SECONDS_OF_WATCHDOG
     else:
-        assert survivor.returncode == 0
+        assert returncode == 0
         assert "raised on MainThread: CommunicationError" in output
         assert seconds < MOST_SECONDS

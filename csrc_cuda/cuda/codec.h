@@ -21,6 +21,11 @@ struct KernelOfType {
   constexpr auto* operator()(Float16) const { return float16; }
 };
 
+template <typename Float32, typename Brain16, typename Half16>
+void add_kernels_of_type(const KernelOfType<Float32, Brain16, Half16>& kernels) {
+  add_kernels(kernels.float32, kernels.bfloat16, kernels.float16);
+}
+
 #define TORCHBAGUA_KERNEL_OF_TYPE(name) \
   torchbagua::cuda::KernelOfType(&name##_float32, &name##_bfloat16, &name##_float16)
 
@@ -69,17 +74,21 @@ struct OnCuda {
 #undef TORCHBAGUA_CUDA_CODEC
 #undef TORCHBAGUA_CUDA_CODEC_OF_FIELDS
 #define TORCHBAGUA_CUDA_CODEC(codec, num_teams) TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, 4)
-#define TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, num_fields)                       \
-  struct codec##_kernels {                                                                  \
-    static constexpr const char* kName = #codec;                                            \
-    static constexpr int64_t kNumTeams = num_teams;                                         \
-    static constexpr int64_t kFields = num_fields;                                          \
-    static constexpr auto kEncode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_encode); \
-    static constexpr auto kDecode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_decode); \
-    static constexpr auto* kDecodeMean = &torchbagua_##codec##_decode_mean_float32;         \
-    static constexpr auto* kDecodeMeanEncode = &torchbagua_##codec##_decode_mean_encode;    \
-    static constexpr auto* kEncodeFeedback = &torchbagua_##codec##_encode_feedback_float32; \
-  };                                                                                        \
-  STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {                                    \
-    torchbagua::binding::CodecOps<OnCuda<codec##_kernels>>::register_in(library);           \
+#define TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, num_fields)                               \
+  struct codec##_kernels {                                                                          \
+    static constexpr const char* kName = #codec;                                                    \
+    static constexpr int64_t kNumTeams = num_teams;                                                 \
+    static constexpr int64_t kFields = num_fields;                                                  \
+    static constexpr auto kEncode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_encode);         \
+    static constexpr auto kDecode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_decode);         \
+    static constexpr auto* kDecodeMean = &torchbagua_##codec##_decode_mean_float32;                 \
+    static constexpr auto* kDecodeMeanEncode = &torchbagua_##codec##_decode_mean_encode;            \
+    static constexpr auto* kEncodeFeedback = &torchbagua_##codec##_encode_feedback_float32;         \
+  };                                                                                                \
+  STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {                                            \
+    torchbagua::binding::CodecOps<OnCuda<codec##_kernels>>::register_in(library);                   \
+    torchbagua::cuda::add_kernels_of_type(codec##_kernels::kEncode);                                \
+    torchbagua::cuda::add_kernels_of_type(codec##_kernels::kDecode);                                \
+    torchbagua::cuda::add_kernels(codec##_kernels::kDecodeMean, codec##_kernels::kDecodeMeanEncode, \
+                                  codec##_kernels::kEncodeFeedback);                                \
   }

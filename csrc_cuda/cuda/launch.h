@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "arguments.h"
 
@@ -51,6 +52,17 @@ inline void check_launch(const binding::NativeOp& operation) {
     cause = why_old_driver();
   }
   throw std::runtime_error(binding::text_of("torchbagua::", operation.family, "_", operation.name, ": ", cause));
+}
+
+// All kernels of the library, once it is loaded.
+inline std::vector<const void*>& all_kernels() {
+  static std::vector<const void*> kernels;
+  return kernels;
+}
+
+template <typename... Kernels>
+void add_kernels(Kernels*... kernels) {
+  (all_kernels().push_back(reinterpret_cast<const void*>(kernels)), ...);
 }
 
 // The kernels loop over any rows and chunks beyond the grid.

@@ -31,8 +31,14 @@ struct LowRankOnCuda {
   }
 };
 
+inline void add_low_rank_kernels() {
+  add_kernels(&torchbagua_low_rank_gram, &torchbagua_low_rank_solve, &torchbagua_low_rank_combine,
+              &torchbagua_low_rank_product);
+}
+
 }  // namespace torchbagua::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {
   torchbagua::binding::LowRankOps<torchbagua::cuda::LowRankOnCuda>::register_in(library);
+  torchbagua::cuda::add_low_rank_kernels();
 }

@@ -61,8 +61,15 @@ struct QAdamOnCuda {
   }
 };
 
+inline void add_qadam_kernels() {
+  add_kernels_of_type(TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_update));
+  add_kernels_of_type(TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_form_momenta));
+  add_kernels_of_type(TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_form_gradients));
+}
+
 }  // namespace torchbagua::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {
   torchbagua::binding::QAdamOps<torchbagua::cuda::QAdamOnCuda>::register_in(library);
+  torchbagua::cuda::add_qadam_kernels();
 }

@@ -1,5 +1,6 @@
 """The lifetime of the communicators of a `BaguaProcessGroup` after their construction: devices, polls and shutdown."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -13,6 +14,9 @@ from torchbagua.transport.base import TransportError
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, cause_of
 from torchbagua.transport.streams import wait_on_host
+
+# A wait for the GPU ends this much later than the lane's `poll` of its operations, whose error names the operation.
+_POLL_MARGIN_S = 1.0
 
 
 class PrivateCommunicators(NodeGroups):
@@ -90,6 +94,20 @@ class PrivateCommunicators(NodeGroups):
             self.poll()
             raise self.world.failure(purpose, cause_of(error)) from error
         self.poll()  # drops finished operations
+
+    def wait_for_mark(self, mark: torch.cuda.Event, check: Callable[[], object] = lambda: None) -> bool:
+        """Block the host until a GPU has reached `mark`. Call `check` repeatedly, which may raise. For any thread.
+
+        Return False if the private groups are closed: an abort lets the GPU reach `mark` early, with partial results.
+
+        Raises:
+            CommunicationError: the GPU has not reached `mark` within the timeout.
+        """
+        try:
+            wait_on_host(mark, self.timeout.total_seconds() + _POLL_MARGIN_S, check)
+        except TimeoutError as error:
+            raise self.world.failure("waiting for the GPU", cause_of(error)) from error
+        return not any(communicator.is_closed for communicator in self._communicators)
 
     def end_in_order(self) -> None:
         """Finish all in-flight operations in stream order, and close their transports. Collective.

@@ -2,14 +2,15 @@
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
-from torchbagua._torch import timeout_of
+from torchbagua import _concurrency
+from torchbagua._torch import backend_of, timeout_of
 from torchbagua._warnings import warn_user
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
@@ -146,6 +147,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         self.intra_node = None
         self.inter_node = None
         self._is_open = False
+        self._is_on_lane = False
         self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.overlap = Overlap(self.world)
@@ -251,11 +253,42 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 
     def move_to_lane(self) -> None:
         """Communicate on the lane's thread from now on; the lane calls `poll`."""
+        self._is_on_lane = True
         members = self._members("world", list(range(self.size)))
         for device_type, transport in self._choice.open_for_another_thread(members).items():
             self.world.use_transport(device_type, transport)
         for communicator in self._communicators:
             communicator.watch_launches()
+
+    @property
+    def launches_on_users_group(self) -> bool:
+        """Whether it launches on the user's group, which `close` leaves open, so that other ranks still wait."""
+        return self._choice.shares_users_group and not self._is_on_lane
+
+    def fail(self) -> None:
+        """Close the private groups, since this rank has failed, and notify the ranks that wait for it."""
+        self.announce_failure()
+        self.close()
+
+    def announce_failure(self) -> None:
+        """Leave a reason in the store if the closed private groups do not notify all other ranks."""
+        if self.launches_on_users_group:
+            self.post_reason(f"torchbagua: {self.world.name_of(self.rank)} has raised an error, see its output")
+
+    def look_for_failed_rank(self, is_stuck: Callable[[], bool]) -> None:
+        """Raise CommunicationError if another rank has left a reason for which it has failed.
+
+        If `is_stuck()`, the GPU waits for that rank on the user's group, which no rank can use any more: abort it, so
+        that the host does not wait until the backend's watchdog ends the process.
+        """
+        reason = self._reason_of_another_rank()
+        if reason is None:
+            return
+        if is_stuck():
+            abort = backend_of(self.process_group, "cuda").abort
+            # On another thread: it may wait for the GPU.
+            _concurrency.Thread(target=abort, name="torchbagua: an abort of the user's group", daemon=True).start()
+        raise OutOfStep(f"{reason}. {self.world.name_of(self.rank)} was averaging gradients with it")
 
     def compare_clocks(self) -> None:
         """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.
@@ -267,18 +300,23 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             self.clock_offsets.append(clock_offset(self.world, self._other_clocks))
 
     def post_reason(self, text: str) -> None:
-        """Leave the reason for which this rank is about to close its groups, for `explain` on the other ranks."""
+        """Leave in the store the reason for which this rank is about to close its groups. The first reason remains."""
         with suppress(RuntimeError):  # the store is closed, and the others report that this rank has disconnected
-            self._store.set(_REASON, text)
+            self._store.compare_set(_REASON, "", f"{self.rank} {text}")
 
     def explain(self, error: BaseException) -> BaseException:
         """Return `error`; if another rank has disconnected and left a reason, an error that begins with it."""
         if isinstance(error, CommunicationError) and "by peer" in str(error):
             with suppress(RuntimeError):
-                if self._store.check([_REASON]):
-                    reason = self._store.get(_REASON).decode()
+                if (reason := self._reason_of_another_rank()) is not None:
                     return OutOfStep(f"{reason}. Here, {str(error).removeprefix('torchbagua: ')}")
         return error
+
+    def _reason_of_another_rank(self) -> str | None:
+        if not self._store.check([_REASON]):
+            return None
+        rank, text = self._store.get(_REASON).decode().split(" ", 1)
+        return None if int(rank) == self.rank else text
 
     def duplicate(
         self,

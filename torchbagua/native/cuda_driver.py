@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,6 +12,9 @@ from typing import Any
 
 # The argument for one parameter of a kernel: bytes of the same layout.
 Parameter = ctypes.c_float | ctypes.Array[Any] | ctypes.Structure
+
+
+_NAMES = re.compile(rb"(?:\.text\.|\.entry )(torchbagua_\w+)")  # of kernels, in machine code and in PTX
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,18 @@ class Driver:
             )
 
     def load(self, device: int, image: bytes) -> LoadedKernels:
-        """Loads compiled kernels on a device, and retains its context; RuntimeError if the driver rejects them."""
+        """Loads compiled kernels on a device, and retains its context; RuntimeError if the driver rejects them.
+
+        By default, CUDA loads each kernel only when its function is requested, which may wait for all work on the GPU:
+        also for an NCCL operation that waits for another rank in the same situation. So this requests all of them.
+        """
         (handle,) = self._call("cuDeviceGet", device)
         (context,) = self._call("cuDevicePrimaryCtxRetain", handle)
         with self._inside(context):
             (module,) = self._call("cuModuleLoadData", image)
-        return LoadedKernels(device, context, module, {})
+            names = {name.decode() for name in _NAMES.findall(image)}
+            functions = {name: self._call("cuModuleGetFunction", module, name.encode())[0] for name in sorted(names)}
+        return LoadedKernels(device, context, module, functions)
 
     def launch(
         self, kernels: LoadedKernels, name: str, num_blocks: int, num_threads: int, parameters: Sequence[Parameter]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -47,6 +48,11 @@ class CudaKernels:
         """Compiles for a compute capability, 90 for 9.0, before the first launch; RuntimeError if NVRTC fails."""
         with self._lock:
             self._image(capability)
+
+    def load_on(self, device: int) -> None:
+        """Loads the kernels of a device before the first launch, which raises the error if they do not load."""
+        with contextlib.suppress(RuntimeError):
+            self._on(device)
 
     def register(self) -> None:
         """Makes torch call these kernels for CUDA tensors until the process ends.
@@ -123,6 +129,15 @@ def _parameter(value: Tensor | float) -> Parameter:
     return ctypes.c_float(value)
 
 
+_registered: list[CudaKernels] = []
+
+
+def load_registered(device: int) -> None:
+    """Loads the kernels that `register_nvrtc` has registered, if any, on a CUDA device."""
+    for kernels in _registered:
+        kernels.load_on(device)
+
+
 def register_nvrtc(compiler: Compiler, capability: int) -> None:
     """Registers the kernels that NVRTC compiles: for `capability` now, for other GPUs at their first launch.
 
@@ -137,6 +152,7 @@ def register_nvrtc(compiler: Compiler, capability: int) -> None:
     if capability >= OLDEST_ARCHITECTURE:
         kernels.prepare(capability)
     kernels.register()
+    _registered.append(kernels)
 
 
 def _current_stream(device: int) -> int:

@@ -4,6 +4,7 @@ The dispatcher provides the fallback: the plain torch of every operation is regi
 adds kernels that take precedence. This module stores no record of what is loaded; it asks torch.
 """
 
+import ctypes
 import functools
 import os
 import threading
@@ -18,7 +19,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.native import cuda_toolkit, nvrtc, recipe
 from torchbagua.native.build import Build, compile_once, find_compiler
 from torchbagua.native.cuda_toolkit import Unavailable
-from torchbagua.native.launcher import register_nvrtc
+from torchbagua.native.launcher import load_registered, register_nvrtc
 from torchbagua.native.ops import NATIVE_OPS
 
 NativePath = Literal["aot", "jit", "nvrtc", "reference"]
@@ -108,6 +109,18 @@ def load() -> None:
     with _load_lock:
         for kernels in usable_devices():
             _load(kernels)
+
+
+def load_kernels(device: int) -> None:
+    """Loads every kernel on a CUDA device that is about to be used, if there are kernels.
+
+    Otherwise CUDA would load each at its first launch. This may wait for all work on the GPU: also for an NCCL
+    operation that waits for another rank, which may be in the same situation.
+    """
+    library = loaded_library(CUDA)
+    if library is not None:
+        ctypes.CDLL(str(library)).torchbagua_load_kernels(device)
+    load_registered(device)
 
 
 def _load(kernels: DeviceKernels) -> None:

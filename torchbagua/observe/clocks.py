@@ -1,6 +1,6 @@
 """The times of phases: on the host known at once, on a GPU known later, without waiting for the GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,6 +57,8 @@ class Clock(Protocol):
 
         Steps must be passed in order. Phases of the lane after `lane_end` are stored, and returned with the next step.
         Return None if some times are not known yet, unless `waits` is set: then wait for them.
+
+        Raises RuntimeError if the GPU does not reach one of them in time.
         """
         ...
 
@@ -110,12 +112,14 @@ class GpuClock:
 
     Args:
         device: the GPU.
+        wait: waits until the GPU has reached an event; raises RuntimeError if this takes too long.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wait: Callable[[torch.cuda.Event], object]) -> None:
         self._device = device
+        self._wait = wait
         self._base = self.now()
-        self._base.synchronize()
+        wait(self._base)
         self._base_ns = self._step_start_ns = _concurrency.perf_counter_ns()
         self._early: list[TimedPhase] = []  # phases of the next step
 
@@ -136,7 +140,7 @@ class GpuClock:
         on_gpu = [timestamp for timestamp in timestamps if not isinstance(timestamp, int)]
         if waits:
             for timestamp in on_gpu:
-                timestamp.synchronize()
+                self._wait(timestamp)
         elif not all(timestamp.query() for timestamp in on_gpu):
             return None
         events = []

@@ -111,10 +111,19 @@ class Tracer:
         self._notify_traces(lambda trace: trace.on_start(run))
         self._choose_samples(self.step)
 
-    def use_gpu(self, device: torch.device) -> None:
-        """Time work on this GPU from now on. Every call must pass the same GPU."""
+    def use_gpu(
+        self,
+        device: torch.device,
+        wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize(),
+    ) -> None:
+        """Time work on this GPU from now on. Every call must pass the same GPU.
+
+        Args:
+            device: the GPU.
+            wait: waits until the GPU has reached an event; raises RuntimeError if this takes too long.
+        """
         if self._observers and not isinstance(self._clock, GpuClock):
-            self._clock = GpuClock(device)
+            self._clock = GpuClock(device, wait)
 
     def now(self, *, on_host: bool = False) -> Timestamp:
         """Return the current timestamp: of the GPU's current stream if a GPU is used and `on_host` is not set."""
@@ -206,6 +215,7 @@ class Tracer:
 
         Returns whether the lane has already started the next step.
         """
+        lost = ""
         with self._lock:
             num_ended = len(self._pending)  # counted before the step ends: none of these ends after it
             end = self._clock.now() if ends_step else None
@@ -213,7 +223,12 @@ class Tracer:
             lane_end = self._lane_end
             self._unresolved.append(TimedStep(self.step, self.algorithm, phases, end, lane_end))
             while self._unresolved:
-                events = self._clock.resolve(self._unresolved[0], waits=not ends_step)
+                try:
+                    events = self._clock.resolve(self._unresolved[0], waits=not ends_step)
+                except RuntimeError as error:  # the GPU waits for a rank that has died
+                    lost = f"torchbagua: the events since step {self._unresolved[0].number} are lost: {error}"
+                    self._unresolved.clear()
+                    break
                 if events is None:
                     break
                 self._unresolved.popleft()
@@ -222,6 +237,8 @@ class Tracer:
                 self.step += 1
                 self._lane_end = None
         self._report_failures()
+        if lost:
+            warn_user_during_error(lost)
         return lane_end is not None
 
     def _notify(self, events: Sequence[CommEvent]) -> None:

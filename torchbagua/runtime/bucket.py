@@ -195,4 +195,4 @@ class BaguaBucket(BucketOperations):
 
     def _close_groups(self) -> None:
         for group in {self.group, *(operation.group for operation in self.operations)}:
-            group.close()
+            group.fail()

@@ -9,7 +9,7 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua._torch import future_of
-from torchbagua.transport.streams import LaneStream, wait_on_host
+from torchbagua.transport.streams import LaneStream
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -32,14 +32,20 @@ class Worker(Protocol):
 
     Attributes:
         waiting: returns a context manager, entered while another thread waits for a job.
-        late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
     """
 
     waiting: Callable[[], AbstractContextManager[None]]
-    late_failure: BaseException | None
 
     def begin_next(self) -> None:
         """Begin the job after the running one, if it is queued and runs in steps."""
+        ...
+
+    def raise_late_failure(self) -> None:
+        """Raise the error of asynchronous work that finished jobs had launched, if there is one."""
+        ...
+
+    def wait_for_gpu(self, mark: Any) -> None:
+        """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
         ...
 
 
@@ -50,6 +56,7 @@ class Job(ABC, Generic[T]):
         self._worker = worker
         self._side = side
         self._ready = None if side is None else side.mark()
+        self._end: Any = None  # the position of the lane's stream after the job's work
         self._failure: BaseException | None = None
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
@@ -65,27 +72,25 @@ class Job(ABC, Generic[T]):
         """Wait until the job is done. Return its value, or raise its error.
 
         On a GPU, a job is done when all its work is launched. The stream of this thread waits for that work. If the
-        work fails later, the `poll` of the lane detects it, and this method raises the error from then on.
+        work fails later, the `poll` of the lane detects it, and this method raises the error from then on. By then,
+        writes that follow the work in stream order have executed: call `finish` before a write to a module.
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
             _concurrency.wait_for(self._done)
-        self._raise_late_failure()
+        self._worker.raise_late_failure()
         return self._outcome()
 
-    def finish(self) -> T:
-        """Wait as `result` does, and then for the GPU's work, whose values the host is about to read.
+    def finish(self, *, reads: bool = False) -> T:
+        """Wait as `result` does, and then until a GPU has finished the job's work; required before a write to a module.
 
-        A read alone would block for as long as the GPU waits for a rank that died, whatever the lane has detected.
+        Args:
+            reads: wait for this thread's stream too, since the host is about to read from it. A read alone would block
+                for as long as the GPU waits for a rank that died, whatever the lane has detected.
         """
         value = self.result()
         if self._side is not None:
-            with self._worker.waiting():
-                wait_on_host(self._side.mark(), check=self._raise_late_failure)
+            self._worker.wait_for_gpu(self._side.mark() if reads else self._end)
         return value
-
-    def _raise_late_failure(self) -> None:
-        if (failure := self._worker.late_failure) is not None:
-            raise failure
 
     def run(self) -> None:
         """Run the job, on the lane's thread."""
@@ -96,6 +101,7 @@ class Job(ABC, Generic[T]):
         self._side.bind_thread()
         with self._side.after(self._ready):
             self._value = self._compute()
+            self._end = self._side.mark()
             self._done.set_result(self._side.token)
 
     def begin(self) -> None:

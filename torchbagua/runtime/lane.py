@@ -12,11 +12,17 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua.runtime.job import InSteps, Job, JobInSteps, JobOfFunction
-from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream
+from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, has_reached, wait_on_host
 
 T = TypeVar("T")
 
 _POLL_EVERY_S = 0.05
+_LOOK_EVERY_S = 5.0
+
+
+def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:
+    wait_on_host(mark, check=check)
+    return True
 
 
 class Lane:
@@ -36,6 +42,10 @@ class Lane:
         waiting: a context manager, entered while another thread waits for a job.
         poll: called on the lane's thread between jobs while it returns True, which means that a GPU is still executing
             work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
+        wait_for_gpu: waits until a GPU has reached a mark, and calls its second argument repeatedly, which may raise.
+            Returns False if the work before the mark may have been aborted.
+        look: called on the lane's thread if nothing was launched for some seconds after a `launch`. If another rank has
+            failed, it raises the lane's error. Its argument is a function that returns whether the GPU is stuck.
     """
 
     def __init__(
@@ -45,8 +55,11 @@ class Lane:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         poll: Callable[[], bool] = lambda: False,
         explain: Callable[[BaseException], BaseException] = lambda error: error,
+        wait_for_gpu: Callable[[Any, Callable[[], object]], bool] = _wait_for_gpu,
+        look: Callable[[Callable[[], bool]], None] | None = None,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting, poll, explain)
+        self._worker = _Worker(on_failure, waiting, poll, explain, wait_for_gpu, look)
+        self._looks = look is not None
         self._side: LaneStream | None = None
         self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
@@ -85,6 +98,10 @@ class Lane:
             raise RuntimeError(f"{self._name} is closed")
         if self._worker.failure is not None:
             raise self._worker.failure
+        self._worker.num_launched += 1
+        if self._looks and self._worker.launches_on is None:
+            self._worker.launches_on = self._side
+            self._submit(JobOfFunction(lambda: None, self._worker, None))  # starts the thread, or wakes it
         future = self._side.new_future()
         with self._side.after(self._side.mark()):
             try:
@@ -174,6 +191,8 @@ class _Worker:
         late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
         interrupt: stops the running job, if it would otherwise never return.
         waiting: the context manager that a thread enters while it waits for a job.
+        num_launched: the number of calls of `Lane.launch`.
+        launches_on: the stream of these calls, from the first call on that begins to look for failed ranks.
     """
 
     def __init__(
@@ -182,11 +201,17 @@ class _Worker:
         waiting: Callable[[], AbstractContextManager[None]],
         poll: Callable[[], bool],
         explain: Callable[[BaseException], BaseException],
+        wait_for_gpu: Callable[[Any, Callable[[], object]], bool],
+        look: Callable[[Callable[[], bool]], None] | None,
     ) -> None:
         self._on_failure = on_failure
         self._explain = explain
         self.waiting = waiting
         self._poll = poll
+        self._wait_for_gpu = wait_for_gpu
+        self._look = look
+        self.num_launched = 0
+        self.launches_on: LaneStream | None = None
         self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
         self._jobs: _concurrency.SimpleQueue[Job[Any] | None] = _concurrency.SimpleQueue()
         self._lock = _concurrency.Lock()  # ensures that no job is queued after a failure
@@ -208,6 +233,22 @@ class _Worker:
                 self._peeked.append(self._jobs.get_nowait())
         if self._peeked and (job := self._peeked[0]) is not None:
             job.begin()
+
+    def wait_for_gpu(self, mark: Any) -> None:
+        """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
+        with nullcontext() if has_reached(mark) else self.waiting():
+            has_finished = self._wait_for_gpu(mark, self.raise_late_failure)
+        self.raise_late_failure()  # the lane sets it before it aborts the work, which ends the work early
+        if not has_finished:
+            # A running job has closed the groups, and its error is about to end the lane, with the jobs in the queue.
+            last = JobOfFunction(lambda: None, self, None)
+            self.queue(last)
+            last.result()
+            raise RuntimeError("torchbagua: the groups were closed while a GPU was working on their operations")
+
+    def raise_late_failure(self) -> None:
+        if self.late_failure is not None:
+            raise self.late_failure
 
     def fail_first(self, error: BaseException) -> BaseException:
         """Record `error` as the failure of the lane, unless one is already recorded. Return the recorded failure."""
@@ -259,7 +300,24 @@ class _Worker:
         while self._poll():
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_POLL_EVERY_S)
+        num_seen = -1
+        while self._look is not None and self.launches_on is not None:
+            with suppress(queue.Empty):
+                return self._jobs.get(timeout=_LOOK_EVERY_S)
+            if num_seen == self.num_launched:
+                self._look(self._is_stuck)
+            num_seen = self.num_launched
         return self._jobs.get()
+
+    def _is_stuck(self) -> bool:
+        """Return whether the GPU does not finish the launched work soon."""
+        assert self.launches_on is not None
+        self.launches_on.bind_thread()
+        try:
+            wait_on_host(self.launches_on.end(), _LOOK_EVERY_S)
+        except TimeoutError:
+            return True
+        return False
 
     def _is_under_way(self) -> bool:
         try:

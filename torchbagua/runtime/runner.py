@@ -12,6 +12,7 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.mean_codecs import codec_for_dtype
 from torchbagua.collectives.agreement import fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.native.loader import load_kernels
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.changed_layout import check_gradient_layouts
 from torchbagua.runtime.gradient_buckets import GradientBuckets
@@ -102,10 +103,12 @@ class Runner:
         self.tracer = process_group.tracer
         self.lane = Lane(
             f"torchbagua lane of {self.name}",
-            on_failure=process_group.close,
+            on_failure=process_group.fail,
             waiting=partial(process_group.tracer.span, "wait"),
             poll=process_group.poll,
             explain=process_group.explain,
+            wait_for_gpu=process_group.wait_for_mark,
+            look=process_group.look_for_failed_rank if process_group.launches_on_users_group else None,
         )
         self.buckets: list[BaguaBucket] = []
         self.gradient_buckets = GradientBuckets()
@@ -384,10 +387,19 @@ class Runner:
             self.process_group.world.check_device(device)
             self.lane.use_gpu(device)
             if device.type == "cuda":  # on other devices, observers get the host's begin and end times
-                self.tracer.use_gpu(device)
+                self.tracer.use_gpu(device, self.process_group.wait_for_mark)
+                load_kernels(torch.cuda.current_device() if device.index is None else device.index)
             self.process_group.use_device(device)
             self.process_group.check_operations(device, self.name)
             self._gpu = device
+
+    def refuse_capture(self) -> None:
+        """Raise RuntimeError if a CUDA graph is being captured: a replay would not call the hooks of the step."""
+        if self._gpu is not None and self._gpu.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: a CUDA graph is being captured; capture parts of the model "
+                "(torch.cuda.make_graphed_callables) without the optimizer's step"
+            )
 
     # A backward of a gradient algorithm.
 
@@ -578,6 +590,8 @@ class Runner:
         finally:
             if self.parameter_state is not None:
                 self.parameter_state.close()
+            if not self.ends_in_order or self.lane.has_failed:
+                self.process_group.announce_failure()
             self.process_group.close()  # before the traces, which may take long to write, so that peers notice at once
             self.tracer.end()
 

@@ -35,7 +35,7 @@ class WeightMeans:
         for bucket in weights:
             bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
         weights.read()
-        weights.lockstep.submit(lambda: [bucket.run() for bucket in weights], "the last mean", is_last=True).result()
+        weights.lockstep.submit(lambda: [bucket.run() for bucket in weights], "the last mean", is_last=True).finish()
         weights.write()
 
     @contextmanager
@@ -57,7 +57,7 @@ class WeightMeans:
             for bucket, mean in means.items():
                 group.all_reduce(mean, average=True, hierarchical=False, name=bucket.name)
 
-        weights.lockstep.submit(average, "the mean of the weights").result()
+        weights.lockstep.submit(average, "the mean of the weights").finish()
         weights.write(means.__getitem__)
         means.clear()
         self._own = own
@@ -109,7 +109,7 @@ class WeightMeans:
                 for part in flat.split(_PART_ELEMENTS):
                     group.all_reduce(part, average=True, hierarchical=False, name=purpose)
 
-        self._weights.lockstep.submit(average, f"the mean of {purpose}", also=also).result()
+        self._weights.lockstep.submit(average, f"the mean of {purpose}", also=also).finish()
         for key, members in by_kind.items():
             parts = flats[key].split([tensor.numel() for tensor in members])
             for tensor, part in zip(members, parts, strict=True):

@@ -1,5 +1,7 @@
 """Copies a GradScaler's loss scale from the GPU to the host."""
 
+from collections.abc import Callable
+
 import torch
 
 from torchbagua._torch import loss_scale_of, num_writes
@@ -14,10 +16,12 @@ class LossScale:
 
     Args:
         scaler: the GradScaler.
+        wait: waits until the GPU has reached an event; raises an error if this takes too long.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, wait: Callable[[torch.cuda.Event], object]) -> None:
         self._scaler = scaler
+        self._wait = wait
         self._copied: tuple[torch.Tensor, int, HostCopy] | None = None
 
     def fetch(self) -> None:
@@ -30,7 +34,7 @@ class LossScale:
         """Return the scale from the copy or, if the scale has changed since, from the scaler."""
         scale = loss_scale_of(self._scaler)
         if self._copied is not None and scale is not None and self._is_copied(scale):
-            return self._copied[2].value()
+            return self._copied[2].value(self._wait)
         return self._scaler.get_scale()
 
     def _is_copied(self, scale: torch.Tensor) -> bool:
@@ -54,7 +58,7 @@ class HostCopy:
         self._number.copy_(number, non_blocking=True)
         self._done = torch.cuda.current_stream(number.device).record_event()
 
-    def value(self) -> float:
-        """Return the number; waits until the GPU has copied it."""
-        self._done.synchronize()
+    def value(self, wait: Callable[[torch.cuda.Event], object]) -> float:
+        """Return the number, once the GPU has copied it."""
+        wait(self._done)
         return float(self._number.item())

@@ -45,7 +45,7 @@ def install_step_hooks(
 
     loss_scale: LossScale | None = None
     if setup.grad_scaler is not None and runner.needs_grad_scaler and not runner.averages_weights:
-        loss_scale = LossScale(setup.grad_scaler)
+        loss_scale = LossScale(setup.grad_scaler, runner.process_group.wait_for_mark)
         runner.read_loss_scale = loss_scale.read
 
     # A copy of a wrapper has the same hooks, but they must act on the original only.
@@ -65,6 +65,7 @@ def install_step_hooks(
             after_first_step()
         try:
             if runner.averages_weights:
+                runner.refuse_capture()
                 runner.reset_if_needed()
             if on_step is not None:
                 on_step(optimizer)

@@ -57,6 +57,11 @@ class TransportChoice:
             transports["cuda"] = self._private_nccl(members)
         return transports
 
+    @property
+    def shares_users_group(self) -> bool:
+        """Whether `open` has returned transports that launch on the user's NCCL."""
+        return self._shares_nccl
+
     def open_for_another_thread(self, members: Members) -> dict[str, Transport]:
         """Return transports for a thread other than the training thread; they replace the transports that both share.
 

@@ -362,6 +362,11 @@ class Communicator(NamedRanks):
         self._fail(purpose, cause, direction, peer)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, which sets this before it aborts operations in flight."""
+        return self._end.is_closed
+
+    @property
     def collectively_closed_transports(self) -> list[Transport]:
         """The transports that members close together; see `Transport.close`."""
         return [transport for transport in self._distinct if transport.abilities.has_collective_close]

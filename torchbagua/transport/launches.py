@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from torchbagua.transport.streams import has_reached
+
 
 class Launch(NamedTuple):
     """The purpose of an operation, an event that its stream records after it, and the time of its launch."""
@@ -33,6 +35,6 @@ class Launches:
 
     def first_unfinished(self) -> Launch | None:
         """Return the first launch that the GPU has not finished. Raises RuntimeError if the GPU has failed."""
-        while self._launches and self._launches[0].done.query():
+        while self._launches and has_reached(self._launches[0].done):
             self._launches.popleft()
         return self._launches[0] if self._launches else None

@@ -12,12 +12,16 @@ import torch.distributed as dist
 from torchbagua._torch import backend_of
 from torchbagua._warnings import warn_user
 from torchbagua.transport.base import COLLECTIVES, LONGEST_ABORT_S, Abilities, Members, TransportError
+from torchbagua.transport.connections import MOST_CONNECTED_AT_ONCE
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import nccl_group
 from torchbagua.transport.torch_groups import TorchGroupCollectives
 
 # NCCL's own watchdog kills the process. It fires this much later, so that our poller can abort and raise first.
 _WATCHDOG_MARGIN = timedelta(seconds=10)
+
+# For short and for long tensors NCCL sends over different connections.
+_FIRST_LENGTHS = (1, 2**20)
 
 
 class NcclTransport(TorchGroupCollectives):
@@ -52,6 +56,7 @@ class PrivateNcclTransport(NcclTransport):
 
     def __init__(self, members: Members) -> None:
         super().__init__(nccl_group(members.store, members.rank, members.size, members.timeout + _WATCHDOG_MARGIN))
+        self._size = members.size
         self._timeout_s = members.timeout.total_seconds()
         self._device: torch.device | None = None
         self._is_closed = False
@@ -65,7 +70,25 @@ class PrivateNcclTransport(NcclTransport):
     def use_device(self, device: torch.device) -> None:
         if self._device is None:
             self._device = device
-            self._run_bounded("connect", lambda: backend_of(self._group).eager_connect_single_device(device))
+            self._run_bounded("connect", lambda: self._connect(device))
+
+    def _connect(self, device: torch.device) -> None:
+        """Connect the members, and use each kind of connection once.
+
+        NCCL opens most connections at their first use. There it would block the thread that launches, without a bound.
+        In a group of more than 32 ranks, two ranks connect at their first message, as over gloo.
+        """
+        backend_of(self._group).eager_connect_single_device(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            for length in _FIRST_LENGTHS:
+                part = torch.zeros(max(1, length // self._size), device=device)
+                whole = torch.zeros(len(part) * self._size, device=device)
+                self.all_reduce(whole)
+                self.all_gather_into_tensor(whole, part)
+                if self._size <= MOST_CONNECTED_AT_ONCE:
+                    self.all_to_all_single(torch.empty_like(whole), whole)
+        stream.synchronize()
 
     def close(self) -> None:
         if self._abort is None and not self._is_closed:

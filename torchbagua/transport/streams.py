@@ -1,5 +1,7 @@
 """The stream of a lane: a CUDA stream alongside the training stream, or the current stream of the lane's thread."""
 
+import ctypes
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,41 @@ _LONGEST_SLEEP_S = 0.01
 
 _HIGH_PRIORITY = -1  # torch has two priorities; all other streams have 0
 
+_THREAD_LOCAL_CAPTURE = 1  # cudaStreamCaptureModeThreadLocal, and CUDA's driver has the same number
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[[Any], int] | None:
+    """Return CUDA's function, which torch does not expose, from the runtime that torch has loaded, or the driver."""
+    functions = {None: "cudaThreadExchangeStreamCaptureMode", "libcuda.so.1": "cuThreadExchangeStreamCaptureMode"}
+    for library, name in functions.items():
+        try:
+            function: Callable[[Any], int] = getattr(ctypes.CDLL(library), name)
+        except (OSError, AttributeError):
+            continue
+        return function
+    return None
+
+
+def tolerate_captures() -> None:
+    """Allow this thread to query events and allocate memory while another thread captures a CUDA graph.
+
+    By default, CUDA forbids this to all threads, and such a call also invalidates the capture.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL_CAPTURE)))
+
+
+def has_reached(mark: torch.cuda.Event) -> bool:
+    """Return whether the GPU has reached `mark`; False while a capture of a CUDA graph forbids to ask."""
+    try:
+        return bool(mark.query())
+    except RuntimeError as error:
+        if "stream is capturing" in str(error):
+            return False
+        raise
+
 
 def wait_on_host(
     mark: torch.cuda.Event, timeout_s: float = math.inf, check: Callable[[], object] = lambda: None
@@ -25,7 +62,7 @@ def wait_on_host(
     CUDA's own wait never returns if the GPU waits for a rank that never arrives.
     """
     start_s = time.monotonic()
-    while not mark.query():
+    while not has_reached(mark):
         check()
         waited_s = time.monotonic() - start_s
         if waited_s > timeout_s:
@@ -63,6 +100,10 @@ class LaneStream(Protocol):
         """Return the current position in the calling thread's stream."""
         ...
 
+    def end(self) -> Any:
+        """Return the current position in this stream."""
+        ...
+
     def join(self) -> None:
         """Make the calling thread's stream wait for all work on this stream."""
         ...
@@ -91,6 +132,7 @@ class SideStream:
     def bind_thread(self) -> None:
         # A thread starts on the first GPU. Switching back to it, as at the end of a `with`, would open a context there.
         torch.cuda.set_device(self.device)
+        tolerate_captures()
 
     def new_future(self) -> "torch.futures.Future[torch.Tensor]":
         return torch.futures.Future(devices=[self.device])
@@ -98,6 +140,10 @@ class SideStream:
     def mark(self) -> torch.cuda.Event:
         mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return mark
+
+    def end(self) -> torch.cuda.Event:
+        end: torch.cuda.Event = self._stream.record_event()
+        return end
 
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -128,6 +174,9 @@ class ThreadStream:
 
     def mark(self) -> Any:
         return torch.accelerator.current_stream(self.device).record_event()
+
+    def end(self) -> Any:
+        return self.mark()
 
     def join(self) -> None:
         torch.accelerator.synchronize(self.device)

@@ -216,7 +216,7 @@ class BackgroundRounds:
                     warn_at_s = math.inf
                     self._warn_of_waiting(reason)
             self._apply_and_snapshot()
-        outcome = self._job.result()
+        outcome = self._job.finish()
         if outcome.has_mean:
             self._weights.write()
         return outcome

@@ -130,7 +130,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         """Wait for the mean of a bucket, and subtract the snapshot from it."""
         job = self._in_flight[bucket]
         if job is not None:
-            bucket.subtract(bucket.difference, job.result(), out=bucket.difference)
+            bucket.subtract(bucket.difference, job.finish(), out=bucket.difference)
             self._in_flight[bucket] = None
 
     def reset(self) -> None:

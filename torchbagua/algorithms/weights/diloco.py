@@ -264,7 +264,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             if sum(all_reduce_max(world, [digest, -digest], purpose)):
                 broadcast_tensors(world, shadow, purpose)
 
-        self.rounds.submit(share, "sharing the shadow weights").result()
+        self.rounds.submit(share, "sharing the shadow weights").finish()
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         return self.rounds.count_backward

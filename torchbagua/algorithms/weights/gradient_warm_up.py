@@ -43,7 +43,7 @@ class GradientWarmUp:
                 bucket.run()
             return used
 
-        all_used = self._weights.lockstep.submit(average, "the gradients").result()
+        all_used = self._weights.lockstep.submit(average, "the gradients").finish()
         means = [member for bucket in buckets for member in bucket.views(bucket.flat)]
         for (tensor, part), is_used in zip(means, all_used, strict=True):
             if not is_used:

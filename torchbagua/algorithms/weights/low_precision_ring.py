@@ -150,16 +150,16 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         rounds = self.rounds
         is_due = rounds.is_due(self.algorithm.communication_interval)
         rounds.step += 1
-        # Also between due steps, so that a failed exchange raises at the next step.
-        if is_due or (self._exchange is not None and self._exchange.is_done()):
+        if is_due or self.runner.lane.has_failed:  # otherwise, the failure would be noticed only at the next round
             self._receive()
         if is_due:
             self._weights.read()
             # Nodes compute their means first, so ranks compare their progress. In a ring of ranks, the update does not
             # send yet: a comparison would wait for the other ranks, and the exchange compares anyway.
-            is_of_nodes = self.algorithm.hierarchical and self.runner.process_group.intra_node is not None
-            submit = rounds.submit if is_of_nodes else self.runner.lane.submit
-            submit(self._update).result()
+            if self.algorithm.hierarchical and self.runner.process_group.intra_node is not None:
+                rounds.submit(self._update).finish()
+            else:
+                self.runner.lane.submit(self._update).result()
             self._weights.write()
             rounds.overlap_next_step()
             self._exchange = rounds.start(self._send_to_neighbours)
@@ -175,7 +175,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     def _receive(self) -> None:
         """Wait until the replicas of the neighbors are up to date."""
         if self._exchange is not None:
-            self._exchange.result()
+            self._exchange.finish()
             self._exchange = None
 
     @torch.no_grad()

@@ -91,7 +91,7 @@ class OuterRound:
         """Wait for the means, step the outer optimizer on them, and write the weights or the pending differences."""
         if self._job is None:
             return
-        self._job.finish()
+        self._job.finish(reads=True)
         self._job = None
         # The result is the same on all ranks, because the means are.
         if not all(map(self._is_valid, self._buckets)):

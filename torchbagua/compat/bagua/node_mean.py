@@ -63,7 +63,7 @@ class NodeMeanImpl(tb.AlgorithmImpl):
         self._rounds.step += 1
         if is_due:
             self._rounds.weights.read()
-            self._rounds.start(lambda: [bucket.run() for bucket in self.runner.buckets]).result()
+            self._rounds.start(lambda: [bucket.run() for bucket in self.runner.buckets]).finish()
             self._rounds.weights.write()
 
     def state_dict(self) -> dict[str, Any]:

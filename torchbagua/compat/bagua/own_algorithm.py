@@ -157,7 +157,7 @@ class OwnImpl(tb.AlgorithmImpl):
         """Wait for the running buckets, and write the results into their effective tensors."""
         while self._running:
             bucket, job = self._running.pop(0)
-            job.result()
+            job.finish()
             bucket.end()
 
     def open_group(self, group: ProcessGroupFacade | None, device: torch.device) -> tb.BaguaProcessGroup | None:

@@ -198,7 +198,7 @@ class Aggregation:
 
     def _use_device(self, device: torch.device) -> None:
         if device.type == "cuda":
-            self._tracer.use_gpu(device)
+            self._tracer.use_gpu(device, self.group.wait_for_mark)
             self.group.use_device(device)
 
     @torch.no_grad()
