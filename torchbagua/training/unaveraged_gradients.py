@@ -12,6 +12,7 @@ from torchbagua._torch import is_in_backward, num_writes
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.runner import Runner
+from torchbagua.training.module_hook import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
@@ -158,11 +159,11 @@ class _BareSteps:
             return False
         self._num_noted[id(optimizer)] = self._num_noted.get(id(optimizer), 0) + 1
         if self._hook is None:
-            self._hook = self._module.register_forward_pre_hook(self._before_forward)
+            self._hook = self._module.register_forward_pre_hook(ModuleHook(self._before_forward))
         return self._num_noted[id(optimizer)] == 2
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module is self._module and torch.is_grad_enabled():  # a copy of the module has this hook too
+        if module is self._module and torch.is_grad_enabled():  # a shallow copy of the module shares this hook
             self._has_silent_forward |= not self._ddp.require_backward_grad_sync
 
     def _new_gradients(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
