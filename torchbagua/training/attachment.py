@@ -265,6 +265,8 @@ class Attachment:
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
 
+        A weight algorithm then averages the layers that the saved run averaged, whichever are trained now.
+
         With a gradient algorithm, load the module, the optimizers and the GradScaler yourself, as with DDP.
 
         Raises:
