@@ -116,7 +116,9 @@ class Attachment:
                 assert setup.ddp is not None
                 undo.enter_context(install_hook(setup.ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
-        self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, weakref.ref(runner))
+        self._forgotten = _concurrency.finalize(
+            self, warn_of_missing_detach, weakref.ref(runner), weakref.ref(self._clock)
+        )
 
     @property
     def is_detached(self) -> bool:
