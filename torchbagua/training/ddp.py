@@ -47,6 +47,16 @@ def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         )
 
 
+class _Off(int):
+    """False as the value of a flag, and True in a copy or pickle of the DDP, which has no algorithm attached."""
+
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        return bool, (True,)
+
+
+_OFF: Any = _Off()
+
+
 def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
     """Keep `ddp` from sending gradients and buffers until the returned stack is closed, whatever the loop sets."""
 
@@ -66,7 +76,7 @@ def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
     def turn_off() -> None:
         for attribute in before:
             before[attribute] |= bool(getattr(ddp, attribute))
-            setattr(ddp, attribute, _Off())
+            setattr(ddp, attribute, _OFF)
 
     def turn_on() -> None:
         for attribute, was_on in before.items():
@@ -81,13 +91,6 @@ def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
         # and backward, as accelerate's trigger_sync_in_backward does.
         undo.enter_context(install_hook(ddp, _keep_gradients))
         return undo.pop_all()
-
-
-class _Off(int):
-    """False as the value of a flag, and True in a copy or pickle of the DDP, which has no algorithm attached."""
-
-    def __reduce__(self) -> tuple[type, tuple[bool]]:
-        return bool, (True,)
 
 
 def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:
@@ -108,8 +111,7 @@ def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitS
         undo.callback(ddp.register_forward_pre_hook(ModuleHook(refuse_join)).remove)
         if hook is not None:
             undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
-            off: Any = _Off() if ddp.broadcast_buffers else False
-            ddp.broadcast_buffers = off
+            ddp.broadcast_buffers = _OFF if ddp.broadcast_buffers else False
             undo.enter_context(install_hook(ddp, hook))
         return undo.pop_all()
 
