@@ -1,6 +1,7 @@
 """Agreement of ranks over an open group: maxima of small numbers, and progress."""
 
 import random
+import re
 
 import pytest
 import torch.distributed as dist
@@ -37,4 +38,22 @@ def test_ranks_in_step_and_out_of_step() -> None:
 
     messages = run_ranks(5, body)
     assert len(set(messages)) == 1
-    assert "out of step in a bad round: rank 2 has 6 steps, rank 4 has 5." in messages[0]
+    assert "out of step in a bad round: rank 2 has 6 steps, rank 4 has 5. Every rank" in messages[0]
+
+
+def test_ranks_in_different_calls() -> None:
+    """All ranks name the calls of both ranks, also a call that a rank has made alone."""
+
+    def body(group: dist.ProcessGroup) -> str:
+        own = tb.BaguaProcessGroup(group)
+        is_alone = group.rank() == 1
+        purpose = "the mean of é" + 60 * "x" if is_alone else "the round after 5 steps"
+        with pytest.raises(tb.CommunicationError) as caught:
+            require_same_progress(own.world, {"steps": 4 if is_alone else 5}, purpose)
+        return str(caught.value)
+
+    for message in run_ranks(3, body):
+        named = re.search(r"rank 1 has 4 steps, rank 2 has 5\. Rank 1 is in (\S.+), rank 2 in (.+)\. Every", message)
+        assert named
+        assert named[1].startswith("the mean of é" + 40 * "x")
+        assert named[2] == "the round after 5 steps"

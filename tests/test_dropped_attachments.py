@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,24 @@ def test_an_unreferenced_attachment_is_freed(attach: Any, algorithm: Any) -> Non
         return descriptors[-1] - descriptors[0]
 
     assert min(run_ranks(NUM_RANKS, body)) < 5  # a leaked group would leave five on each rank
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_only_a_dropped_attachment_that_has_trained_warns_of_different_weights(num_steps: int) -> None:
+    """A program that fails before its first step leaves equal weights."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        attachment = tb.attach(module, optimizer, tb.DiLoCoAlgorithm(9), process_group=tb.BaguaProcessGroup(group))
+        for _ in range(num_steps):
+            module(torch.rand(2, 4)).sum().backward()
+            optimizer.step()
+        del attachment  # the module's hooks keep the runner
+        gc.collect()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    found = [str(warning.message) for warning in caught if "was not detached" in str(warning.message)]
+    assert bool(found) == (num_steps > 0)

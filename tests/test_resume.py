@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import programs
 import torchbagua as tb
@@ -186,5 +187,105 @@ def test_state_of_another_rank_or_of_fewer_ranks(algorithm: tb.Algorithm) -> Non
                 with pytest.raises(ValueError, match=f"state must be from rank {rank} of 2, {got}; every rank"):
                     attachment.load_state_dict({**state, "impl": {**state["impl"], **place}})
             attachment.load_state_dict(state)
+
+    run_ranks(2, body)
+
+
+def freeze(module: Normed, step: int, event: str) -> None:
+    """Change which layers are trained, before this step."""
+    if event == "unfreeze" and step == 2:
+        module.frozen.requires_grad_(True)
+    if event == "unfreeze late" and step == STOP:  # after the last step before the checkpoint
+        module.frozen.requires_grad_(True)
+    if event == "freeze" and step == 2:
+        module.first.requires_grad_(False)
+    if event == "freeze the next" and step == STOP:
+        module.first.requires_grad_(False)
+        module.frozen.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "unfreeze",
+        pytest.param("unfreeze late", marks=pytest.mark.slow),
+        pytest.param("freeze", marks=pytest.mark.slow),
+        "freeze the next",
+    ],
+)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        tb.DecentralizedAlgorithm(),
+        tb.LowPrecisionDecentralizedAlgorithm(),
+        tb.DiLoCoAlgorithm(2),
+        tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+    ],
+    ids=["all", "low precision", "diloco", "fragments"],
+)
+def test_resume_after_layers_were_unfrozen_or_frozen(algorithm: tb.Algorithm, event: str) -> None:
+    """Whether a layer is trained may change after the saved run attached, and after or before the resumed one does."""
+    model = build(Normed)
+
+    def make_sgd(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)]
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01, make_optimizers=make_sgd)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            expected = []
+            for step in range(END):
+                freeze(trainer.module, step, event)
+                if step == STOP:
+                    state, data = copy.deepcopy(attachment.rank_state_dict()), trainer.data.get_state()
+                trainer.step()
+                expected.append(copy.deepcopy(trainer.module.state_dict()))
+
+        for changes_before_attach, by_hand in ((False, False), (False, True), (True, False)):
+            trained = dict.fromkeys(name for name, weight in trainer.module.named_parameters() if weight.requires_grad)
+            changed = copy.deepcopy(model)
+            if changes_before_attach:
+                for name, weight in changed.named_parameters():
+                    weight.requires_grad_(name in trained)
+            resumed = Trainer(group, changed, lr=0.01, make_optimizers=make_sgd)
+            with tb.attach(resumed.ddp, resumed.optimizer, algorithm) as attachment:
+                resumed.step()  # loading must discard this step
+                for name, weight in resumed.module.named_parameters():
+                    weight.requires_grad_(name in trained)
+                saved = copy.deepcopy(state)
+                if by_hand:
+                    with torch.no_grad():
+                        for name, weight in resumed.module.state_dict().items():
+                            weight.copy_(saved["module"][name])
+                    resumed.optimizer.load_state_dict(saved["optimizers"][0])
+                    attachment.load_state_dict(saved["attachment"])
+                else:
+                    attachment.load_rank_state_dict(saved)
+                resumed.data.set_state(data)
+                for step in range(STOP, END):
+                    resumed.step()
+                    assert_same_weights([expected[step], resumed.module.state_dict()])
+            assert_same_weights([trainer.module.state_dict(), resumed.module.state_dict()])
+
+    run_ranks(2, body)
+
+
+def test_async_loads_the_state_of_a_layer_that_was_unfrozen() -> None:
+    model = build(Normed)
+    algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)
+
+    def body(group: dist.ProcessGroup) -> None:
+        first, second = Trainer(group, model), Trainer(group, model)
+        with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
+            first.module.frozen.requires_grad_(True)
+            first.step()
+            attachment.impl.abort(first.ddp)  # ranks may save in different rounds otherwise
+            state = copy.deepcopy(attachment.rank_state_dict())
+        with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
+            attachment.load_rank_state_dict(state)
+            assert_same_weights([state["module"], second.module.state_dict()])
+            assert "frozen.weight" in attachment.state_dict()["impl"]["differences"]
+            second.step()
+        first, second = weights_of(first.module), weights_of(second.module)
 
     run_ranks(2, body)

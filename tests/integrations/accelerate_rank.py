@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,82 @@ def freed() -> dict[str, Any]:
     return found
 
 
+class OwnFiles:
+    """Hooks with which a program stores its models itself, as diffusers' scripts do: accelerate then has none left."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.install()
+
+    def install(self) -> None:
+        self._accelerator.register_save_state_pre_hook(self.save)
+        self._accelerator.register_load_state_pre_hook(self.load)
+
+    def save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        if self._accelerator.is_main_process:
+            while weights:
+                torch.save(models[len(weights) - 1].state_dict(), Path(folder) / f"own{len(weights)}.pt")
+                weights.pop()
+
+    def load(self, models: list[nn.Module], folder: str) -> None:
+        while models:
+            number = len(models)
+            models.pop().load_state_dict(torch.load(Path(folder) / f"own{number}.pt"))
+
+
+def own_files() -> dict[str, Any]:
+    """Save and resume runs with hooks that store the models themselves, registered before and after attach."""
+    found: dict[str, Any] = {}
+    for name in ("gradient_allreduce", "bytegrad", "decentralized", "diloco"):
+        for is_before in (True, False):
+            folder = FOLDER / f"own {name} {is_before}"
+            outcomes = []
+            for is_resumed in (False, True):
+                accelerator, model, optimizer, raw = prepare(name)
+                hooks = OwnFiles(accelerator) if is_before else None
+                with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)) as attachment:
+                    hooks = hooks or OwnFiles(accelerator)
+                    if is_resumed:
+                        train(accelerator, model, optimizer, range(1))
+                        accelerator.load_state(str(folder))
+                    else:
+                        train(accelerator, model, optimizer, range(STOP))
+                        with attachment.averaged_weights():
+                            mean = weights_of(model)
+                        accelerator.save_state(str(folder))
+                        accelerator.wait_for_everyone()
+                    loaded = [weights_of(model), repr(optimizer.state_dict()), repr(attachment.state_dict())]
+                    train(accelerator, model, optimizer, range(STOP, STEPS))
+                    outcomes.append([*loaded, weights_of(model)])
+            own = {key: value.double().flatten().tolist() for key, value in torch.load(folder / "own1.pt").items()}
+            found[f"{name} {is_before}"] = {"outcomes": outcomes, "own": own, "mean": mean}
+    return found
+
+
+def main_process_alone() -> dict[str, Any]:
+    """Save on the main process alone, as scripts of diffusers do, and resume; a weight algorithm must not hang."""
+    found = {}
+    for name in ("gradient_allreduce", "bytegrad", "decentralized"):
+        folder = FOLDER / f"alone {name}"
+        accelerator, model, optimizer, raw = prepare(name)
+        timeout = timedelta(seconds=20)
+        try:
+            with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), timeout=timeout):
+                train(accelerator, model, optimizer, range(2))
+                if accelerator.is_main_process:
+                    accelerator.save_state(str(folder))
+                train(accelerator, model, optimizer, range(2, 4))
+            accelerator.wait_for_everyone()
+            accelerator, model, optimizer, raw = prepare(name)
+            with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
+                accelerator.load_state(str(folder))
+            found[name] = "ok"
+        except (RuntimeError, FileNotFoundError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        accelerator.wait_for_everyone()
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """Return the error that the call raises, as text."""
     try:
@@ -270,7 +347,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     RANK = Accelerator(cpu=True).process_index
     found = {}
-    for scenario in (runs, resumed, overflow, forced_sync, switched, freed, refusals, exception):
+    for scenario in (
+        *(runs, resumed, own_files, main_process_alone, overflow, forced_sync),
+        *(switched, freed, refusals, exception),
+    ):
         print(f"rank {RANK}: {scenario.__name__}", flush=True)
         found[scenario.__name__] = scenario()
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))

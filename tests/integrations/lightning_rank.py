@@ -21,7 +21,7 @@ import lightning
 import pytorch_lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -309,6 +309,42 @@ def resume() -> Any:
     return results
 
 
+def finetuning() -> Any:
+    """Resume after BackboneFinetuning has unfrozen a layer. Lightning itself would leave the layer frozen."""
+
+    class Backbone(Net):
+        def __init__(self, algorithm: str) -> None:
+            super().__init__(algorithm)
+            self.backbone = self.net[0]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([weight for weight in self.parameters() if weight.requires_grad], lr=0.01)
+
+    class Unfreeze(lightning.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # after the strategy has attached
+            pl_module.backbone.requires_grad_(trainer.ckpt_path is not None)
+
+    def run(algorithm: str) -> Any:
+        folder = FOLDER / f"finetuning-{algorithm}"
+
+        def fit(path: Path | None = None) -> Any:
+            watch, model = Watch(), Backbone(algorithm)
+            saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+            tuner = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+            trainer = trainer_of(
+                strategy_of(algorithm),
+                callbacks=[Unfreeze(), watch, tuner, saver],
+                enable_checkpointing=True,
+                max_epochs=3,
+            )
+            trainer.fit(model, loader(), ckpt_path=path, weights_only=False)
+            return {"own": watch.own, "end": digest(model)}
+
+        return [fit(), fit(folder / "epoch=1.ckpt")]
+
+    return {algorithm: run(algorithm) for algorithm in ("decentralized", "diloco")}
+
+
 def saved_by_an_exception() -> Any:
     """Check the checkpoint that Lightning saves after an exception, and continue a run from it."""
     model = Failing("decentralized")
@@ -559,6 +595,7 @@ SCENARIOS = {
         validation,
         async_rounds,
         resume,
+        finetuning,
         saved_by_an_exception,
         learning_rate_finder,
         one_device,

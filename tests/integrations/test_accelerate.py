@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -87,6 +88,37 @@ def test_a_checkpoint_contains_the_mean(found: Found, folder: Path, name: str) -
         mean = torch.tensor([weights[key] for weights in saved], dtype=torch.float64).mean(0)
         # The mean is rounded to float32 once, and a difference to it may be added to weights that are larger.
         torch.testing.assert_close(model[key].double().flatten(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_hooks_that_store_the_models_themselves(found: Found) -> None:
+    """They are registered before or after attach, and save the mean."""
+    for result in found:
+        for case, own_files in result["own_files"].items():
+            saved, loaded = own_files["outcomes"]
+            if case.startswith("gradient"):  # they load the buffers of rank 0, as with plain DDP
+                assert parameters(saved[0]) == parameters(loaded[0])
+                assert parameters(saved[3]) == parameters(loaded[3])
+                continue
+            assert parameters(saved[0]) == parameters(loaded[0]), case
+            assert saved[1:3] == loaded[1:3], case
+            assert parameters(saved[3]) == parameters(loaded[3]), case
+    for case, own_files in found[0]["own_files"].items():
+        assert parameters(own_files["own"]) == parameters(own_files["mean"]), case
+
+
+def test_the_main_process_saves_alone(found: Found) -> None:
+    results = [result["main_process_alone"] for result in found]
+    for result in results:
+        assert result["gradient_allreduce"] == "ok"
+        assert re.search(
+            r"FileNotFoundError: .*torchbagua_1\.pt, which rank 1 must load, .*: ranks \[1\] did not save, ",
+            result["bytegrad"],
+        )
+        assert re.search(
+            r"CommunicationError: .*out of step .* Rank 0 is in the mean of the weights, rank 1 in the round after ",
+            result["decentralized"],
+        )
+    assert "accelerator.save_state saves the mean of the ranks' weights, so all" in results[0]["decentralized"]
 
 
 def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:

@@ -35,6 +35,7 @@ TWO_RANK_SCENARIOS = [
     "validation",
     "async_rounds",
     "resume",
+    "finetuning",
     "saved_by_an_exception",
     "learning_rate_finder",
     "manual",
@@ -153,6 +154,13 @@ def test_resumed_runs_are_bitwise_equal(two_rank_results: dict[str, list[Any]], 
         assert result[case]["num_states"] == 2
         assert result[case]["is_mean"]
         assert result[case]["are_different"] == case.startswith(WEIGHTS)
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "diloco"])
+def test_a_run_that_has_unfrozen_a_layer_resumes(two_rank_results: dict[str, list[Any]], algorithm: str) -> None:
+    for result in results_by_rank(two_rank_results, "finetuning"):
+        straight, resumed = result[algorithm]
+        assert straight == resumed
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -20,13 +20,14 @@ def save_state(runner: Runner, loop: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that `load_state` loads: plain tensors, numbers and strings.
 
     "impl" is the state of the runner. "algorithm" is a JSON string of the format version, the name of the algorithm's
-    class, the arguments that the state depends on (`Algorithm.state_arguments`), and `loop`: facts about the training
-    loop, which `load_state` returns.
+    class, the arguments that the state depends on (`Algorithm.state_arguments`), the names of the averaged parameters,
+    and `loop`: facts about the training loop, which `load_state` returns.
     """
     described = {
         "version": FORMAT_VERSION,
         "algorithm": type(runner.algorithm).__qualname__,
         "arguments": runner.algorithm.state_arguments(runner.process_group) if _depends_on_arguments(runner) else {},
+        "averaged": None if runner.weights is None else runner.weights.parameter_names,
         "loop": loop,
     }
     # A single string, because torch.distributed.checkpoint loads into the current keys of a state and refuses a
@@ -41,6 +42,9 @@ def load_state(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: `check_saved` raises it, or the tensors do not match this module.
     """
     loop = check_saved(runner, state)
+    averaged = json.loads(state["algorithm"]).get("averaged")  # states of earlier development versions do not have it
+    if averaged is not None:
+        runner.average_as_saved(averaged)
     runner.load_state_dict(state["impl"])
     return loop
 

@@ -12,6 +12,7 @@ from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 
 _MOST_PIECES = 1024
+_WORD_BYTES = 7  # of text, in a number
 
 
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:
@@ -142,11 +143,28 @@ def require_same_progress(
     check_value(largest_value)
     if difference is not None:
         name, (first, second), (first_number, second_number) = difference
+        calls = _name_calls(communicator, difference.ranks, purpose)
         raise CommunicationError(
             f"torchbagua: ranks are out of step in {purpose}: rank {first} has {first_number} {name}, rank "
-            f"{second} has {second_number}. Every rank must run the same backward passes, optimizer steps, state "
-            "loads, layer unfreezes, aborts and resumes, in the same order. Check whether a rank ran out of data, left "
+            f"{second} has {second_number}.{calls} Every rank must run the same backward passes, optimizer steps, "
+            "averaged_weights, state loads, layer unfreezes, aborts and resumes, in the same order. Check whether a "
+            "rank ran out of data, left "
             "early or skipped a step of an optimizer; if a GradScaler can skip a step on one rank, pass it to "
             "attach(..., grad_scaler=scaler)."
         )
     return largest_value
+
+
+def _name_calls(communicator: Communicator, ranks: tuple[int, int], purpose: str) -> str:
+    """Return a sentence that names the purposes of two ranks, if they differ. Collective, after a difference."""
+    own_rank = communicator.ranks[communicator.rank]
+    own = purpose.encode()[: 8 * _WORD_BYTES].ljust(8 * _WORD_BYTES)
+    words = [int.from_bytes(own[start : start + _WORD_BYTES], "big") for start in range(0, len(own), _WORD_BYTES)]
+    values = [word if own_rank == rank else 0 for rank in ranks for word in words]
+    try:
+        largest = all_reduce_max(communicator, values, purpose)
+    except CommunicationError:  # the difference is the better error
+        return ""
+    text = b"".join(word.to_bytes(_WORD_BYTES, "big") for word in largest)
+    first, second = (part.decode(errors="ignore").strip() for part in (text[: len(own)], text[len(own) :]))
+    return "" if first == second else f" Rank {ranks[0]} is in {first}, rank {ranks[1]} in {second}."

@@ -1,9 +1,9 @@
 """attach for programs that use accelerate. Call it after `prepare`; `save_state` and `load_state` handle every rank."""
 
-import copy
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def attach(
     The GradScaler of `accelerator` is passed to `torchbagua.attach`, unless `options` has another one. Until you
     detach, `accelerator.save_state` writes the mean of the ranks' weights as the model. Alongside the model it writes
     `torchbagua_<rank>.pt` for each rank, with everything that this rank needs to continue with
-    bitwise identical results. `accelerator.load_state` restores each rank's own state. Call both on all ranks.
+    bitwise identical results. `accelerator.load_state` restores each rank's own state. Call both on all ranks. Hooks
+    that you register with `register_save_state_pre_hook` get the model with the mean, too.
 
     Args:
         accelerator: the Accelerator that prepared the model.
@@ -65,7 +66,19 @@ def attach(
             )
     attachment = tb.attach(ddp, optimizer, algorithm, **{"grad_scaler": accelerator.scaler, **options})
     _RankStates.of(accelerator, ddp.module).keep(attachment)
+    if "save_state" not in vars(accelerator):
+        save = accelerator.save_state
+        setattr(accelerator, "save_state", wraps(save)(partial(_save_means, accelerator, save)))  # noqa: B010 - mypy
     return attachment
+
+
+def _save_means(accelerator: accelerate.Accelerator, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `save` while attached models have the mean of the ranks' weights; accelerate calls no hook after it."""
+    with ExitStack() as means:
+        for item in accelerator._custom_objects:
+            if isinstance(item, _RankStates):
+                item.enter_mean(means)
+        return save(*args, **kwargs)
 
 
 class _RankStates:
@@ -116,17 +129,27 @@ class _RankStates:
     def _running(self) -> tb.Attachment | None:
         return self._attachment if self._is_prepared else None
 
+    def enter_mean(self, means: ExitStack) -> None:
+        """Give the model the mean of the ranks' weights until `means` is closed, if an algorithm is attached."""
+        if (attachment := self._running) is None:
+            return
+        try:
+            means.enter_context(attachment.averaged_weights())
+        except tb.CommunicationError as error:
+            raise tb.CommunicationError(
+                "torchbagua: accelerator.save_state saves the mean of the ranks' weights, so all ranks must call it, "
+                f"not the main process alone. {error}"
+            ) from error
+
+    # Other hooks may have taken the models and their weights out of the lists that accelerate passes.
     def _before_save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if (attachment := self._running) is not None:
-            index = self._note_folder(models, folder)
+            self._note_folder(folder)
             save_rank_state(attachment, self._files, self._accelerator.process_index)
-            if attachment.runner.averages_weights:
-                with attachment.averaged_weights():
-                    weights[index] = copy.deepcopy(weights[index])  # accelerate's are not copies, and are written later
 
     def _before_load(self, models: list[torch.nn.Module], folder: str) -> None:
         if self._running is not None:
-            self._note_folder(models, folder)
+            self._note_folder(folder)
             if not any(Path(folder).glob("torchbagua*_*.pt")):
                 self._refuse()  # before accelerate loads half of the checkpoint and then fails on registered objects
 
@@ -136,18 +159,17 @@ class _RankStates:
             "load it before attach"
         )
 
-    def _note_folder(self, models: list[torch.nn.Module], folder: str) -> int:
-        index = [model is self._module() for model in models].index(True)
+    def _note_folder(self, folder: str) -> None:
+        index = [model is self._module() for model in self._accelerator._models].index(True)
         self._files = Path(folder) / ("torchbagua" if index == 0 else f"torchbagua_model{index}")
-        return index
 
-    def state_dict(self) -> dict[str, bool]:
+    def state_dict(self) -> dict[str, int]:
         """Return the state that accelerate writes once, for all ranks."""
-        return {"is_attached": self._running is not None}
+        return {"is_attached": self._running is not None, "num_ranks": self._accelerator.num_processes}
 
-    def load_state_dict(self, state: dict[str, bool]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Load this rank's state, if an algorithm is attached."""
         if (attachment := self._running) is not None:
             if not state["is_attached"]:
                 self._refuse()
-            load_rank_state(attachment, self._files, self._accelerator.process_index)
+            load_rank_state(attachment, self._files, state.get("num_ranks", self._accelerator.num_processes))

@@ -45,14 +45,17 @@ def save_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
     torch.save(attachment.rank_state_dict(), f"{files}_{rank}.pt")
 
 
-def load_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
-    """Load the file that `save_rank_state` wrote. A rank without a file loads rank 0's, if the algorithm allows it.
+def load_rank_state(attachment: Attachment, files: Path, num_ranks: int) -> None:
+    """Load as `load_noted_rank_state`, or from rank 0's file on a rank without a file if all ranks have one state.
 
     Raises:
-        FileNotFoundError: neither file exists.
-        ValueError: see `Attachment.load_rank_state_dict`.
+        FileNotFoundError, ValueError: see `load_noted_rank_state`.
     """
-    own = Path(f"{files}_{rank}.pt")
+    runner = attachment.runner
+    if runner.averages_weights or runner.parameter_state is not None:
+        load_noted_rank_state(attachment, files, num_ranks)
+        return
+    own = Path(f"{files}_{dist.get_rank()}.pt")
     file = own if own.exists() else Path(f"{files}_0.pt")
     attachment.load_rank_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
@@ -79,10 +82,11 @@ def load_noted_rank_state(attachment: Attachment, files: Path, num_ranks: int) -
     if num_ranks == 0:
         warn_user(f"torchbagua: {files.parent} has no state of an algorithm; it starts again from these weights")
         return
-    for other, (_, missing) in enumerate(found):
-        if missing:
-            raise FileNotFoundError(
-                f"torchbagua: {missing}, which rank {other} must load, does not exist; the checkpoint was saved by "
-                f"{num_ranks} ranks, and each rank needs its own file where it loads the checkpoint"
-            )
+    lacking = [other for other, (_, missing) in enumerate(found) if missing]
+    if lacking:
+        raise FileNotFoundError(
+            f"torchbagua: {found[lacking[0]][1]}, which rank {lacking[0]} must load, does not exist: ranks {lacking} "
+            f"did not save, or their files are elsewhere. All {num_ranks} ranks must save, not the main process alone, "
+            "and each rank needs its own file where it loads the checkpoint"
+        )
     attachment.load_rank_state_dict(torch.load(file, map_location="cpu", weights_only=True))

@@ -23,6 +23,7 @@ from torchbagua.runtime.meeting import Meeting, Meetings
 from torchbagua.runtime.optimizer_steps import StepCount, StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
+from torchbagua.runtime.shards import local_shard
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
 S = TypeVar("S", bound=ParameterState[Any])
@@ -374,6 +375,21 @@ class Runner:
         """Have the impl rebuild its buckets, if `need_reset` returns True. Call it when no backward is in progress."""
         if self.impl.need_reset():
             self.impl.reset()
+
+    @torch.no_grad()
+    def average_as_saved(self, names: Sequence[str]) -> None:
+        """Rebuild the buckets for a state that averages the parameters with these names. The weights do not change.
+
+        Raises:
+            ValueError: the module has no parameter with one of these names.
+        """
+        if self.weights is None or self._module is None or not self.weights.follow(names):
+            return
+        tensors = [local_shard(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())]
+        values = [tensor.clone() for tensor in tensors]
+        self.impl.reset()  # applies the round in flight, which the state replaces
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
     def use_device(self, device: torch.device) -> None:
         """Set the device of the tensors that the lane processes. The first call with a GPU is collective.

@@ -1,6 +1,6 @@
 """The weights of a module in flat buckets: selects them, and reads and changes them between two steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -58,6 +58,7 @@ class WeightBuckets:
         self._module = torch.nn.Module()
         self._ignored_names: frozenset[str] = frozenset()
         self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
+        self._followed_ids: set[int] | None = None  # parameters of a loaded state, until `need_reset`
         self._sharded_parts: list[Any] = []
         self._shapes: dict[str, torch.Size] = {}
         # By name, the order of the first tensor with this name. Flat tensors of all ranks use it, even after a reset.
@@ -92,11 +93,14 @@ class WeightBuckets:
         self._module, self._ignored_names = module, ignored_names
         self._sharded_parts = list(sharded_parts(module).values())
         reshard(self._sharded_parts)
-        once_averaged = {id(parameter) for parameter in self._averaged.values()}
+        selected_ids = self._followed_ids
+        if selected_ids is None:
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            selected_ids = {id(parameter) for parameter in (*trained, *self._averaged.values())}
         tensors = [
             BaguaTensor(name, parameter)
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad or id(parameter) in once_averaged
+            if id(parameter) in selected_ids
         ]
         if self._average_buffers:
             in_state = module.state_dict().keys()  # other buffers are caches, equal on all ranks
@@ -118,6 +122,30 @@ class WeightBuckets:
         ]
         self.lockstep.layout_watch.watch([tensor for tensor in named if tensor.is_parameter])
         return named
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The names of the averaged parameters in the module."""
+        return list(self._averaged)
+
+    def follow(self, names: Collection[str]) -> bool:
+        """Have `select` return the parameters with these names until `need_reset`. Return whether they are new.
+
+        A state that is loaded defines which parameters are averaged, since layers may be unfrozen and frozen at any
+        time. Layers that are trained and not in the state follow at the end of the next step, as in the saved run.
+
+        Raises:
+            ValueError: the module has no parameter with one of these names.
+        """
+        reshard(self._sharded_parts)
+        parameters = dict(self._module.named_parameters())
+        if unknown := [name for name in names if name not in parameters]:
+            raise ValueError(
+                f"{self._owner}.load_state_dict: the state must hold the weights of this module, got others: "
+                f"{unknown[:5]}"
+            )
+        self._followed_ids = {id(parameters[name]) for name in names}
+        return set(names) != self._averaged.keys()
 
     def _kept_order(self, tensor: BaguaTensor) -> MemoryOrder:
         """Return the order of the first tensor with this name and shape, since other ranks may still use that order."""
@@ -156,6 +184,7 @@ class WeightBuckets:
                 )
         if has_changed_layout and meets:
             self.lockstep.refuse_changed_layout()
+        self._followed_ids = None
         return any(parameter.requires_grad for parameter in not_averaged.values())
 
     def make_buckets(
@@ -274,7 +303,8 @@ class WeightBuckets:
             raise ValueError(
                 f"{self._owner}.load_state_dict: the state must hold the weights of this module, "
                 f"{len(parts)} tensors, got {len(state)}; they differ in "
-                f"{sorted(state.keys() ^ parts.keys())[:5] or 'shapes'}"
+                f"{sorted(state.keys() ^ parts.keys())[:5] or 'shapes'}. A state holds the layers that have or had "
+                "requires_grad=True when it was saved"
             )
         for name, part in parts.items():
             part.copy_(state[name])

@@ -141,7 +141,9 @@ class Attachment:
                 for ddp in setup.ddps:
                     undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
-        self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, weakref.ref(runner))
+        self._forgotten = _concurrency.finalize(
+            self, warn_of_missing_detach, weakref.ref(runner), weakref.ref(self._clock)
+        )
 
     @property
     def is_detached(self) -> bool:
@@ -341,6 +343,8 @@ class Attachment:
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
+
+        A weight algorithm then averages the layers that the saved run averaged, whichever are trained now.
 
         With a gradient algorithm, load the module, the optimizers and the GradScaler yourself, as with DDP.
 

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import comm_hooks_of, has_learnt_graph, is_joining
+from torchbagua.training.module_hook import ModuleHook
 
 JOIN_REFUSAL = (
     "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
@@ -20,6 +21,7 @@ JOIN_REFUSAL = (
 )
 
 _HELD = "_torchbagua_hook"  # on a DDP
+_COPIED = "torchbagua: averaged by DDP"  # the state of the hook in the list of a copied DDP
 
 Hook = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -45,25 +47,36 @@ def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         )
 
 
+class _Off(int):
+    """False as the value of a flag, and True in a copy or pickle of the DDP, which has no algorithm attached."""
+
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        return bool, (True,)
+
+
+_OFF: Any = _Off()
+
+
 def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
     """Keep `ddp` from sending gradients and buffers until the returned stack is closed, whatever the loop sets."""
 
     def disable(module: torch.nn.Module, inputs: Any) -> None:
-        if module is not ddp:  # a copy has this hook too
+        if module is not ddp:  # a shallow copy shares this hook
             return
         if is_joining(ddp):
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
         # no_sync sets the first attribute, and DDP's next forward then sets the second. Loops that accumulate gradients
         # set the first attribute before each forward, and DDP reads it only in forward.
         turn_off()
-        ddp.require_backward_grad_sync = not has_learnt_graph(ddp)
+        if not has_learnt_graph(ddp):
+            ddp.require_backward_grad_sync = True
 
     before = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
 
     def turn_off() -> None:
         for attribute in before:
-            before[attribute] |= getattr(ddp, attribute)
-            setattr(ddp, attribute, False)
+            before[attribute] |= bool(getattr(ddp, attribute))
+            setattr(ddp, attribute, _OFF)
 
     def turn_on() -> None:
         for attribute, was_on in before.items():
@@ -72,7 +85,7 @@ def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
     with ExitStack() as undo:  # closed here only if one of these steps raises
         undo.callback(turn_on)
         disable(ddp, ())  # its forward may be running
-        undo.callback(ddp.register_forward_pre_hook(disable).remove)
+        undo.callback(ddp.register_forward_pre_hook(ModuleHook(disable)).remove)
         # DDP still calls its hook in two cases, in which the hook must leave the gradients unchanged: in the first
         # backward of a static graph, which fails otherwise (torch 2.13), and if the attribute is set between forward
         # and backward, as accelerate's trigger_sync_in_backward does.
@@ -95,10 +108,10 @@ def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitS
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
 
     with ExitStack() as undo:
-        undo.callback(ddp.register_forward_pre_hook(refuse_join).remove)
+        undo.callback(ddp.register_forward_pre_hook(ModuleHook(refuse_join)).remove)
         if hook is not None:
             undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
-            ddp.broadcast_buffers = False
+            ddp.broadcast_buffers = _OFF if ddp.broadcast_buffers else False
             undo.enter_context(install_hook(ddp, hook))
         return undo.pop_all()
 
@@ -130,23 +143,22 @@ class Trampoline:
     The reference is weak, since the garbage collector does not see the reducer's references.
     """
 
-    module_id: int | None = None
-    process_group: dist.ProcessGroup | None = None
-    held: weakref.ref[HeldHook] | None = None
-
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module_id = id(module)
         self.process_group = module.process_group
+        self.held: weakref.ref[HeldHook] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return nothing: a copy of the module lists this hook, but its reducer does not have it (torch 2.13)."""
-        return {}
+
+class _Listed(tuple[Any, Any]):
+    """The hook and its state in DDP's list. A copy of the DDP has the list, but no hook in its reducer (torch 2.13)."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ((allreduce_hook, _COPIED),)
 
 
 def _trampoline_hook(state: Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     held = None if state.held is None else state.held()
     if held is None:
-        assert state.process_group is not None  # only a copy has none, and no reducer calls a copy
         return allreduce_hook(state.process_group, bucket)
     return held.hook(bucket)
 
@@ -154,7 +166,7 @@ def _trampoline_hook(state: Trampoline, bucket: dist.GradBucket) -> torch.future
 def check_no_foreign_hook(module: DistributedDataParallel) -> None:
     """Raise ValueError if `module` has a communication hook that torchbagua did not install."""
     for hook, state in comm_hooks_of(module):
-        if not isinstance(state, Trampoline):
+        if not isinstance(state, Trampoline) and not (isinstance(state, str) and state == _COPIED):
             raise ValueError(
                 f"attach: the module has the communication hook {hook.__qualname__} already, and DDP takes only one; "
                 "wrap the model again without it"
@@ -187,4 +199,5 @@ def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
     except RuntimeError as error:
         hooks.clear()  # DDP may have listed the hook before it rejected it
         raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
+    hooks[:] = [_Listed(hooks[0])]
     return trampoline

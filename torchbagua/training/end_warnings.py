@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.runner import Runner
+from torchbagua.training.step_clock import StepClock
 
 
-def warn_of_missing_detach(reference: weakref.ref[Runner]) -> None:
-    """Warn if an attachment was lost, or the program ended, before `detach`.
+def warn_of_missing_detach(runner_reference: weakref.ref[Runner], clock_reference: weakref.ref[StepClock]) -> None:
+    """Warn if an attachment was lost, or the program ended, after training and before `detach`.
 
-    It takes a weak reference: a reference to the runner would keep the module alive.
+    It takes weak references: others would keep the module alive.
     """
-    runner = reference()
-    if runner is not None and runner.replicas_diverge():
+    runner, clock = runner_reference(), clock_reference()
+    if runner is not None and clock is not None and runner.replicas_diverge() and clock.has_trained:
         warn_user(
             f"torchbagua: {runner.name} was not detached, and can no longer be: ranks are "
             f"left with different weights. Call {runner.ended_by} on all ranks when training is done"

@@ -11,6 +11,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from torchbagua.training.module_hook import ModuleHook
+
 _PROBE = "torchbagua: is it still there?"
 
 
@@ -98,7 +100,7 @@ class CallerWatch:
         self._installed = ExitStack()
         for module in modules:
             if not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
-                self._installed.callback(module.register_forward_pre_hook(self).remove)
+                self._installed.callback(module.register_forward_pre_hook(ModuleHook(self)).remove)
 
     @property
     def has_seen_all(self) -> bool:
@@ -119,10 +121,6 @@ class CallerWatch:
                 if self.on_new is not None:
                     self.on_new(ddp)
                 self.new.append(ddp)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Become a hook that does nothing in copies and pickles of the module, which then do not need this package."""
-        return getattr, ({}, "get")
 
 
 def _calling_ddps() -> list[DistributedDataParallel]:

@@ -14,6 +14,7 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.grad_scaler import install_overflow_agreement
 from torchbagua.training.loss_scale import LossScale
+from torchbagua.training.module_hook import ModuleHook
 from torchbagua.training.running_means import RunningMeans
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.step_clock import StepClock
@@ -48,7 +49,7 @@ def install_step_hooks(
         loss_scale = LossScale(setup.grad_scaler, runner.process_group.wait_for_mark)
         runner.read_loss_scale = loss_scale.read
 
-    # A copy of a wrapper has the same hooks, but they must act on the original only.
+    # A shallow copy of a wrapper shares its hooks, but they must act on the original only.
     def before_forward(module: torch.nn.Module, inputs: Any) -> None:
         if module in wrappers and module.training and torch.is_grad_enabled():
             if on_forward is not None:
@@ -94,7 +95,7 @@ def install_step_hooks(
             handles.callback(MasterCheck(setup, runner).close)
         if on_forward is not None or loss_scale is not None:
             for wrapper in wrappers:
-                handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
+                handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)
         if on_backward_end is not None or must_step or runner.tracer.is_on:
             backward = _Backward(runner.tracer, on_backward_end, clock if must_step else None)
             handles.callback(backward.close)
@@ -104,7 +105,7 @@ def install_step_hooks(
                     backward.watch(outputs, is_training=any(wrapper.training for wrapper in wrappers))
 
             for wrapper in wrappers:
-                handles.callback(wrapper.register_forward_hook(after_forward).remove)
+                handles.callback(wrapper.register_forward_hook(ModuleHook(after_forward)).remove)
         if on_gradient is not None:
             for name, parameter in setup.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)

@@ -13,6 +13,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.runner import Runner
+from torchbagua.training.module_hook import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
@@ -194,7 +195,7 @@ class _WatchedGradient:
         if len(self.hooks) == 1:
             for module in self._ddp.modules():
                 if any(own is self._parameter for own in module.parameters(recurse=False)):
-                    self.hooks.append(module.register_forward_hook(self._after_forward))
+                    self.hooks.append(module.register_forward_hook(ModuleHook(self._after_forward)))
         return self._comes_through_forward
 
     def has_values(self) -> bool:

@@ -1,8 +1,8 @@
 """Detects weights that a user loads into an attached module, and notifies the runner when training continues."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard, name_of_shard, reshard
+from torchbagua.training.module_hook import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 
 
@@ -119,8 +120,8 @@ class WeightLoads:
         def after(module: torch.nn.Module, _: Any) -> None:
             self._after_load(module, path)
 
-        self._undo.callback(module.register_load_state_dict_pre_hook(_Hook(before)).remove)
-        self._undo.callback(module.register_load_state_dict_post_hook(_Hook(after)).remove)
+        self._undo.callback(module.register_load_state_dict_pre_hook(ModuleHook(before)).remove)
+        self._undo.callback(module.register_load_state_dict_post_hook(ModuleHook(after)).remove)
 
     @torch.no_grad()
     def _before_load(self, module: torch.nn.Module, path: str, state: Mapping[str, Any], prefix: str) -> None:
@@ -198,20 +199,6 @@ class _Load:
         now = self.tensor()
         self.after = self.before if _are_equal(now, self.before) else now.clone()
         self.has_changed |= self.after is not self.before
-
-
-class _Hook:
-    """A hook of one module. In a copied or unpickled module it does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a no-op function of the standard library, so that loading the pickle does not need this package."""
-        return getattr, (nullcontext(), "__exit__")
 
 
 def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

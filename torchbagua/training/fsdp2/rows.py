@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from torchbagua._torch import fsdp_computed_with, fsdp_modules, fsdp_param_groups, fsdp_shards
 from torchbagua._warnings import warn_user
 from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.training.module_hook import ModuleHook
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class CommunicatingPart:
         """
         undo = ExitStack()
         for module in fsdp_modules(self.param_group):  # FSDP's own hook, which gathers the parameters, runs before
-            undo.callback(module.register_forward_pre_hook(self._before_forward).remove)
+            undo.callback(module.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
         undo.callback(self._remove_hooks)
         return undo
 
