@@ -51,6 +51,10 @@ class CountingStore(dist.Store):
         self._count("add", [key])
         return self._store.add(key, value)
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._count("compare_set", [key, desired])
+        return self._store.compare_set(key, expected, desired)
+
     def check(self, keys: list[str]) -> bool:
         self._count("check", keys)
         return self._store.check(keys)

@@ -23,9 +23,13 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.errors import cause_of
-from torchbagua.transport.store_requests import announce, missing_ranks, require_store
+from torchbagua.transport.errors import CommunicationError, cause_of
+from torchbagua.transport.store_requests import SilentStoreError, StoreRequests, require_store
 from torchbagua.version import __version__
+
+# A key, and the word under it if no rank has failed.
+_ALL_ARE_OPEN = "all are open"
+_OPEN = "open"
 
 
 class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
@@ -83,6 +87,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             `rank_invariants`.
         UncompressedParametersWarning: a rank has a `refusal`.
         TimeoutError: a rank did not construct it in time.
+        CommunicationError: the store did not answer in time, or an exception has ended the wait of another rank.
     """
 
     def __init__(
@@ -133,7 +138,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         # If an observer of one rank needs it, all ranks have to take part.
         self.compares_clocks = verdict.compares_clocks
         self._other_clocks = verdict.other_clocks
-        self.board = StoreBoard(self._store, self.rank, self.size)
+        self.board = StoreBoard(self._store, self.rank, self.size, self.timeout)
         self.nodes = given_nodes or verdict.nodes
         self.node_ranks: list[list[int]] = [[] for _ in range(max(self.nodes) + 1)]
         for rank, node in enumerate(self.nodes):
@@ -151,7 +156,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         """Compare `same` and the package's version over all ranks, and return the verdict."""
         # Every rank constructs its groups in the same order, so each rank's count of them gives the same name.
         counter = f"torchbagua/constructed/{self.rank}"
-        self._store = dist.PrefixStore(f"torchbagua/{self._group_store.add(counter, 1)}", self._group_store)
+        group_requests = StoreRequests(self._group_store, self.timeout)
         own = Introduction(
             settings={"the version of torchbagua": __version__, **same},
             host=socket.gethostname(),
@@ -161,10 +166,15 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             refusal=refusal,
         )
         try:
+            self._store = dist.PrefixStore(f"torchbagua/{group_requests.add(counter, 1)}", self._group_store)
+            self._requests = StoreRequests(self._store, self.timeout)
             return agree_over_store(self._store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
-            self._group_store.add(counter, -1)  # a missing rank has not counted it either: all ranks may retry
+            group_requests.add(counter, -1)  # a missing rank has not counted it either: all ranks may retry
             raise
+        except SilentStoreError as error:
+            own_rank = _ranks_in_job(self.process_group)[self.rank]
+            raise CommunicationError(f"torchbagua: comparing settings failed on rank {own_rank}: {error}") from error
 
     def open(self) -> None:
         """Open the private groups now, instead of at their first use. Collective.
@@ -187,8 +197,9 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
                     f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank dies, "
                     "the other ranks may block forever. Have the launcher monitor the ranks"
                 )
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._requests.leave(_ALL_ARE_OPEN, f"{self.world.name_of(self.rank)} has left: {cause_of(error)}")
             raise
 
     def _members(self, key: str, ranks: list[int]) -> Members:
@@ -218,15 +229,19 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 
     def _wait_until_all_are_open(self) -> None:
         """Wait for the slowest rank: a rank that closes its groups at once would break pending connections."""
-        if self._store.add("open", 1) == self.size:
-            self._store.set("all are open", "")
-        announce(self._store, "is open", self.rank)
+        purpose = "opening private groups on all ranks"
         try:
-            self._store.wait(["all are open"], self.timeout)
+            if self._requests.add("open", 1) == self.size:
+                self._requests.set_first(_ALL_ARE_OPEN, _OPEN)
+            self._requests.announce("is open", self.rank)
+            self._requests.wait([_ALL_ARE_OPEN], self.timeout)
+            outcome = self._requests.get(_ALL_ARE_OPEN)
         except RuntimeError as error:
-            missing = [self.world.name_of(rank) for rank in missing_ranks(self._store, "is open", self.size)]
+            missing = [self.world.name_of(rank) for rank in self._requests.missing_ranks("is open", self.size)]
             whom = f", waiting for {', '.join(missing)}" if missing else ""
-            raise self.world.failure("opening private groups on all ranks", cause_of(error), whom) from error
+            raise self.world.failure(purpose, cause_of(error), whom) from error
+        if outcome != _OPEN:
+            raise self.world.failure(purpose, outcome)
 
     def open_gradient_group(self) -> "BaguaProcessGroup":
         """Return a group of the ranks of this node, which averages gradients concurrently with this group. Collective.

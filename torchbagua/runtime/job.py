@@ -7,7 +7,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from torchbagua import _concurrency
 from torchbagua._torch import future_of
 from torchbagua.transport.streams import LaneStream, wait_on_host
 
@@ -42,6 +41,10 @@ class Worker(Protocol):
         """Begin the job after the running one, if it is queued and runs in steps."""
         ...
 
+    def wait_for(self, done: "torch.futures.Future[Any]") -> None:
+        """Wait until a job is done, on another thread."""
+        ...
+
 
 class Job(ABC, Generic[T]):
     """A unit of work for a lane. `Lane.submit` and `Lane.submit_steps` return one."""
@@ -61,6 +64,10 @@ class Job(ABC, Generic[T]):
         """Return whether the job has returned or raised."""
         return self._done.done()
 
+    def wait(self) -> None:
+        """Wait as `result` does, and do not raise the job's error."""
+        self._worker.wait_for(self._done)
+
     def result(self) -> T:
         """Wait until the job is done. Return its value, or raise its error.
 
@@ -68,7 +75,7 @@ class Job(ABC, Generic[T]):
         work fails later, the `poll` of the lane detects it, and this method raises the error from then on.
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
-            _concurrency.wait_for(self._done)
+            self.wait()
         self._raise_late_failure()
         return self._outcome()
 

@@ -100,6 +100,7 @@ class Runner:
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
             poll=process_group.poll,
+            on_abandon=process_group.abandon,
         )
         self.buckets: list[BaguaBucket] = []
         self.gradient_buckets = GradientBuckets()
@@ -480,7 +481,7 @@ class Runner:
     def _close_lane_and_groups(self) -> None:
         self._steps.close()
         try:
-            self.lane.close()
+            self.lane.close(in_order=self.ends_in_order)
             if self.ends_in_order and not self.lane.has_failed:
                 self.process_group.end_in_order()
         finally:

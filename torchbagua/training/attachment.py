@@ -143,10 +143,11 @@ class Attachment:
                 was called within `averaged_weights`.
         """
         self._check_no_mean("detach")
+        self.runner.lane.check_process()
         self._end(failed=False)
 
     def _end(self, *, failed: bool) -> None:
-        if self._is_detached:
+        if self._is_detached or self.runner.lane.is_of_other_process:
             return
         self._is_detached = True
         self._forgotten.detach()

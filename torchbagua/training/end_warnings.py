@@ -14,7 +14,7 @@ def warn_of_missing_detach(reference: weakref.ref[Runner]) -> None:
     It takes a weak reference: a reference to the runner would keep the module alive.
     """
     runner = reference()
-    if runner is not None and runner.replicas_diverge():
+    if runner is not None and not runner.lane.is_of_other_process and runner.replicas_diverge():
         warn_user(
             f"torchbagua: {runner.name} was not detached, and can no longer be: ranks are "
             f"left with different weights. Call {runner.ended_by} on all ranks when training is done"
