@@ -199,7 +199,8 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
                 )
         except BaseException as error:
             self.close()
-            self._requests.leave(_ALL_ARE_OPEN, f"{self.world.name_of(self.rank)} has left: {cause_of(error)}")
+            cause = cause_of(error).removeprefix("torchbagua: ")
+            self._requests.leave(_ALL_ARE_OPEN, f"{self.world.name_of(self.rank)} has left: {cause}")
             raise
 
     def _members(self, key: str, ranks: list[int]) -> Members:

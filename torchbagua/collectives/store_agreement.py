@@ -99,6 +99,7 @@ class _Agreement:
             if not self._has_withdrawn:
                 left = {"left": f"rank {self._rank} of {self._size} has left: {type(error).__name__}"}
                 self._store.leave("verdict", _encode(left))
+                self._store.leave(self._summary_key(self._rank), _encode(own._asdict()))  # its parent waits for this
             raise
         if "left" in verdict:
             raise CommunicationError(

@@ -12,6 +12,9 @@ from torchbagua._torch import store_of
 
 T = TypeVar("T")
 
+REQUEST_THREAD = "torchbagua: a request to the store"
+"""The name of the thread of a request."""
+
 # How much longer than the store itself a rank waits for the answer to a request that has its own timeout.
 _ANSWER_S = 2.0
 
@@ -141,7 +144,7 @@ class StoreRequests:
             pending.release()
 
         longest_s = self._timeout_s if longest_s is None else longest_s
-        _concurrency.Thread(target=run, name="torchbagua: a request to the store", daemon=True).start()
+        _concurrency.Thread(target=run, name=REQUEST_THREAD, daemon=True).start()
         try:  # `join` would count a thread as ended once a signal handler has raised in it (Python 3.11)
             has_ended = pending.acquire(timeout=longest_s)
         except BaseException:
