@@ -39,6 +39,10 @@ class Lane:
         waiting: a context manager, entered while another thread waits for a job.
         poll: called on the lane's thread between jobs while it returns True, which means that a GPU is still executing
             work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
+
+    Attributes:
+        check_process: raises RuntimeError in a process that was forked from the one with the lane's thread. A function
+            that does not refer to the lane.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Lane:
     ) -> None:
         self._worker = _Worker(name, on_failure, waiting, poll)
         self._on_abandon = on_abandon
+        self.check_process = self._worker.check_process
         self._side: LaneStream | None = None
         self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
@@ -142,10 +147,6 @@ class Lane:
     def has_failed(self) -> bool:
         """Whether a job has raised."""
         return self._worker.failure is not None
-
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked process."""
-        self._worker.check_process()
 
     @property
     def is_of_other_process(self) -> bool:
