@@ -17,6 +17,7 @@ REQUEST_THREAD = "torchbagua: a request to the store"
 
 # How much longer than the store itself a rank waits for the answer to a request that has its own timeout.
 _ANSWER_S = 2.0
+_READ_S = 0.2
 
 
 def require_store(process_group: dist.ProcessGroup) -> dist.Store:
@@ -146,7 +147,8 @@ class StoreRequests:
         longest_s = self._timeout_s if longest_s is None else longest_s
         _concurrency.Thread(target=run, name=REQUEST_THREAD, daemon=True).start()
         try:  # `join` would count a thread as ended once a signal handler has raised in it (Python 3.11)
-            has_ended = pending.acquire(timeout=longest_s)
+            # If this process was stopped meanwhile, the answer has come, and the other thread has yet to read it.
+            has_ended = pending.acquire(timeout=longest_s) or pending.acquire(timeout=_READ_S)
         except BaseException:
             self._interrupted = pending
             raise
