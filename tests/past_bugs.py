@@ -16,7 +16,6 @@ from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorith
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds
 from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl
 from torchbagua.algorithms.weights.outer_round import OuterRound
-from torchbagua.collectives import process_group
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Residual
@@ -26,6 +25,7 @@ from torchbagua.runtime.load_record import LoadMark
 from torchbagua.runtime.lockstep import Lockstep
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
+from torchbagua.transport.store_requests import StoreRequests
 
 
 def group_closes_while_others_connect() -> AbstractContextManager[object]:
@@ -198,7 +198,7 @@ def late_open_names_no_rank() -> AbstractContextManager[object]:
 
     Found by the simulation, in "death" and "long stall".
     """
-    return patch.object(process_group, "missing_ranks", lambda *_: [])
+    return patch.object(StoreRequests, "missing_ranks", lambda *_: [])
 
 
 def pending_load_counts_as_another_one() -> AbstractContextManager[object]:

@@ -261,3 +261,58 @@ def test_a_closed_transport_connects_to_no_peer() -> None:
         assert time.monotonic() < start + 5
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("has_mesh", [True, False])
+def test_abandoned_connections_end_the_waits_of_both_ranks(has_mesh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of another thread ends at once, although gloo cannot abort it, and the peer's error names this rank."""
+    monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 32 if has_mesh else 1)
+
+    def body(group: dist.ProcessGroup) -> tuple[str, float]:
+        own, peer = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=60)), 1 - group.rank()
+        own.open()
+        all_reduce_max(own.world, [0], "a test")
+        errors: list[BaseException] = []
+
+        def receive() -> None:
+            try:
+                own.world.post("receiving from", peer, torch.empty(3), tag=0, purpose="a test")
+                own.world.wait("receiving from", peer, tag=0, purpose="a test")
+            except tb.CommunicationError as error:
+                errors.append(error)
+
+        start = time.monotonic()
+        thread = threading.Thread(target=receive)
+        thread.start()
+        time.sleep(0.3)
+        if group.rank() == 0:
+            own.abandon()
+        thread.join(50)
+        return str(errors[0]), time.monotonic() - start
+
+    results = run_ranks(2, body)
+    assert max(seconds for _, seconds in results) < 20
+    assert (
+        "a test over the world group failed on rank 1 receiving from rank 0: Connection closed by peer" in results[1][0]
+    )
+
+
+def test_a_timeout_names_the_argument_to_raise() -> None:
+    """The rank that does not communicate may only be busy."""
+    has_raised = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.open()
+        all_reduce_max(own.world, [0], "a test")
+        if group.rank() == 1:
+            with pytest.raises(tb.CommunicationError) as caught:
+                all_reduce_max(own.world, [0], "a test")
+            expected = (
+                "rank 0 has not communicated for 1 s: if it is only busy, as while it evaluates or saves alone, pass"
+            )
+            assert f"{expected} a longer attach(..., timeout=timedelta(...)), or reify(" in str(caught.value)
+            has_raised.set()
+        assert has_raised.wait(30)
+
+    run_ranks(2, body)

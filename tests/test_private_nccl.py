@@ -303,7 +303,7 @@ def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, L
 
 OVERDUE = (
     r"^torchbagua: all_to_all of weight bucket 0 over the world group failed on rank 0: NCCL did not finish within "
-    r"1 s: a rank died or is blocked$"
+    r"1 s: a rank died or is blocked; if it is only busy, .* pass a longer attach\(\.\.\., timeout=.*$"
 )
 
 
@@ -609,7 +609,7 @@ def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
         own = attachment.runner.process_group
         assert own.launches_on_users_group
         attachment.detach()
-        assert not own._store.check(["failed"])
+        assert not own._store.check(["reason"])
 
     run_ranks(2, body)
 

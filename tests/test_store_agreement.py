@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
+from torchbagua.transport.errors import CommunicationError
 
 T = TypeVar("T")
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
@@ -51,11 +52,15 @@ class CountingStore(dist.Store):
         self._count("add", [key])
         return self._store.add(key, value)
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._count("compare_set", [key, desired])
+        return self._store.compare_set(key, expected, desired)
+
     def check(self, keys: list[str]) -> bool:
         self._count("check", keys)
         return self._store.check(keys)
 
-    def wait(self, keys: list[str], timeout: timedelta = LONG) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta = LONG) -> None:
         self._count("wait", keys)
         self._store.wait(keys, timeout)
 
@@ -217,3 +222,34 @@ def test_the_introduction_of_a_retry_is_compared() -> None:
     for error in on_all_ranks(range(size), body).values():
         assert isinstance(error, ValueError)
         assert "disagree on changed: rank 0 has None, rank 5 has True" in str(error)
+
+
+@pytest.mark.parametrize("leaving", [0, 1, 4, 6])
+def test_a_rank_that_is_interrupted_is_named_at_once(leaving: int) -> None:
+    """The ranks that wait for it raise, and so do the ranks that come later."""
+    store, size = dist.HashStore(), 7
+
+    class Interrupted(CountingStore):
+        def wait(self, keys: list[str], timeout: timedelta = LONG) -> None:
+            raise KeyboardInterrupt
+
+    def leave() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            agree_over_store(Interrupted(store), leaving, size, introduction(leaving), LONG)
+
+    def body(rank: int) -> float:
+        if rank == leaving:
+            leave()
+            return 0.0
+        if rank == 5:
+            time.sleep(0.5)
+        start = time.monotonic()
+        with pytest.raises(CommunicationError) as caught:
+            agree_over_store(store, rank, size, introduction(rank), LONG)
+        expected = f"comparing settings failed: rank {leaving} of 7 has left: KeyboardInterrupt was raised"
+        assert expected in str(caught.value)
+        return time.monotonic() - start
+
+    for seconds in on_all_ranks(range(size), body).values():
+        assert isinstance(seconds, float), seconds
+        assert seconds < 10

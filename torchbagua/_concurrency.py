@@ -27,5 +27,10 @@ unregister_at_exit = atexit.unregister
 
 
 def wait_for(future: "torch.futures.Future[Any]") -> None:
-    """Wait until `future` is complete. On a GPU, the current stream waits too."""
+    """Wait until `future` is complete, and run signal handlers meanwhile. On a GPU, the current stream waits too."""
+    if not future.done():  # its own wait would delay signal handlers until it is complete
+        is_pending = threading.Lock()
+        is_pending.acquire()
+        future.add_done_callback(lambda _: is_pending.release())
+        is_pending.acquire()
     future.wait()

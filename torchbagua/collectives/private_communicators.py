@@ -137,6 +137,12 @@ class PrivateCommunicators(NodeGroups):
         for communicator in self._communicators:  # after all are aborted, since one may wait for another
             communicator.join()
 
+    def abandon(self) -> None:
+        """Close the private groups while another thread waits for a rank over them; the wait ends with an error."""
+        for communicator in self._communicators:
+            communicator.interrupt()
+        self.close()
+
     @property
     def _communicators(self) -> list[Communicator]:
         all_or_none = (self.world, self.intra_node, self.inter_node, self._gradients)

@@ -3,7 +3,6 @@
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -26,11 +25,14 @@ from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, OutOfStep, cause_of
-from torchbagua.transport.store_requests import announce, missing_ranks, require_store
+from torchbagua.transport.store_requests import SilentStoreError, StoreRequests, require_store
 from torchbagua.version import __version__
 
 # The key in the group's store of the reason for which a rank has closed its groups.
 _REASON = "reason"
+# A key, and the word under it if no rank has failed.
+_ALL_ARE_OPEN = "all are open"
+_OPEN = "open"
 
 
 class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
@@ -88,6 +90,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             `rank_invariants`.
         UncompressedParametersWarning: a rank has a `refusal`.
         TimeoutError: a rank did not construct it in time.
+        CommunicationError: the store did not answer in time, or an exception has ended the wait of another rank.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         # If an observer of one rank needs it, all ranks have to take part.
         self.compares_clocks = verdict.compares_clocks
         self._other_clocks = verdict.other_clocks
-        self.board = StoreBoard(self._store, self.rank, self.size)
+        self.board = StoreBoard(self._store, self.rank, self.size, self.timeout)
         self.nodes = given_nodes or verdict.nodes
         self.node_ranks: list[list[int]] = [[] for _ in range(max(self.nodes) + 1)]
         for rank, node in enumerate(self.nodes):
@@ -157,7 +160,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         """Compare `same` and the package's version over all ranks, and return the verdict."""
         # Every rank constructs its groups in the same order, so each rank's count of them gives the same name.
         counter = f"torchbagua/constructed/{self.rank}"
-        self._store = dist.PrefixStore(f"torchbagua/{self._group_store.add(counter, 1)}", self._group_store)
+        group_requests = StoreRequests(self._group_store, self.timeout)
         own = Introduction(
             settings={"the version of torchbagua": __version__, **same},
             host=socket.gethostname(),
@@ -167,10 +170,15 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             refusal=refusal,
         )
         try:
+            self._store = dist.PrefixStore(f"torchbagua/{group_requests.add(counter, 1)}", self._group_store)
+            self._requests = StoreRequests(self._store, self.timeout)
             return agree_over_store(self._store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
-            self._group_store.add(counter, -1)  # a missing rank has not counted it either: all ranks may retry
+            group_requests.add(counter, -1)  # a missing rank has not counted it either: all ranks may retry
             raise
+        except SilentStoreError as error:
+            own_rank = _ranks_in_job(self.process_group)[self.rank]
+            raise CommunicationError(f"torchbagua: comparing settings failed on rank {own_rank}: {error}") from error
 
     def open(self) -> None:
         """Open the private groups now, instead of at their first use. Collective.
@@ -193,8 +201,10 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
                     f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank dies, "
                     "the other ranks may block forever. Have the launcher monitor the ranks"
                 )
-        except BaseException:
+        except BaseException as error:
             self.close()
+            cause = cause_of(error).removeprefix("torchbagua: ")
+            self._requests.leave(_ALL_ARE_OPEN, f"{self.world.name_of(self.rank)} has left: {cause}")
             raise
 
     def _members(self, key: str, ranks: list[int]) -> Members:
@@ -224,15 +234,19 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 
     def _wait_until_all_are_open(self) -> None:
         """Wait for the slowest rank: a rank that closes its groups at once would break pending connections."""
-        if self._store.add("open", 1) == self.size:
-            self._store.set("all are open", "")
-        announce(self._store, "is open", self.rank)
+        purpose = "opening private groups on all ranks"
         try:
-            self._store.wait(["all are open"], self.timeout)
+            if self._requests.add("open", 1) == self.size:
+                self._requests.set_first(_ALL_ARE_OPEN, _OPEN)
+            self._requests.announce("is open", self.rank)
+            self._requests.wait([_ALL_ARE_OPEN], self.timeout)
+            outcome = self._requests.get(_ALL_ARE_OPEN)
         except RuntimeError as error:
-            missing = [self.world.name_of(rank) for rank in missing_ranks(self._store, "is open", self.size)]
+            missing = [self.world.name_of(rank) for rank in self._requests.missing_ranks("is open", self.size)]
             whom = f", waiting for {', '.join(missing)}" if missing else ""
-            raise self.world.failure("opening private groups on all ranks", cause_of(error), whom) from error
+            raise self.world.failure(purpose, cause_of(error), whom) from error
+        if outcome != _OPEN:
+            raise self.world.failure(purpose, outcome)
 
     def open_gradient_group(self) -> "BaguaProcessGroup":
         """Return a group of the ranks of this node, which averages gradients concurrently with this group. Collective.
@@ -301,21 +315,19 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 
     def post_reason(self, text: str) -> None:
         """Leave in the store the reason for which this rank is about to close its groups. The first reason remains."""
-        with suppress(RuntimeError):  # the store is closed, and the others report that this rank has disconnected
-            self._store.compare_set(_REASON, "", f"{self.rank} {text}")
+        self._requests.leave(_REASON, f"{self.rank} {text}")
 
     def explain(self, error: BaseException) -> BaseException:
         """Return `error`; if another rank has disconnected and left a reason, an error that begins with it."""
-        if isinstance(error, CommunicationError) and "by peer" in str(error):
-            with suppress(RuntimeError):
-                if (reason := self._reason_of_another_rank()) is not None:
-                    return OutOfStep(f"{reason}. Here, {str(error).removeprefix('torchbagua: ')}")
-        return error
+        is_disconnect = isinstance(error, CommunicationError) and "by peer" in str(error)
+        reason = self._reason_of_another_rank() if is_disconnect else None
+        return error if reason is None else OutOfStep(f"{reason}. Here, {str(error).removeprefix('torchbagua: ')}")
 
     def _reason_of_another_rank(self) -> str | None:
-        if not self._store.check([_REASON]):
+        posted = self._requests.peek(_REASON)
+        if posted is None:
             return None
-        rank, text = self._store.get(_REASON).decode().split(" ", 1)
+        rank, text = posted.split(" ", 1)
         return None if int(rank) == self.rank else text
 
     def duplicate(

@@ -3,6 +3,7 @@
 Ranks compare in a tree. Every rank writes its introduction. A rank with children reads what its children have written,
 and writes one summary of its subtree. Rank 0 writes the verdict, for which all ranks wait. So a rank makes O(log n)
 requests, and all summaries together have O(n log n) bytes: a value that is equal on consecutive ranks is written once.
+A rank whose wait ends with an exception, as of a signal handler, writes the verdict that it has left.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.collectives.nodes import number_by_first_appearance
-from torchbagua.transport.store_requests import read_texts
+from torchbagua.transport.errors import CommunicationError
+from torchbagua.transport.store_requests import StoreRequests
 
 Settings = Mapping[str, bool | int | float | str | list[int] | None]
 Runs = list[list[Any]]
@@ -75,31 +77,35 @@ def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction,
         ValueError: ranks disagree; names the first setting that differs, the first rank that differs from rank 0, and
             both values. The same on every rank.
         UncompressedParametersWarning: a rank has a `refusal`. The same on every rank.
+        CommunicationError: an exception, of a signal handler for instance, has ended the wait of a rank.
+        SilentStoreError: the store did not answer within `timeout`.
     """
     return _Agreement(store, rank, size, timeout).reach(own)
 
 
 class _Agreement:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store = store
+        self._store = StoreRequests(store, timeout)
         self._rank = rank
         self._size = size
         self._timeout_s = timeout.total_seconds()
         self._deadline_s = _concurrency.monotonic() + self._timeout_s
+        self._has_withdrawn = False
 
     def reach(self, own: Introduction) -> Verdict:
-        self._store.set(f"own/{self._rank}", _encode(own._asdict()))
-        summary = _summary_of(own)
-        children = list(_children(self._rank, self._size))
-        if children:
-            summary = _merge([summary, *self._read_or_withdraw([self._summary_key(child) for child in children])])
-        if self._rank == 0:
-            verdict = self._decide(own, summary)
-            self._store.set("verdict", _encode(verdict))
-        else:
-            if children:  # else its introduction serves as its summary
-                self._store.set(self._summary_key(self._rank), _encode(summary))
-            (verdict,) = self._read_or_withdraw(["verdict"])
+        try:
+            verdict = self._await_verdict(own)
+        except BaseException as error:
+            if not self._has_withdrawn:
+                left = {"left": f"rank {self._rank} of {self._size} has left: {type(error).__name__}"}
+                self._store.leave("verdict", _encode(left))
+                self._store.leave(self._summary_key(self._rank), _encode(own._asdict()))  # its parent waits for this
+            raise
+        if "left" in verdict:
+            raise CommunicationError(
+                f"torchbagua: comparing settings failed: {verdict['left']} was raised while it waited for the other "
+                "ranks; call attach or reify again on all ranks"
+            )
         if "refusal" in verdict:
             raise UncompressedParametersWarning(verdict["refusal"])
         if "error" in verdict:
@@ -111,6 +117,19 @@ class _Agreement:
             other_clocks=[rank for rank, is_other in enumerate(clocks) if is_other],
             compares_clocks=verdict["compares clocks"],
         )
+
+    def _await_verdict(self, own: Introduction) -> dict[str, Any]:
+        self._store.set(f"own/{self._rank}", _encode(own._asdict()))
+        summary = _summary_of(own)
+        children = list(_children(self._rank, self._size))
+        if children:
+            summary = _merge([summary, *self._read_or_withdraw([self._summary_key(child) for child in children])])
+        if self._rank == 0:
+            return _decode(self._store.set_first("verdict", _encode(self._decide(own, summary))))
+        if children:  # else its introduction serves as its summary
+            self._store.set(self._summary_key(self._rank), _encode(summary))
+        (verdict,) = self._read_or_withdraw(["verdict"])
+        return verdict
 
     def _decide(self, own: Introduction, summary: dict[str, Any]) -> dict[str, Any]:
         if self._store.add("withdrawals", 0):
@@ -159,7 +178,7 @@ class _Agreement:
                 # Not all keys existed in time: a DistStoreError, or from a FileStore a plain RuntimeError. `check`
                 # raises any other error.
                 has_come = self._store.check(keys)
-            if has_come and all(texts := read_texts(self._store, keys)):
+            if has_come and all(texts := self._store.read_texts(keys)):
                 return [_decode(text) for text in texts]
             late_s = _concurrency.monotonic() - self._deadline_s
             # If all ranks have arrived, the last one only just now, the others are still computing the verdict.
@@ -170,6 +189,7 @@ class _Agreement:
     def _withdraw(self, missing: list[int]) -> NoReturn:
         self._store.add("withdrawals", 1)
         self._store.set(f"own/{self._rank}", _WITHDRAWN)
+        self._has_withdrawn = True
         if not missing:
             raise TimeoutError(
                 f"torchbagua: timed out after {self._timeout_s:g} s waiting for ranks {self._stopped()} of "
@@ -177,7 +197,8 @@ class _Agreement:
             )
         raise TimeoutError(
             f"torchbagua: timed out after {self._timeout_s:g} s waiting for ranks {missing} of {self._size}: every "
-            "rank of the group must call reify or attach, or construct its groups, in the same order"
+            "rank of the group must call reify or attach, or construct its groups, in the same order. If they only "
+            "come later, pass a longer attach(..., timeout=timedelta(...))"
         )
 
     def _missing(self) -> list[int]:
@@ -193,7 +214,7 @@ class _Agreement:
             to_visit.extend(_children(rank, self._size))
         if missing:
             return sorted(missing)
-        texts = read_texts(self._store, [f"own/{rank}" for rank in range(self._size)])
+        texts = self._store.read_texts([f"own/{rank}" for rank in range(self._size)])
         return [rank for rank, text in enumerate(texts) if text == _WITHDRAWN]
 
     def _stopped(self) -> list[int]:

@@ -7,7 +7,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from torchbagua import _concurrency
 from torchbagua._torch import future_of
 from torchbagua.transport.streams import LaneStream
 
@@ -48,6 +47,10 @@ class Worker(Protocol):
         """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
         ...
 
+    def wait_for(self, done: "torch.futures.Future[Any]") -> None:
+        """Wait until a job is done, on another thread."""
+        ...
+
 
 class Job(ABC, Generic[T]):
     """A unit of work for a lane. `Lane.submit` and `Lane.submit_steps` return one."""
@@ -68,6 +71,10 @@ class Job(ABC, Generic[T]):
         """Return whether the job has returned or raised."""
         return self._done.done()
 
+    def wait(self) -> None:
+        """Wait as `result` does, and do not raise the job's error."""
+        self._worker.wait_for(self._done)
+
     def result(self) -> T:
         """Wait until the job is done. Return its value, or raise its error.
 
@@ -76,7 +83,7 @@ class Job(ABC, Generic[T]):
         writes that follow the work in stream order have executed: call `finish` before a write to a module.
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
-            _concurrency.wait_for(self._done)
+            self.wait()
         self._worker.raise_late_failure()
         return self._outcome()
 

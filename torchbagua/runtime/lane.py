@@ -1,5 +1,6 @@
 """The lane: runs an algorithm's communication in one order, concurrently with training."""
 
+import os
 import queue
 import traceback
 import weakref
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 _POLL_EVERY_S = 0.05
 _LOOK_EVERY_S = 5.0
+# If an exception ends the training, a running job gets this time before it is abandoned, and as much to end then.
+_LAST_JOB_S = 2.0
 
 
 def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:
@@ -46,6 +49,11 @@ class Lane:
             Returns False if the work before the mark may have been aborted.
         look: called on the lane's thread if nothing was launched for some seconds after a `launch`. If another rank has
             failed, it raises the lane's error. Its argument is a function that returns whether the GPU is stuck.
+        on_abandon: called by `close` to end the wait of a running job for another rank.
+
+    Attributes:
+        check_process: raises RuntimeError in a process that was forked from the one with the lane's thread. A function
+            that does not refer to the lane.
     """
 
     def __init__(
@@ -57,9 +65,12 @@ class Lane:
         explain: Callable[[BaseException], BaseException] = lambda error: error,
         wait_for_gpu: Callable[[Any, Callable[[], object]], bool] = _wait_for_gpu,
         look: Callable[[Callable[[], bool]], None] | None = None,
+        on_abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting, poll, explain, wait_for_gpu, look)
+        self._worker = _Worker(name, on_failure, waiting, poll, explain, wait_for_gpu, look)
         self._looks = look is not None
+        self._on_abandon = on_abandon
+        self.check_process = self._worker.check_process
         self._side: LaneStream | None = None
         self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
@@ -138,6 +149,7 @@ class Lane:
         return self._submit(JobOfFunction(run, self._worker, self._side), interrupt)
 
     def _submit(self, job: "Job[T]", interrupt: Callable[[], None] | None = None) -> "Job[T]":
+        self._worker.check_process()
         with self._lock:
             if not self._stop.alive:
                 raise RuntimeError(f"{self._name} is closed")
@@ -155,12 +167,32 @@ class Lane:
         """Whether a job has raised."""
         return self._worker.failure is not None
 
-    def close(self) -> None:
-        """Finish the queued jobs and end the thread. Blocks until the running job is done, without a timeout."""
+    @property
+    def is_of_other_process(self) -> bool:
+        """Whether this process was forked from the one with the lane's thread."""
+        return self._worker.is_of_other_process
+
+    def close(self, *, in_order: bool = True) -> None:
+        """Finish the queued jobs and end the thread. Does nothing in a forked process.
+
+        It blocks until the running job is done, without a timeout, unless the end is not in order: an exception ends
+        the training, or one of a signal handler has ended a wait for a job, or this wait. A job that waits for another
+        rank is then abandoned.
+        """
+        if self.is_of_other_process:
+            return
         with self._lock:
             self._stop()
         if self._thread is not None:
-            self._thread.join()
+            has_ended = False
+            try:
+                has_ended = self._worker.await_end(in_order=in_order)
+            finally:
+                if not has_ended:
+                    self._on_abandon()
+                    has_ended = self._worker.await_end(in_order=False)
+            if has_ended:
+                self._thread.join()
         if self._side is not None:
             self._side.join()  # the caller may free and reuse the memory that the stream still writes to
         _concurrency.unregister_at_exit(self._close_at_exit)
@@ -190,6 +222,7 @@ class _Worker:
         failure: the error that ended the lane; None before.
         late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
         interrupt: stops the running job, if it would otherwise never return.
+        is_interrupted: whether a signal handler has raised while a thread waited for a job.
         waiting: the context manager that a thread enters while it waits for a job.
         num_launched: the number of calls of `Lane.launch`.
         launches_on: the stream of these calls, from the first call on that begins to look for failed ranks.
@@ -197,6 +230,7 @@ class _Worker:
 
     def __init__(
         self,
+        name: str,
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
         poll: Callable[[], bool],
@@ -204,6 +238,8 @@ class _Worker:
         wait_for_gpu: Callable[[Any, Callable[[], object]], bool],
         look: Callable[[Callable[[], bool]], None] | None,
     ) -> None:
+        self._name = name
+        self._process = os.getpid()
         self._on_failure = on_failure
         self._explain = explain
         self.waiting = waiting
@@ -218,6 +254,30 @@ class _Worker:
         self.failure: BaseException | None = None
         self.late_failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.is_interrupted = False
+        self._running = _concurrency.Lock()  # held until the thread's work ends
+        self._running.acquire()
+
+    @property
+    def is_of_other_process(self) -> bool:
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from the one with the lane's thread."""
+        if self.is_of_other_process:
+            raise RuntimeError(
+                f"{self._name}: it belongs to process {self._process}, and this is process {os.getpid()}, which was "
+                "forked without its threads and connections; train and detach in the first process only"
+            )
+
+    def wait_for(self, done: "torch.futures.Future[Any]") -> None:
+        if not done.done():
+            self.check_process()
+        try:
+            _concurrency.wait_for(done)
+        except BaseException:
+            self.is_interrupted = True
+            raise
 
     def queue(self, job: Job[Any]) -> None:
         with self._lock:
@@ -257,13 +317,28 @@ class _Worker:
             return self.failure
 
     def stop(self) -> None:
+        if self.is_of_other_process:
+            return
         self._jobs.put(None)
         if self.interrupt is not None and (interrupt := self.interrupt()) is not None:
             interrupt()
 
     def work(self) -> None:
-        while self._run_next():
-            pass
+        try:
+            while self._run_next():
+                pass
+        finally:
+            self._running.release()
+
+    def await_end(self, *, in_order: bool) -> bool:
+        """Wait for the end of `work`, for a bounded time if it is not in order. Return whether it has ended.
+
+        `Thread.join` would count the thread as ended once a signal handler has raised in it (Python 3.11).
+        """
+        has_ended = self._running.acquire(timeout=-1 if in_order and not self.is_interrupted else _LAST_JOB_S)
+        if has_ended:
+            self._running.release()  # for a later call
+        return has_ended
 
     def _run_next(self) -> bool:
         """Run the next job. A separate function, so that an idle thread does not keep a finished job alive."""

@@ -110,6 +110,7 @@ class Runner:
             explain=process_group.explain,
             wait_for_gpu=process_group.wait_for_mark,
             look=process_group.look_for_failed_rank if process_group.launches_on_users_group else None,
+            on_abandon=process_group.abandon,
         )
         self.buckets: list[BaguaBucket] = []
         self.gradient_buckets = GradientBuckets()
@@ -598,7 +599,7 @@ class Runner:
         self._steps.close()
         self._num_steps.close()
         try:
-            self.lane.close()
+            self.lane.close(in_order=self.ends_in_order)
             if self.ends_in_order and not self.lane.has_failed:
                 if self.meetings is not None:
                     self.meetings.leave()

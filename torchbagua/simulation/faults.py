@@ -28,6 +28,7 @@ FATAL = (
     "other state",
     "failed operation",
     "lost store",
+    "silent store",
 )
 FAULTS = (*HARMLESS, *FATAL)
 PLACES = ("forward", "backward", "step", "averaged_weights")
@@ -47,6 +48,7 @@ class Fault:
         peer: the other end of a link.
         turn: the turn of the scheduler at which a rank dies or stalls, or its link fails.
         operation: the operation of its transports that fails.
+        request: the request from which on the store is silent.
         step: the step in which the user's code of the rank does something else.
         place: where in the step it raises; one of PLACES.
     """
@@ -56,6 +58,7 @@ class Fault:
     peer: int = 1
     turn: int = 0
     operation: int = 0
+    request: int = 1
     step: int = 0
     place: str = "forward"
 
@@ -73,6 +76,7 @@ class Fault:
             operation=draw.randrange(1, max(2, num_turns // size)),
             step=draw.randrange(num_steps),
             place=draw.choice(places),
+            request=draw.randrange(1, 16 * size),
         )
 
     def prepare(self, simulation: Simulation) -> None:
@@ -97,6 +101,9 @@ class Fault:
         elif self.kind == "failed operation":
             network.failing[rank] = self.operation
             network.on_failure = simulation.note_fault
+        elif self.kind == "silent store":
+            store.silent_from = self.request
+            store.on_silence = simulation.note_fault
         elif self.kind == "slow store":
             store.latency_s = timeout_s / 100
         elif self.kind == "late store":

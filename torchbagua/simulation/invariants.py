@@ -11,6 +11,7 @@ from torchbagua.simulation.faults import FROM_THE_START, HARMLESS, UserError
 from torchbagua.simulation.program import Record, train
 from torchbagua.simulation.residuals import lost_gradients
 from torchbagua.simulation.run import Outcome, Simulation
+from torchbagua.transport.store_requests import REQUEST_THREAD
 
 if TYPE_CHECKING:
     from torchbagua.simulation.trial import Trial
@@ -36,13 +37,17 @@ _NAMED = (
     r"torchbagua: timed out after .+ s waiting for ranks \[\d.*\] of \d+",
     rf"torchbagua: the \w+ group of ranks .+ could not be opened on {_OWN} .+ ranks \[\d.*\]",
     rf"torchbagua: opening private groups on all ranks .+ failed on {_OWN}, waiting for rank \d+",
+    rf"torchbagua: opening private groups on all ranks .+ failed on {_OWN}: rank \d+ has left",
     r"torchbagua: weights cannot be averaged: rank \d+ has left",
     r"torchbagua: ranks have stopped averaging for different reasons: rank \d+ for \w+, rank \d+ for \w+",
     r"torchbagua: ranks have not loaded the same weights since attach: (?:rank \d+ .*rank \d+|ranks \d+ and \d+ )",
 )
 _CHANGE_WEIGHTS = ("skipped step", "other state")
 _OUT_OF_STEP = ("early end", "skipped step", "other call")
-_LOST_STORE = "the store has closed the connection"
+_FAILED_STORES = {
+    "lost store": "the store has closed the connection",
+    "silent store": "the store of the process group did not answer",
+}
 
 
 def find_violations(
@@ -96,7 +101,7 @@ class _Check:
         fault_s = self.simulation.fault_s
         assert fault_s is not None, "a fatal fault has happened"
         is_attached = all(record.attached_s is not None and record.attached_s <= fault_s for record in self.records)
-        num_timeouts = 0 if is_attached else 2
+        num_timeouts = 0 if is_attached else 1 if self.kind == "silent store" else 2
         if self.kind == "cut link":
             num_timeouts += 1
         elif self.kind == "other call" and not self.algorithm.averages_weights:
@@ -158,9 +163,9 @@ class _Check:
                 yield f"rank {rank} has finished, although rank {culprit} has left after {num_steps} steps"
 
     def _names_ranks(self, rank: int, error: BaseException) -> bool:
-        if self.kind == "lost store" and _LOST_STORE in str(error):
-            return True
         text = str(error)
+        if self.kind in _FAILED_STORES and _FAILED_STORES[self.kind] in text:
+            return True
         if self.kind == "failed operation" and f" of rank {rank}" in text:
             return True  # it has failed on this rank
         return "the group is closed" not in text and any(
@@ -202,9 +207,13 @@ class _Check:
                 yield lost
 
     def remains(self) -> Iterator[str]:
-        """A rank that has detached leaves no thread and no hook behind, and no message, if all have."""
+        """A rank that has detached leaves no thread and no hook behind, and no message, if all have.
+
+        A request that the store never answers keeps its thread.
+        """
         for rank, (record, outcome) in enumerate(zip(self.records, self.outcomes, strict=True)):
-            for left in (*record.left, *(f"the thread {name!r}" for name in outcome.threads)):
+            threads = [name for name in outcome.threads if self.kind != "silent store" or name != REQUEST_THREAD]
+            for left in (*record.left, *(f"the thread {name!r}" for name in threads)):
                 yield f"rank {rank} leaves {left} behind"
         for name in self.simulation.foreign_threads:
             yield f"a rank leaves the thread {name!r} behind, which it has not started with torchbagua._concurrency"

@@ -114,6 +114,9 @@ class Lock:
     def release(self) -> None:
         self._is_locked = False
 
+    def locked(self) -> bool:
+        return self._is_locked
+
     def __enter__(self) -> bool:
         return self.acquire()
 

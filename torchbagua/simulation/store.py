@@ -1,6 +1,7 @@
 """The store of a simulation."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ class SimulatedStore(dist.Store):
         latency_s: the same; may change.
         starts_at_s: the time before which the store answers no request.
         is_gone: whether its process has died, so that every request fails.
+        silent_from: the number of the request from which on it answers nothing, as if its process had been stopped.
+        on_silence: called at this request.
     """
 
     def __init__(self, scheduler: Scheduler, latency_s: float) -> None:
@@ -29,6 +32,9 @@ class SimulatedStore(dist.Store):
         self.latency_s = latency_s
         self.starts_at_s = 0.0
         self.is_gone = False
+        self.silent_from = math.inf
+        self.on_silence: Callable[[], None] = lambda: None
+        self._num_requests = 0
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -57,7 +63,11 @@ class SimulatedStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         self._round_trip()
-        is_set = self._scheduler.block(lambda: self.is_gone or self._values.keys() >= {*keys}, timeout.total_seconds())
+
+        def has_answer() -> bool:
+            return self.is_gone or (self._values.keys() >= {*keys} and not self._is_silent)
+
+        is_set = self._scheduler.block(has_answer, timeout.total_seconds())
         self._check()
         if not is_set:
             raise dist.DistStoreError(f"timed out after {timeout.total_seconds():g} s waiting for keys")
@@ -73,11 +83,20 @@ class SimulatedStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
+    @property
+    def _is_silent(self) -> bool:
+        return self._num_requests >= self.silent_from
+
     def _round_trip(self) -> None:
+        self._num_requests += 1
+        if self._num_requests == self.silent_from:
+            self.on_silence()
         self._scheduler.block(lambda: False, max(2 * self.latency_s, self.starts_at_s - self._scheduler.now_s))
         self._check()
 
     def _check(self) -> None:
+        if self._is_silent:  # the timeout of a `wait` needs an answer too
+            self._scheduler.block(lambda: False)
         if self.is_gone:
             raise dist.DistNetworkError("the store has closed the connection")
 

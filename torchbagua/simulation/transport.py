@@ -8,6 +8,8 @@ import torch
 
 from torchbagua.simulation.network import Channel, Network
 from torchbagua.transport.base import Abilities, Members, Transport, TransportError, TransportMaker, bytes_of
+from torchbagua.transport.errors import CommunicationError
+from torchbagua.transport.store_requests import SilentStoreError, StoreRequests
 
 
 @dataclass(eq=False)
@@ -144,7 +146,12 @@ def transports_over(network: Network) -> TransportMaker:
 
     def open_transport(members: Members) -> SimulatedTransport:
         # The members share a store, with which the first of them names their channel. Those of the others stay unused.
-        number = int(members.store.compare_set("channel", "", str(network.new_channel())))
+        requests = StoreRequests(members.store, members.timeout)
+        try:
+            number = int(requests.set_first("channel", str(network.new_channel())))
+        except SilentStoreError as error:
+            rank = members.global_ranks[members.rank]
+            raise CommunicationError(f"torchbagua: opening a transport failed on rank {rank}: {error}") from error
         return SimulatedTransport(network, network.channels[number], members)
 
     return open_transport

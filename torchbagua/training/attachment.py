@@ -175,10 +175,11 @@ class Attachment:
             CommunicationError: with a gradient algorithm, a rank still trains; names both ranks and their progress.
         """
         self._check_no_mean("detach")
+        self.runner.lane.check_process()
         self._end(failed=False)
 
     def _end(self, *, failed: bool) -> None:
-        if self._is_detached:
+        if self._is_detached or self.runner.lane.is_of_other_process:
             return
         self._is_detached = True
         self._forgotten.detach()

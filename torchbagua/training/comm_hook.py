@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
-from torchbagua._torch import current_backward
+from torchbagua._torch import current_backward, queue_callback
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.meeting import Meeting, OpeningBucket
 from torchbagua.runtime.runner import Runner
@@ -96,7 +96,9 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
                 state.end_joined_backward()
             return launched
         job = state.lane.submit_steps(work if meeting is None else OpeningBucket(meeting, work, gradient_bucket.name))
-        future = job.future()
+    future = job.future()
+    if bucket.is_last() and not state.has_joined and flat.is_cpu:
+        queue_callback(job.wait)  # before DDP's callback, whose wait would delay signal handlers
     if bucket.is_last() and state.has_joined:
         _concurrency.wait_for(future)  # DDP waits for it now, but ignores its error
     return future

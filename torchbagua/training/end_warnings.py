@@ -15,7 +15,9 @@ def warn_of_missing_detach(runner_reference: weakref.ref[Runner], clock_referenc
     It takes weak references: others would keep the module alive.
     """
     runner, clock = runner_reference(), clock_reference()
-    if runner is not None and clock is not None and runner.replicas_diverge() and clock.has_trained:
+    if runner is None or clock is None or runner.lane.is_of_other_process:
+        return
+    if runner.replicas_diverge() and clock.has_trained:
         warn_user(
             f"torchbagua: {runner.name} was not detached, and can no longer be: ranks are "
             f"left with different weights. Call {runner.ended_by} on all ranks when training is done"

@@ -196,6 +196,10 @@ class Transport(Protocol):
     def abort(self) -> None:
         """Close at once, even with operations in flight. Members that wait for this one get an error; see `join`."""
 
+    def interrupt(self) -> None:
+        """End the waits of other threads with an error, if they do not end by `abort`. `abort` follows."""
+        return
+
     def join(self) -> None:
         """Wait at most `LONGEST_ABORT_S` for `abort` to finish."""
         return

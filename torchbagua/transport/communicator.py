@@ -18,7 +18,7 @@ from torchbagua.transport.base import (
     Transport,
     TransportError,
 )
-from torchbagua.transport.errors import CommunicationError, cause_of
+from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError, cause_of
 from torchbagua.transport.launches import Launches
 from torchbagua.transport.named_ranks import NamedRanks
 from torchbagua.transport.scratch import Scratch
@@ -165,7 +165,7 @@ class Communicator(NamedRanks):
         except RuntimeError as error:
             raise self.failure(f"an operation of {name}", cause_of(error)) from error
         if launch is not None and _concurrency.monotonic() > launch.at_s + self._timeout_s:
-            cause = f"{name} did not finish within {self._timeout_s:g} s: a rank died or is blocked"
+            cause = f"{name} did not finish within {self._timeout_s:g} s: a rank died or is blocked; {BUSY_ADVICE}"
             raise self.failure(launch.purpose, cause)
         return launch is not None
 
@@ -388,6 +388,11 @@ class Communicator(NamedRanks):
         for twin in self._twins:
             twin.close(failure)
 
+    def interrupt(self) -> None:
+        """End the waits of other threads, here and on the peers, if the transports can; then call `close`."""
+        for transport in self._distinct:
+            transport.interrupt()
+
     def join(self) -> None:
         """Wait a bounded time, a few seconds, for the operations that `close` aborted to end."""
         for transport in self._distinct:
@@ -429,6 +434,9 @@ class Communicator(NamedRanks):
             raise CommunicationError(self._end.cause)
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
+        if "imed out" in cause:
+            who = "a rank" if peer is None else self.name_of(peer)
+            cause += f"; {who} has not communicated for {self._timeout_s:g} s: {BUSY_ADVICE}"
         failure = self.failure(purpose, cause, "" if peer is None else f" {direction} {self.name_of(peer)}")
         self.close(failure)
         raise failure

@@ -1,6 +1,8 @@
 """The private gloo connections of a communicator: among all of its ranks, or individual ones to its peers."""
 
-from collections.abc import Iterable, Sequence
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -10,8 +12,8 @@ import torch.distributed as dist
 from torchbagua._torch import backend_of, gloo_devices
 from torchbagua.transport.base import TransportError
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.private_groups import gloo_group
-from torchbagua.transport.store_requests import announce, missing_ranks, read_texts, write_text
+from torchbagua.transport.private_groups import end_waits, gloo_group
+from torchbagua.transport.store_requests import StoreRequests
 
 MOST_CONNECTED_AT_ONCE = 32
 """In a larger group, two ranks connect before their first message to each other, or before an operation of all ranks.
@@ -48,16 +50,24 @@ class Connections:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store = store
+        self._requests = StoreRequests(store, timeout)
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._links: dict[int, dist.ProcessGroup] = {}
         self._devices: Sequence[Any] = ()  # shared by all links
-        self._ready: dist.Store | None = None
+        self._ready: StoreRequests | None = None  # a waiting thread occupies the other connection to the store
         self.mesh: dist.ProcessGroup | None = None
         self._mesh_backend: Any = None  # cached: asking the group takes longer than posting a message
         self.is_closed = False
+        self._process = os.getpid()
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid, keep: Any = ctypes.pythonapi.Py_IncRef) -> None:
+        # In a forked process, which lacks gloo's threads, the destruction of a group would wait for them for ever.
+        # The arguments exist at the exit of the interpreter too.
+        if getpid() != self._process:
+            for group in (self.mesh, *self._links.values()):
+                keep(ctypes.py_object(group))
 
     @property
     def linked_peers(self) -> set[int]:
@@ -72,11 +82,11 @@ class Connections:
         """
         if self.mesh is not None or self.is_closed:
             return
-        announce(self._store, "opens", self._rank)
         try:
-            mesh = gloo_group(self._store, self._rank, self._size, self._timeout)
+            self._requests.announce("opens", self._rank)
+            mesh = self._requests.open_group(lambda store: gloo_group(store, self._rank, self._size, self._timeout))
         except RuntimeError as error:
-            missing = missing_ranks(self._store, "opens", self._size)
+            missing = self._requests.missing_ranks("opens", self._size)
             if not missing:
                 raise
             raise RuntimeError(f"ranks {missing} did not open the group: {cause_of(error)}") from error
@@ -98,11 +108,8 @@ class Connections:
             return None
         if self.is_closed:
             return Failure(new[0], "the group is closed")
-        if self._ready is None:
-            # A separate connection to the store: a waiting thread occupies the other connection.
-            self._ready = dist.PrefixStore("ready", self._store.clone())  # type: ignore[attr-defined]
-        ready = self._ready
         try:
+            ready = self._ready = self._ready or self._requests.clone("ready")
             return self._meet(new, ready) or self._make_links(new, ready)
         except RuntimeError as error:  # from the store
             return Failure(new[0], cause_of(error))
@@ -121,6 +128,13 @@ class Connections:
             raise TransportError("the group is closed", peer)
         return backend, peer
 
+    def interrupt(self) -> None:
+        """End the waits of other threads, here and on the peers."""
+        for peer, link in [*self._links.items()]:
+            end_waits(backend_of(link), int(peer > self._rank))
+        if (mesh := self._mesh_backend) is not None and self._size > 1:
+            end_waits(mesh, (self._rank + 1) % self._size)
+
     def close(self) -> None:
         """Close all connections. A reference to one of their works keeps them open."""
         self.is_closed = True
@@ -128,14 +142,14 @@ class Connections:
         self._links.clear()
         self._devices = ()
 
-    def _meet(self, peers: list[int], ready: dist.Store) -> Failure | None:
+    def _meet(self, peers: list[int], ready: StoreRequests) -> Failure | None:
         """Announce that this rank is ready to connect to `peers`, and wait until all of them have done the same.
 
         gloo's own wait would treat a peer as present that gave up before this rank arrived.
         """
         own_keys = [f"{self._rank} to {peer}" for peer in peers]
         peer_keys = [f"{peer} to {self._rank}" for peer in peers]
-        write_text(ready, own_keys, _READY)
+        ready.write_text(own_keys, _READY)
         failure = None
         try:
             ready.wait(peer_keys, self._timeout)
@@ -146,22 +160,26 @@ class Connections:
             seconds = self._timeout.total_seconds()
             failure = Failure(missing[0], f"timed out after {seconds:g} s waiting for it to connect")
         else:
-            words = read_texts(ready, peer_keys)
+            words = ready.read_texts(peer_keys)
             if late := [peer for peer, word in zip(peers, words, strict=True) if word != _READY]:
                 failure = Failure(late[0], "it gave up waiting for this rank or another rank to connect")
         if failure is not None:
             with suppress(RuntimeError):
-                write_text(ready, own_keys, _GAVE_UP)
+                ready.write_text(own_keys, _GAVE_UP)
         return failure
 
-    def _make_links(self, peers: list[int], ready: dist.Store) -> Failure | None:
+    def _make_links(self, peers: list[int], ready: StoreRequests) -> Failure | None:
         devices = self._devices = self._devices or gloo_devices()
         # Ranks a and b connect in turn (a + b) mod n, in which neither has another peer, so there is no circular wait.
         for peer in sorted(peers, key=lambda peer: (peer + self._rank) % self._size):
-            store = dist.PrefixStore(f"{min(peer, self._rank)} and {max(peer, self._rank)}", ready)
+            key = f"{min(peer, self._rank)} and {max(peer, self._rank)}"
             own_number = int(self._rank > peer)
+
+            def connect(store: dist.Store, key: str = key, own_number: int = own_number) -> dist.ProcessGroup:
+                return gloo_group(dist.PrefixStore(key, store), own_number, 2, self._timeout, devices=devices)
+
             try:
-                link = gloo_group(store, own_number, 2, self._timeout, devices=devices)
+                link = ready.open_group(connect)
             except RuntimeError as error:
                 return Failure(peer, cause_of(error))
             if self.is_closed:  # by another thread

@@ -8,6 +8,13 @@ _PLACE_IN_TORCH = re.compile(r" in: \S+:\d+,")
 _ADVICE = re.compile(r"\.? (This is typically caused by|Check the logs of).*")
 
 
+BUSY_ADVICE = (
+    "if it is only busy, as while it evaluates or saves alone, pass a longer attach(..., timeout=timedelta(...)), or "
+    "reify(..., timeout=...) with a standalone hook"
+)
+"""The cure for a timeout, if the rank that did not communicate is neither dead nor blocked."""
+
+
 class CommunicationError(RuntimeError):
     """An exchange with another rank failed or timed out. The group can no longer be used."""
 

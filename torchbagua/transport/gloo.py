@@ -60,6 +60,9 @@ class GlooTransport(MessageWorks, TorchGroupCollectives):
         twin._works = {}
         return twin
 
+    def interrupt(self) -> None:
+        self.connections.interrupt()
+
     def abort(self) -> None:
         self.connections.close()
         self._works.clear()

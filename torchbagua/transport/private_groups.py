@@ -4,6 +4,7 @@ import atexit
 import functools
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +17,11 @@ from torchbagua._torch import (
     nccl_options,
     unregistered_group,
 )
+from torchbagua.transport.store_requests import StoreRequests
 
 _GLOO_RELEASE_S = 0.05
+# One for each interface in GLOO_SOCKET_IFNAME, of which each has its own connections, and serves every n-th tag.
+_UNUSED_TAGS = range((1 << 31) - 8, 1 << 31)
 
 
 def gloo_group(
@@ -35,6 +39,16 @@ def gloo_group(
     options = gloo_options(timeout, gloo_devices() if devices is None else devices, num_threads=2 if own else 1)
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     return unregistered_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+
+
+def end_waits(backend: Any, peer: int) -> None:
+    """End all waits of a gloo group, here and on its peers, with an error.
+
+    gloo cannot abort (torch 2.13: `abort` does nothing). But a wait that times out closes the connections to all peers.
+    """
+    for tag in _UNUSED_TAGS:
+        with suppress(RuntimeError):
+            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
 
 
 @functools.cache
@@ -57,7 +71,9 @@ def default_backends(
 ) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
     """Return backends with their kinds, by device type: gloo for CPUs, and NCCL if it and a GPU are available."""
     kinds = dist.ProcessGroup.BackendType
-    backends: dict[str, Any] = {"cpu": (kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))}
+    requests = StoreRequests(store, timeout)
+    gloo = requests.open_group(lambda store: dist.ProcessGroupGloo(store, rank, size, timeout))
+    backends: dict[str, Any] = {"cpu": (kinds.GLOO, gloo)}
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
         backends["cuda"] = (kinds.NCCL, nccl)

@@ -22,7 +22,7 @@ from torchbagua.transport.base import (
     bytes_of,
 )
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.store_requests import announce, missing_ranks
+from torchbagua.transport.store_requests import StoreRequests
 from torchbagua.transport.torch_groups import TORCH_ERRORS, Direction, MessageWorks
 
 # Both names are one function; torch 2.13 warns about the older one.
@@ -60,6 +60,7 @@ class TorchBackendTransport(MessageWorks):
             collectives=COLLECTIVES,
         )
         self._members = members
+        self._requests = StoreRequests(members.store, members.timeout)
         self._device_type = device_type
         self._device = torch.device(device_type)
         self._group: dist.ProcessGroup | None = None
@@ -166,17 +167,22 @@ class TorchBackendTransport(MessageWorks):
             self._destruction.join(LONGEST_ABORT_S)
 
     def _make_group(self) -> dist.ProcessGroup:
-        members, store = self._members, self._members.store
-        announce(store, "opens", members.rank)
+        members, requests = self._members, self._requests
+        requests.announce("opens", members.rank)
         if members.rank == 0:
-            store.set("name", f"torchbagua {secrets.token_hex(8)}")
-        store.wait(["name"], members.timeout)
-        name = store.get("name").decode()
-        backend_store = dist.PrefixStore("backend", store)
-        return registered_group(members.global_ranks, members.rank, self.name, backend_store, name, members.timeout)
+            requests.set("name", f"torchbagua {secrets.token_hex(8)}")
+        requests.wait(["name"], members.timeout)
+        name = requests.get("name")
+
+        def create(store: dist.Store) -> dist.ProcessGroup:
+            own = dist.PrefixStore("backend", store)
+            return registered_group(members.global_ranks, members.rank, self.name, own, name, members.timeout)
+
+        # Another backend may need this thread, whose device it uses.
+        return requests.open_group(create) if self.abilities.has_deadline else create(members.store)
 
     def _cause_of_failed_open(self, error: BaseException) -> str:
-        missing = missing_ranks(self._members.store, "opens", self._members.size)
+        missing = self._requests.missing_ranks("opens", self._members.size)
         return f"ranks {missing} did not open the group: {cause_of(error)}" if missing else cause_of(error)
 
     def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], tuple[Any, object]]]:
@@ -207,7 +213,7 @@ class TorchBackendTransport(MessageWorks):
         self, stage: str, operations: Iterable[str], attempt: Callable[[str], None]
     ) -> MissingOperation | None:
         """Attempt the operations, and return one that failed on a rank; all ranks return the same. Collective."""
-        store = dist.PrefixStore(stage, self._members.store)
+        requests = StoreRequests(dist.PrefixStore(stage, self._members.store), self._members.timeout)
         failure = None
         for operation in operations:
             try:
@@ -217,11 +223,13 @@ class TorchBackendTransport(MessageWorks):
                 break
         try:
             if failure is not None:
-                store.set("failure", failure)
-            if store.add("ranks", 1) == self._members.size:
-                store.set("all", "")
-            store.wait(["all"], self._members.timeout)
-            return MissingOperation(self.name, *json.loads(store.get("failure"))) if store.check(["failure"]) else None
+                requests.set("failure", failure)
+            if requests.add("ranks", 1) == self._members.size:
+                requests.set("all", "")
+            requests.wait(["all"], self._members.timeout)
+            if requests.check(["failure"]):
+                return MissingOperation(self.name, *json.loads(requests.get("failure")))
+            return None
         except RuntimeError as error:
             raise TransportError(f"waiting for all ranks to try its operations: {cause_of(error)}") from error
 

@@ -154,6 +154,7 @@ class BackgroundRounds:
         for bucket in self._buckets:
             bucket.difference.zero_()  # creates the tensor here, and therefore on this thread's stream
         self._handoff.record()
+        self._check_process = runner.lane.check_process
         self._job = runner.lane.submit(self._run, interrupt=self.leave)
 
     @property
@@ -170,6 +171,7 @@ class BackgroundRounds:
 
     def after_step(self) -> None:
         """Apply pending differences, and take a snapshot if the lane asks. Called by training between two steps."""
+        self._check_process()  # in a forked process, the lane may have held the lock
         with self._changed:
             now_s = self._clock.now()
             self._step_s, self._last_step_at_s = now_s - self._last_step_at_s, now_s
@@ -202,6 +204,7 @@ class BackgroundRounds:
         Raises:
             CommunicationError: communication failed, or another rank stops for another reason.
         """
+        self._check_process()
         if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
             self.weights_loaded(loading, self._loads.with_pending())
         with self._tracer.span("wait"), self._changed:

@@ -1,0 +1,157 @@
+"""Requests to a store that does not answer, and requests that a signal handler interrupts."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch.distributed as dist
+
+import torchbagua as tb
+import warm_python
+from torchbagua.transport import store_requests
+from torchbagua.transport.private_groups import gloo_group
+from torchbagua.transport.store_requests import SilentStoreError, StoreRequests
+
+SHORT = timedelta(seconds=0.5)
+
+
+class Interrupted(Exception):
+    """A signal handler raised."""
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Have a signal handler raise in the block, on this thread."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise Interrupted
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[warm_python.Fork]:
+    """A process with a store, which may be stopped."""
+    with warm_python.started(
+        [str(Path(__file__).parent / "store_host.py")], out=tmp_path / "port", ends_whole=True
+    ) as process:
+        deadline_s = time.monotonic() + 60
+        while not process.printed().endswith("\n"):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        yield process
+        process.send_signal(signal.SIGKILL)
+
+
+def client_of(host: warm_python.Fork) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", int(host.printed()), is_master=False, wait_for_workers=False)
+
+
+REQUESTS: dict[str, Callable[[StoreRequests], object]] = {
+    "add": lambda store: store.add("key", 1),
+    "check": lambda store: store.check(["key"]),
+    "get": lambda store: store.get("key"),
+    "set_first": lambda store: store.set_first("key", "text"),
+    "wait": lambda store: store.wait(["key"], SHORT),
+    "clone": lambda store: store.clone("ready"),
+    "gloo": lambda store: store.open_group(lambda raw: gloo_group(raw, 0, 2, SHORT)),
+}
+
+
+def test_a_stopped_store_is_reported_in_time(host: warm_python.Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request raises, and so does the construction of a group, before and while it waits for another rank."""
+    monkeypatch.setattr(store_requests, "_ANSWER_S", 0.5)
+    stores = {name: StoreRequests(client_of(host), SHORT) for name in REQUESTS}
+    client_of_stopped = client_of(host)
+    groups = {when: dist.ProcessGroup(client_of(host), 0, 2) for when in ("before", "later")}
+    seconds: dict[str, float] = {}
+    errors: dict[str, Exception] = {}
+
+    def attempt(name: str, request: Callable[[], object]) -> None:
+        start_s = time.monotonic()
+        try:
+            request()
+        except Exception as error:
+            errors[name] = error
+        seconds[name] = time.monotonic() - start_s
+
+    def construct(when: str) -> Callable[[], object]:
+        return lambda: tb.BaguaProcessGroup(groups[when], timeout=timedelta(seconds=2 if when == "later" else 0.5))
+
+    def attempt_all(attempts: dict[str, Callable[[], object]]) -> list[threading.Thread]:
+        threads = [threading.Thread(target=attempt, args=each, daemon=True) for each in attempts.items()]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    threads = attempt_all({"later": construct("later")})
+    time.sleep(0.5)  # it now waits for rank 1
+    host.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    threads += attempt_all({name: lambda name=name: REQUESTS[name](stores[name]) for name in REQUESTS})  # type: ignore[misc]
+    threads += attempt_all({"before": construct("before")})
+    for thread in threads:
+        thread.join(20)
+    assert errors.keys() == {*REQUESTS, "before", "later"}
+    for when in groups:
+        error = errors.pop(when)
+        assert isinstance(error, tb.CommunicationError)
+        assert "comparing settings failed on rank 0: the store of the process group did not answer" in str(error)
+        assert "check the process that hosts it, usually rank 0 or the launcher" in str(error)
+    assert all(isinstance(error, SilentStoreError) for error in errors.values()), errors
+    assert max(seconds.values()) < 10
+    start_s = time.monotonic()
+    patient = StoreRequests(client_of_stopped, timedelta(seconds=60))
+    with pytest.raises(SilentStoreError, match=r"within 0\.1 s"):
+        patient.ask(lambda store: store.add("key", 1), 0.1)
+    with pytest.raises(SilentStoreError):
+        patient.add("key", 1)
+    assert time.monotonic() < start_s + 30  # at once, since the first request is still pending
+    host.send_signal(signal.SIGCONT)
+    deadline_s = time.monotonic() + 20
+    while True:  # it answers again
+        try:
+            assert stores["check"].add("another key", 1) == 1
+            break
+        except SilentStoreError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_a_request_after_an_interrupted_one_does_not_wait_for_it(kind: str, tmp_path: Path) -> None:
+    """A TCPStore serves the requests of a connection one after the other."""
+    if kind == "tcp":
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store: dist.Store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    else:
+        store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
+    requests = StoreRequests(dist.PrefixStore("prefix", store), timedelta(seconds=30))
+    start_s = time.monotonic()
+    with interrupted_after(0.1), pytest.raises(Interrupted):
+        requests.wait(["key"], timedelta(seconds=8))
+    assert requests.set_first("key", "text") == "text"  # which ends the wait too
+    assert time.monotonic() < start_s + 5
+    assert requests.get("key") == "text"
+
+
+def test_the_error_of_a_request_is_raised() -> None:
+    requests = StoreRequests(dist.HashStore(), timedelta(seconds=30))
+    with pytest.raises(dist.DistStoreError):
+        requests.wait(["key"], timedelta(milliseconds=10))
+    requests.write_text(["a", "b"], "text")
+    assert requests.read_texts(["a", "b"]) == ["text", "text"]
+    requests.announce("is here", 1)
+    assert requests.missing_ranks("is here", 3) == [0, 2]
