@@ -217,8 +217,9 @@ class _Check:
                 yield f"rank {rank} leaves {left} behind"
         for name in self.simulation.foreign_threads:
             yield f"a rank leaves the thread {name!r} behind, which it has not started with torchbagua._concurrency"
-        # Ranks only warn of an operation of the last meeting that has failed.
-        if self.all_ended_well and self.kind != "failed operation":
+        # Ranks with a gradient algorithm only warn if their last meeting fails.
+        may_warn = not self.algorithm.averages_weights and self.kind in ("failed operation", "long stall", "cut link")
+        if self.all_ended_well and not may_warn:
             for channel in self.simulation.network.channels.values():
                 for sender, receiver, tag in channel.unread():
                     yield f"rank {receiver} has not read a message of rank {sender} with tag {tag}"
