@@ -117,7 +117,7 @@ def test_check_accepts_what_may_happen() -> None:
 
 
 def test_a_trace_has_the_waits_of_threads_and_all_messages(tmp_path: Path) -> None:
-    trial = replace(without_fault("bytegrad", 0, 2), fault=Fault("death", rank=1, turn=150))
+    trial = replace(without_fault("bytegrad", 0, 2), fault=Fault("death", rank=1, turn=250))
     simulation = simulate(trial)
     trace = SimulationTrace(simulation)
     run_trial(trial, simulation)
