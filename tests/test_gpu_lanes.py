@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,9 @@ class PlayedSideStream:
     def mark(self) -> str:
         self._log.append(f"marked on {threading.current_thread().name}")
         return f"mark {len(self._log)}"
+
+    def end(self) -> Any:
+        return SimpleNamespace(query=lambda: True)
 
     def join(self) -> None:
         self._log.append("joined")

@@ -611,7 +611,39 @@ def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
         attachment.detach()
         assert not own._store.check(["reason"])
 
+    def standalone(group: dist.ProcessGroup) -> None:
+        runner = tb.ByteGradAlgorithm().reify(group)
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+        ddp.register_comm_hook(runner, tb.comm_hook)
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert runner.process_group.launches_on_users_group
+        runner.close()
+        assert not runner.process_group._store.check(["reason"])
+
     run_ranks(2, body)
+    run_ranks(2, standalone)
+
+
+@pytest.mark.parametrize("has_finished", [True, False])
+def test_a_job_whose_lane_and_groups_were_closed_by_an_exception(nccl: Nccl, has_finished: bool) -> None:
+    """A program may save its state after the exception: with what the GPU had computed by then, or an error."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = make_watched_lane(group)
+        lane._side = Stream(nccl)
+        job = lane.submit(lambda: 5)
+        job.result()
+        nccl.is_stuck = not has_finished
+        lane.close()
+        own.close()
+        nccl.finish()  # the abort ends all work
+        if has_finished:
+            assert job.finish() == 5
+        else:
+            with pytest.raises(RuntimeError, match="the groups were closed while a GPU was working"):
+                job.finish()
+
+    run_ranks(1, body)
 
 
 def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:

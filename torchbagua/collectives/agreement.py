@@ -148,9 +148,8 @@ def require_same_progress(
             f"torchbagua: ranks are out of step in {purpose}: rank {first} has {first_number} {name}, rank "
             f"{second} has {second_number}.{calls} Every rank must run the same backward passes, optimizer steps, "
             "averaged_weights, state loads, layer unfreezes, aborts and resumes, in the same order. Check whether a "
-            "rank ran out of data, left "
-            "early or skipped a step of an optimizer; if a GradScaler can skip a step on one rank, pass it to "
-            "attach(..., grad_scaler=scaler)."
+            "rank ran out of data, left early or skipped a step of an optimizer; if a GradScaler can skip a step on "
+            "one rank, pass it to attach(..., grad_scaler=scaler)."
         )
     return largest_value
 

@@ -194,6 +194,7 @@ class Lane:
             if has_ended:
                 self._thread.join()
         if self._side is not None:
+            self._worker.has_finished_on_gpu = has_reached(self._side.end())
             self._side.join()  # the caller may free and reuse the memory that the stream still writes to
         _concurrency.unregister_at_exit(self._close_at_exit)
 
@@ -225,6 +226,7 @@ class _Worker:
         is_interrupted: whether a signal handler has raised while a thread waited for a job.
         waiting: the context manager that a thread enters while it waits for a job.
         num_launched: the number of calls of `Lane.launch`.
+        has_finished_on_gpu: whether the GPU had finished all work when the lane was closed.
         launches_on: the stream of these calls, from the first call on that begins to look for failed ranks.
     """
 
@@ -255,6 +257,8 @@ class _Worker:
         self.late_failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
         self.is_interrupted = False
+        self.has_finished_on_gpu = False
+        self._is_stopped = False
         self._running = _concurrency.Lock()  # held until the thread's work ends
         self._running.acquire()
 
@@ -299,11 +303,12 @@ class _Worker:
         with nullcontext() if has_reached(mark) else self.waiting():
             has_finished = self._wait_for_gpu(mark, self.raise_late_failure)
         self.raise_late_failure()  # the lane sets it before it aborts the work, which ends the work early
-        if not has_finished:
-            # A running job has closed the groups, and its error is about to end the lane, with the jobs in the queue.
-            last = JobOfFunction(lambda: None, self, None)
-            self.queue(last)
-            last.result()
+        if not (has_finished or self.has_finished_on_gpu):
+            if not self._is_stopped:
+                # A running job has closed the groups, and its error is about to end the lane, with the queued jobs.
+                last = JobOfFunction(lambda: None, self, None)
+                self.queue(last)
+                last.result()
             raise RuntimeError("torchbagua: the groups were closed while a GPU was working on their operations")
 
     def raise_late_failure(self) -> None:
@@ -319,6 +324,7 @@ class _Worker:
     def stop(self) -> None:
         if self.is_of_other_process:
             return
+        self._is_stopped = True
         self._jobs.put(None)
         if self.interrupt is not None and (interrupt := self.interrupt()) is not None:
             interrupt()

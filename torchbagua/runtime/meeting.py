@@ -20,12 +20,10 @@ from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, OutOfStep
 
 # Agreements of other kinds have smaller piece numbers (collectives/agreement.py).
-_PROGRESS_PIECE, _DIGEST_PIECE, _BARRIER_PIECE = 1024, 1025, 1026
+_PROGRESS_PIECE, _DIGEST_PIECE, _FINDING_PIECE = 1024, 1025, 1026
 
 # The synchronized backward passes in which ranks compare their weights: some early ones, and then one in so many.
 _EARLY, _INTERVAL = (1, 10, 100), 500
-
-_NUM_NAMED = 3
 
 
 class Progress(NamedTuple):
@@ -64,6 +62,29 @@ class Progress(NamedTuple):
         return f"is in synchronized backward pass {self.num_backwards}, after {steps}"
 
 
+class Finding(NamedTuple):
+    """Weights that differ between two ranks.
+
+    Attributes:
+        rank: the rank whose weights differ from those of the rank before it.
+        position: the position of the first weight that differs.
+        has_more: whether more weights differ.
+    """
+
+    rank: int
+    position: int
+    has_more: bool
+
+    def pack(self) -> int:
+        """Return a positive number."""
+        return ((self.rank + 1) << 32) + 2 * self.position + self.has_more
+
+    @classmethod
+    def unpack(cls, packed: int) -> "Finding":
+        rest = packed & 0xFFFFFFFF
+        return cls((packed >> 32) - 1, rest // 2, bool(rest & 1))
+
+
 @dataclass
 class Meeting:
     """Compares the progress of each rank with that of the rank before it, so that all ranks are equal if none raises.
@@ -75,13 +96,13 @@ class Meeting:
         group: the ranks.
         own: the progress of this rank.
         digests: returns digests of the weights, to compare too; None at most meetings.
-        differing: after `compare`, the positions of the digests that differ from those of the rank before.
+        differing: the positions of the digests that differ from those of the rank before; None before `compare`.
     """
 
     group: BaguaProcessGroup
     own: Progress
     digests: Callable[[], torch.Tensor] | None = None
-    differing: Sequence[int] = ()
+    differing: Sequence[int] | None = None
     _purpose: str = field(default="", init=False)
     _message: "_RingMessage | None" = field(default=None, init=False)
 
@@ -113,18 +134,32 @@ class Meeting:
             )
             self.group.post_reason(text)
             raise OutOfStep(text)
+        differing: Sequence[int] = ()
         if self.digests is not None:
             own_digests = self.digests()
             other = _RingMessage(world, own_digests, self._purpose, _DIGEST_PIECE).receive()
             if not (self.own.has_joined or theirs.has_joined):
-                self.differing = (own_digests != other).nonzero().flatten().tolist()
+                differing = (own_digests != other).nonzero().flatten().tolist()
+        self.differing = differing
 
-    def wait_for_all(self) -> None:
-        """Return when all ranks have called this. Fails if a rank has raised instead. Collective."""
+    def gather_finding(self) -> Finding | None:
+        """Return the finding of one of the ranks, the same on all; None without any. Collective.
+
+        No rank returns before all have called it. It fails if a rank has raised instead.
+        """
+        world = self.group.world
+        largest = torch.tensor([self.finding().pack() if self.differing else 0])
         distance = 1
-        while distance < self.group.world.size:
-            _RingMessage(self.group.world, torch.zeros(1), self._purpose, _BARRIER_PIECE, distance).receive()
+        while distance < world.size:
+            theirs = _RingMessage(world, largest, self._purpose, _FINDING_PIECE, distance).receive()
+            largest = torch.maximum(largest, theirs)
             distance *= 2
+        return Finding.unpack(int(largest)) if largest else None
+
+    def finding(self) -> Finding:
+        """Return what `compare` has found on this rank."""
+        assert self.differing
+        return Finding(self.group.world.rank, self.differing[0], len(self.differing) > 1)
 
 
 class _RingMessage:
@@ -178,7 +213,7 @@ class Meetings:
     """The meetings of a gradient algorithm: in each synchronized backward with the first bucket, and when all detach.
 
     In some of them, ranks also compare their weights: a rank may change its weights alone, which neither DDP nor a
-    gradient algorithm notices. One warning names the first parameters that differ.
+    gradient algorithm notices. One warning names the first parameter that differs.
 
     Args:
         group: the ranks, of which there are several.
@@ -192,15 +227,18 @@ class Meetings:
         self.num_backwards = 0
         self._group = group
         self._steps = steps
-        self._weights: Mapping[str, torch.Tensor] = {}
-        self._last: Meeting | None = None  # the last one that compares weights, until its result is reported
+        self._weights: list[dict[str, torch.Tensor]] = []  # of each device
+        self._unreported: list[Meeting] = []  # those that compare weights
         self._has_joined = False  # in any backward so far
         self._is_muted = False
         self._has_ended = False
 
     def compare_weights(self, named: Mapping[str, torch.Tensor]) -> None:
         """Compare these weights from now on; the same on all ranks."""
-        self._weights = named
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, weight in named.items():
+            by_device.setdefault(weight.device, {})[name] = weight
+        self._weights = list(by_device.values())
 
     def mute(self) -> None:
         """Warn of no more weights that differ: a warning has named the cause."""
@@ -219,8 +257,11 @@ class Meetings:
         return self._meeting(Progress(self.num_backwards, self._steps.number, has_joined=self._has_joined), is_due)
 
     def leave(self) -> None:
-        """Tell ranks that still train that this rank has ended, unless all ranks have met at the end."""
-        if not self._has_ended:
+        """Tell ranks that still run backward over the private groups that this rank has ended, unless all have met.
+
+        Over the user's group the end of a rank notifies nobody, and a reason would count as its failure.
+        """
+        if self.num_backwards and not (self._has_ended or self._group.launches_on_users_group):
             own = self._group.world.name_of(self._group.world.rank)
             self._group.post_reason(
                 f"torchbagua: ranks are out of step: {own} has ended after {self.num_backwards} synchronized backward "
@@ -232,57 +273,72 @@ class Meetings:
 
         Raises:
             OutOfStep: a rank begins another backward, or has taken another number of steps.
-            RuntimeWarning: see `begin`.
+            RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error: on all ranks.
         """
         self._has_ended = True
-
-        def meet() -> None:
-            meeting.run()
-            meeting.wait_for_all()
-
+        self._report()
         own = Progress(self.num_backwards, self._steps.number, has_ended=True, has_joined=self._has_joined)
         meeting = self._meeting(own, compares_weights=True)
-        try:
-            lane.submit(meet).result()
-        except OutOfStep:
-            raise
-        except CommunicationError as error:  # the training of this rank is complete nevertheless
+
+        def meet() -> Finding | CommunicationError | None:
+            try:
+                meeting.run()
+                return meeting.gather_finding()
+            except CommunicationError as error:
+                explained = self._group.explain(error)
+                if isinstance(explained, OutOfStep):
+                    raise explained from error
+                return error  # does not fail the lane: the training of this rank is complete
+
+        outcome = lane.submit(meet).result()
+        if isinstance(outcome, Finding):
+            self._warn(meeting, outcome)
+        elif outcome is not None:
             warn_user(
                 f"torchbagua: rank {self._group.rank} has detached, but could not compare its progress with the other "
-                f"ranks: {error}"
+                f"ranks: {outcome}"
             )
-        self._report()
 
     def _meeting(self, own: Progress, compares_weights: bool) -> Meeting:
         if not (compares_weights and self._weights):
             return Meeting(self._group, own)
-        weights = list(self._weights.values())
-        if weights[0].is_cpu:  # the lane reads them during backward, in which they do not change
-            meeting = Meeting(self._group, own, lambda: _digests(weights))
-        else:
-            digests = _digests(weights)  # on the training stream, before the next step
-            meeting = Meeting(self._group, own, lambda: self._on_host(digests))
-        self._last = meeting
+        parts = [self._digests_of(list(members.values())) for members in self._weights]
+        meeting = Meeting(self._group, own, lambda: torch.cat([part() for part in parts]))
+        if not own.has_ended:
+            self._unreported.append(meeting)
         return meeting
 
-    def _on_host(self, digests: torch.Tensor) -> torch.Tensor:
-        self._group.wait_for_gpu(digests.device, "comparing the weights of ranks")
-        return digests.cpu()
+    def _digests_of(self, weights: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if weights[0].is_cpu:  # the lane reads them during backward, in which they do not change
+            return lambda: _digests(weights)
+        on_device = _digests(weights)  # on the training stream, before the next step
+
+        def on_host() -> torch.Tensor:
+            self._group.wait_for_gpu(on_device.device, "comparing the weights of ranks")
+            return on_device.cpu()
+
+        return on_host
 
     def _report(self) -> None:
-        meeting, self._last = self._last, None
-        if meeting is None or not meeting.differing or self._is_muted:
+        """Warn of what has been found so far. In stream order, the lane may be behind."""
+        while self._unreported and (differing := self._unreported[0].differing) is not None:
+            meeting = self._unreported.pop(0)
+            if differing:
+                self._warn(meeting, meeting.finding())
+
+    def _warn(self, meeting: Meeting, finding: Finding) -> None:
+        if self._is_muted:
             return
         self.mute()
-        names = [list(self._weights)[position] for position in meeting.differing]
+        names = [name for members in self._weights for name in members]
         world = self._group.world
-        first, second = (world.name_of(rank) for rank in sorted((world.rank_before(1), world.rank)))
-        listed = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+        ranks = sorted(((finding.rank - 1) % world.size, finding.rank))
+        first, second = map(world.name_of, ranks)
         warn_user(
             f"torchbagua: {first} and {second} hold different weights after {meeting.own.num_steps} optimizer steps: "
-            f"{listed}. A rank has changed its weights alone, for instance by a scheduler that follows its own loss or "
-            "by resetting a layer. Take such decisions from values that are equal on all ranks, or broadcast the "
-            "weights of one rank afterwards"
+            f"{names[finding.position]}{', and others' if finding.has_more else ''}. A rank has changed its weights "
+            "alone, for instance by a scheduler that follows its own loss or by resetting a layer. Take such decisions "
+            "from values that are equal on all ranks, or broadcast the weights of one rank afterwards"
         )
 
 

@@ -88,7 +88,7 @@ class UnaveragedGradients:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         before = self._num_received.get(id(optimizer))
-        if before is None and is_in_backward():  # called once per optimizer, since it raises an exception inside
+        if before is None and is_in_backward():
             self._warn(
                 f"{type(optimizer).__name__} steps within backward, before DistributedDataParallel has averaged "
                 "gradients. Step after backward, or attach an algorithm that averages weights"

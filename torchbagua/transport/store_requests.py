@@ -54,6 +54,7 @@ class StoreRequests:
         self._timeout_s = timeout.total_seconds()
         # Requests that are pending, each with a lock that it releases at its end.
         self._silent: _concurrency.Lock | None = None
+        self._silent_s = 0.0  # how long it was waited for
         self._interrupted: _concurrency.Lock | None = None
 
     def ask(self, request: Callable[[dist.Store], T], longest_s: float | None = None) -> T:
@@ -138,7 +139,7 @@ class StoreRequests:
 
     def _run(self, request: Callable[[dist.Store], T], longest_s: float | None) -> T:
         if self._silent is not None and self._silent.locked():
-            raise self._silence(self._timeout_s)
+            raise self._silence(self._silent_s)
         store, answers, errors = self._store, list[T](), list[BaseException]()
         pending = _concurrency.Lock()
         pending.acquire()
@@ -159,7 +160,7 @@ class StoreRequests:
             self._interrupted = pending
             raise
         if not has_ended:
-            self._silent = pending
+            self._silent, self._silent_s = pending, longest_s
             raise self._silence(longest_s)
         if errors:
             raise errors.pop()  # the traceback must not refer to itself
