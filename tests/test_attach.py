@@ -173,7 +173,7 @@ def hook_with_python_reducer(group: dist.ProcessGroup) -> None:
         (attach_class_instead_of_instance, TypeError, r"an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
         (attach_with_a_number_for_a_timeout, TypeError, "attach: timeout must be a datetime.timedelta, got 5"),
         (attach_delayed_all_reduce, ValueError, "attach: the module was created with delay_all_reduce_named_params"),
-        (attach_sparse, ValueError, "attach: 0 has sparse=True; create it with sparse=False"),
+        (attach_sparse, ValueError, "attach: 0 of Sequential has sparse=True; create it with sparse=False"),
         (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
         (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.observe"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),

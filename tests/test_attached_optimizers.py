@@ -229,7 +229,9 @@ def test_an_optimizer_without_hooks_is_refused() -> None:
         hookless._inner = torch.optim.SGD(ddp.parameters())
         with pytest.raises(ValueError, match=r"got a Hookless without .*: pass its attribute _inner, a SGD, if"):
             tb.attach(ddp, hookless, "bytegrad")
-        with pytest.raises(TypeError, match=r"(?s)got namespace.*: pass its attribute opt, a SGD, if a step of"):
+        with pytest.raises(
+            TypeError, match=r"(?s)got a SimpleNamespace.*: pass its attribute opt, a SGD, if a step of"
+        ):
             tb.attach(ddp, SimpleNamespace(lr=0.1, opt=hookless._inner), "bytegrad")
 
     run_ranks(1, body)

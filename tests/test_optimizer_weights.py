@@ -99,6 +99,25 @@ class Lookahead(torch.optim.SGD):
                 parameter.copy_(self.state[parameter]["slow"].lerp_(parameter, 0.5))
 
 
+class LookaheadAround(torch.optim.Optimizer):
+    """A Lookahead that keeps all state in the optimizer that it wraps."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = Lookahead(parameters)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base.load_state_dict(state)
+        self.param_groups = self.base.param_groups
+
+
 class Anchored(torch.optim.SGD):
     """Keeps a momentum under another name, and the first weights, which do not change and are equal on all ranks."""
 
@@ -304,7 +323,7 @@ def train(loop: Loop, algorithm: tb.Algorithm | str, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(("make", "state"), [(Interpolated, "z"), (Lookahead, "slow")])
+@pytest.mark.parametrize(("make", "state"), [(Interpolated, "z"), (Lookahead, "slow"), (LookaheadAround, "slow")])
 def test_weights_in_the_state_that_are_not_averaged_give_one_warning(
     name: str, make: Callable[[Any], Any], state: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -578,3 +579,44 @@ def test_a_loop_that_calls_the_inner_modules_is_warned() -> None:
 
     with pytest.warns(RuntimeWarning, match="SGD has stepped twice on gradients that DistributedDataParallel did not"):
         run_ranks(2, body)
+
+
+def test_parameters_of_other_modules_may_be_different_on_each_rank() -> None:
+    """With a gradient algorithm, an optimizer may also step tables that are divided among the ranks."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+        tables = [nn.Parameter(torch.ones(3)) for _ in range(1 + group.rank())]
+        optimizer = torch.optim.SGD([*tables, *ddp.parameters()], lr=0.1)
+        with tb.attach(ddp, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(2):
+                ddp(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_the_flag_of_accumulation_set_late_in_the_second_of_three_modules() -> None:
+    layers = build(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddps = [DistributedDataParallel(copy.deepcopy(layer), process_group=group) for layer in layers]
+        optimizer = torch.optim.SGD([parameter for ddp in ddps for parameter in ddp.parameters()], lr=0.1)
+        data = torch.Generator().manual_seed(group.rank())
+        with tb.attach(ddps, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(2):
+                optimizer.zero_grad()
+                for is_last in (False, True):
+                    for ddp in (ddps[0], ddps[2]):
+                        ddp.require_backward_grad_sync = is_last
+                    loss = nn.Sequential(*ddps)(torch.randn(2, 4, generator=data)).square().sum()
+                    ddps[1].require_backward_grad_sync = is_last
+                    loss.backward()
+                optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    assert len(messages) == 2, messages
+    assert all("before the forward, not between forward and backward" in message for message in messages)

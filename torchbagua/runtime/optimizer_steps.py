@@ -37,7 +37,8 @@ def unwrap(optimizer: Any) -> Any:
 def check_optimizer(where: str, optimizer: object) -> None:
     """Raise TypeError or ValueError, which begins with `where`, unless the steps of `optimizer` can be watched."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        got = f"a {type(optimizer).__name__}" if isinstance(optimizer, torch.Tensor) else repr(optimizer)
+        wraps = isinstance(optimizer, torch.Tensor) or bool(_name_wrapped(optimizer))
+        got = f"a {type(optimizer).__name__}" if wraps else repr(optimizer)
         raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {got}{_name_wrapped(optimizer)}")
     if not has_step_hooks(optimizer):
         raise ValueError(
@@ -57,6 +58,15 @@ def _name_wrapped(wrapper: object) -> str:
         return ""
     inner = f"its attribute {names[0]}, a {type(attributes[names[0]]).__name__}"
     return f". It wraps a torch optimizer: pass {inner}, if a step of the wrapper calls that optimizer's step"
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the optimizer's state, or that of the optimizer that it wraps, if the wrapper's own is empty."""
+    if not optimizer.state:
+        for inner in vars(optimizer).values():
+            if isinstance(inner, torch.optim.Optimizer):
+                return inner.state
+    return optimizer.state
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:

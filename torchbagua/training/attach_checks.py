@@ -157,8 +157,8 @@ def check_module(module: torch.nn.Module) -> None:
             raise TypeError(_explain_sharded(name or "the module", submodule))
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(
-                f"attach: {name or 'the module'} has sparse=True; create it with sparse=False, because sparse "
-                "gradients are not supported"
+                f"attach: {name or 'the module'} of {type(inner).__name__} has sparse=True; create it with "
+                "sparse=False, because sparse gradients are not supported"
             )
     for name, tensor in named_tensors(inner):
         if is_lazy(tensor):
@@ -243,7 +243,11 @@ def _explain_foreign(setup: TrainingSetup, optimizer: torch.optim.Optimizer, for
             ". If they are master copies of the module's weights, average these: attach(torch.nn.ParameterList(masters)"
             ", ...), and call the module without DistributedDataParallel"
         )
-    return f"{found}. If {name} was created before the model was moved or copied, create it again"
+    return (
+        f"{found}. If they belong to this rank alone, as parts of a model that is divided among the ranks, step them "
+        f"with an optimizer of their own, which you do not attach. If {name} was created before the model was moved or "
+        "copied, create it again"
+    )
 
 
 def check_gradient_averaging(setup: TrainingSetup) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from torchbagua._torch import num_writes
 from torchbagua._warnings import warn_user
-from torchbagua.runtime.optimizer_steps import parameters_of
+from torchbagua.runtime.optimizer_steps import parameters_of, state_of
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 
@@ -28,12 +28,12 @@ class _Place:
 
     def tensor(self) -> torch.Tensor | None:
         """Return the tensor, or None if the optimizer has not stepped the parameter."""
-        found = self.optimizer.state.get(self.parameter, {}).get(self.name)
+        found = state_of(self.optimizer).get(self.parameter, {}).get(self.name)
         return found if isinstance(found, torch.Tensor) and found.shape == self.parameter.shape else None
 
     def put(self, value: torch.Tensor | None) -> None:
         """Replace the tensor, or remove it."""
-        state = self.optimizer.state
+        state = state_of(self.optimizer)
         if value is not None:
             state[self.parameter][self.name] = value
             return
@@ -83,7 +83,7 @@ class OptimizerWeights:
         if self._runner.weights is None:
             raise NotImplementedError(f"average_also: {type(self._runner.impl).__name__} must call runner.average")
         places = [_Place(optimizer, parameter, name) for parameter in parameters_of(optimizer)]
-        if optimizer.state and all(place.tensor() is None for place in places):
+        if state_of(optimizer) and all(place.tensor() is None for place in places):
             raise ValueError(_explain_missing(optimizer, name))
         if name not in self._names[optimizer]:
             self._names[optimizer] += (name,)
@@ -202,7 +202,7 @@ class OptimizerWeights:
         means.average_tensors([local_shard(value) for _, value in kept], "the weights in the optimizers' state")
         found = {(place.optimizer, place.name) for place, _ in kept}
         for optimizer, name in sorted(self._added - found, key=lambda added: added[1]):
-            if optimizer.state:
+            if state_of(optimizer):
                 self._added.remove((optimizer, name))
                 warn_user(f"torchbagua: {_explain_missing(optimizer, name)}")
         return kept
@@ -272,7 +272,7 @@ def _warn_of_mode(optimizer: torch.optim.Optimizer) -> None:
 def _explain_missing(optimizer: torch.optim.Optimizer, name: str) -> str:
     known = dict.fromkeys(
         key
-        for parameter, state in optimizer.state.items()
+        for parameter, state in state_of(optimizer).items()
         if isinstance(parameter, torch.Tensor)
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -200,10 +200,13 @@ class TrainingSetup:
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that ranks must have in common, in the order in which differences are reported."""
-        sizes = [
-            (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
-            for optimizer in self.optimizers
-        ]
+        own_ids = {id(parameter) for parameter in self.parameters()}
+        sizes = []
+        for optimizer in self.optimizers:
+            groups = [group["params"] for group in optimizer.param_groups]
+            own = [[parameter for parameter in group if id(parameter) in own_ids] for group in groups]
+            # Parameters of other modules may belong to one rank alone. An optimizer of copies has no others.
+            sizes.append((type(optimizer).__name__, list(map(len, own if any(own) else groups))))
         return {
             "the number of parameters": len(list(self.parameters())),
             "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(self.parameters()),

@@ -70,10 +70,14 @@ class UnaveragedGradients:
         trained_ids = {id(parameter) for parameter in setup.trained().values()}
         ddps = {id(parameter): ddp for ddp in setup.ddps for parameter in ddp.parameters()}
         for watch in self._watches:
-            trained = [parameter for parameter in parameters_of(watch.optimizer) if id(parameter) in trained_ids]
+            by_ddp: dict[DistributedDataParallel, list[torch.Tensor]] = {}
+            for parameter in parameters_of(watch.optimizer):
+                if id(parameter) in trained_ids:
+                    by_ddp.setdefault(ddps[id(parameter)], []).append(parameter)
             self._gradients[id(watch.optimizer)] = [  # almost every loss trains the first or the last parameter
-                _WatchedGradient(parameter, ddps[id(parameter)], runner)
-                for parameter in dict.fromkeys((*trained[:1], *trained[-1:]))
+                _WatchedGradient(parameter, ddp, runner)
+                for ddp, trained in by_ddp.items()
+                for parameter in dict.fromkeys((trained[0], trained[-1]))
             ]
             watch.add(self._after_step, reads_overflow=False)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
+from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of, state_of
 from torchbagua.runtime.shards import local_shard
 
 # The steps of an optimizer after which its state is examined. In the first step a momentum is still parallel to the
@@ -78,7 +78,7 @@ class UnaveragedState:
                 continue
             if name not in seen.first and not after_step:  # `eval` may store the training weights in the state
                 continue
-            state = _sample([optimizer.state[parameter][name] for parameter in parameters])
+            state = _sample([state_of(optimizer)[parameter][name] for parameter in parameters])
             weights = _sample(parameters)
             gradients = _sample([_gradient_of(weight) for weight in parameters])
             if len(state) < _FEWEST:
@@ -119,7 +119,7 @@ def _tensors_by_name(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.T
     by_name: dict[str, list[torch.Tensor]] = {}
     others = set()
     for parameter in parameters_of(optimizer):
-        state = optimizer.state.get(parameter, {})
+        state = state_of(optimizer).get(parameter, {})
         for name, value in state.items() if isinstance(state, Mapping) else ():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
                 by_name.setdefault(name, []).append(parameter)
