@@ -57,3 +57,20 @@ def test_ranks_in_different_calls() -> None:
         assert named
         assert named[1].startswith("the mean of é" + 40 * "x")
         assert named[2] == "the round after 5 steps"
+
+
+def test_ranks_of_a_node_in_different_calls() -> None:
+    """Their numbers in the messages are those of the whole group."""
+
+    def body(group: dist.ProcessGroup) -> str:
+        own = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
+        assert own.intra_node is not None
+        is_first = group.rank() % 2 == 0
+        with pytest.raises(tb.CommunicationError) as caught:
+            require_same_progress(own.intra_node, {"steps": 4 if is_first else 5}, "a mean" if is_first else "a round")
+        return str(caught.value)
+
+    for rank, message in enumerate(run_ranks(4, body)):
+        first, second = (0, 1) if rank < 2 else (2, 3)
+        assert f"rank {first} has 4 steps, rank {second} has 5. " in message
+        assert f"Rank {first} is in a mean, rank {second} in a round. Every" in message

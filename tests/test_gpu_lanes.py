@@ -20,6 +20,7 @@ from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import streams as side_stream
 from torchbagua.transport.base import TransportMaker
@@ -160,6 +161,21 @@ def test_a_job_runs_on_the_side_stream_after_its_submitters_work(
     assert log[:4] == [f"marked on {own}", "bound lane", "begins after mark 1", "runs on lane"]
     assert log.count("runs on lane") == log.count("ends") == 2
     assert log[-1] == "joined", "memory that the lane writes to may be freed"
+
+
+def test_finish_waits_for_the_job_or_for_the_stream_of_a_reader(
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, log, run = played
+    waited: list[str] = []
+    monkeypatch.setattr(lane_module, "has_reached", lambda mark: False)
+    monkeypatch.setattr(lane._worker, "_wait_for_gpu", lambda mark, check: waited.append(mark) or True)
+    job = lane.submit(run)
+    job.finish()
+    job.finish(reads=True)
+    places = [int(mark.removeprefix("mark ")) - 1 for mark in waited]
+    assert [log[place] for place in places] == ["marked on lane", f"marked on {threading.current_thread().name}"]
+    assert places == sorted(places)
 
 
 def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

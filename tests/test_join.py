@@ -119,6 +119,21 @@ def test_joined_ranks_take_part_with_zeros(name: str, is_attached: bool, is_obse
         assert torch.equal(final, reference.weights[-1]), "DDP gives all ranks the weights of the last one"
 
 
+def test_ranks_that_have_joined_train_another_epoch() -> None:
+    """They have taken fewer steps, which remains no mistake."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, ALGORITHMS["bytegrad"], is_attached=True)
+        with trainer.attachment:
+            for _ in range(2):
+                with Join([trainer.ddp]):
+                    for batch in range(num_batches(trainer.rank)):
+                        trainer.step(batch)
+
+    run_ranks(SIZE, body)
+
+
 @pytest.mark.parametrize("divides_by_all", [True, False])
 def test_the_mean_equals_the_mean_of_ddp(divides_by_all: bool) -> None:
     """Sums of two ranks are exact. DDP without a hook divides by all ranks only on request; its hooks always do."""

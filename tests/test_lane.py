@@ -8,6 +8,8 @@ from collections.abc import Generator
 
 import pytest
 
+from torchbagua import _concurrency
+from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.lane import Lane
 
 
@@ -128,6 +130,25 @@ def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
     lane.close()
     with pytest.raises(RuntimeError, match="closing is closed"):
         lane.submit(lambda: None).future()
+
+
+def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may have caught the handler's exception, and end in order."""
+    monkeypatch.setattr(lane_module, "_LAST_JOB_S", 0.1)
+    is_abandoned = threading.Event()
+    lane = Lane("interrupted", on_failure=lambda: None, on_abandon=is_abandoned.set)
+    job = lane.submit(lambda: is_abandoned.wait(5))
+
+    def interrupt(done: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_concurrency, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            job.result()
+    lane.close()
+    assert job.result(), "the job has waited in vain"
+    assert not threads_named("interrupted")
 
 
 def test_a_deleted_lane_ends_its_thread_and_keeps_nothing_alive() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.runtime import meeting
 from torchbagua.runtime.meeting import Meetings
 from torchbagua.runtime.optimizer_steps import StepCount
 from torchbagua.transport.communicator import Communicator
@@ -89,7 +91,7 @@ def test_a_rank_that_leaves_out_a_step_raises_on_all_ranks(size: int, algorithm:
 
 
 @pytest.mark.parametrize("skipped", [2, NUM_STEPS - 1], ids=["in between", "the last"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 7])
 def test_a_rank_that_does_not_step_its_optimizer(size: int, skipped: int) -> None:
     """All ranks raise in the next backward, or when they detach."""
 
@@ -171,6 +173,29 @@ def test_a_meeting_sends_sixteen_bytes_in_one_message(monkeypatch: pytest.Monkey
     ] * NUM_STEPS
 
 
+def test_two_ddps_of_a_list_meet_once_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(two_layers)
+    posted: list[int] = []
+    post = meeting.Meeting.post
+
+    def recording(self: meeting.Meeting, purpose: str) -> None:
+        posted.append(self.group.rank)
+        post(self, purpose)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loops = [Loop(group, model), Loop(group, model)]
+        optimizer = torch.optim.SGD([weight for loop in loops for weight in loop.net.parameters()], lr=0.01)
+        with tb.attach([loop.ddp for loop in loops], optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(NUM_STEPS):
+                optimizer.zero_grad()
+                sum(loop.ddp(torch.ones(3, 4)).square().sum() for loop in loops).backward()
+                optimizer.step()
+
+    monkeypatch.setattr(meeting.Meeting, "post", recording)
+    run_ranks(2, body)
+    assert posted.count(0) == posted.count(1) == NUM_STEPS + 1  # and one at the end
+
+
 def follow_the_own_loss(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["lr"] = 0.01 * (1 + loop.rank)
 
@@ -207,6 +232,30 @@ def test_weights_that_one_rank_changes_are_reported_once(
     assert len(messages) == 2, messages
     for message in messages:
         assert f"rank 0 and rank 1 hold different weights after {seen_after} optimizer steps: {names}" in message
+
+
+def test_a_comparison_in_an_interval_names_the_ranks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank compares its weights with those of the rank before it: rank 0 with rank 2's, which are equal here."""
+    monkeypatch.setattr(meeting, "_INTERVAL", 4)
+    model = build(two_layers)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        with tb.attach(loop.ddp, loop.optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group)):
+            for step in range(NUM_STEPS):
+                if step == 2:
+                    reset_a_unit(loop)
+                loop.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(3, body)
+    differ = "hold different weights after 3 optimizer steps"
+    messages = [str(warning.message) for warning in caught if differ in str(warning.message)]
+    assert sorted(message.removeprefix("torchbagua: ").split(":")[0] for message in messages) == [
+        f"rank 0 and rank 1 {differ}",
+        f"rank 1 and rank 2 {differ}",
+    ]
 
 
 def test_a_filter_makes_different_weights_an_error_on_all_ranks() -> None:
@@ -265,11 +314,12 @@ def test_a_lane_that_is_behind_loses_no_comparison() -> None:
             net[0].bias += group.rank()  # type: ignore[index, operator]
         meetings.compare_weights(dict(net.named_parameters()))
         first = meetings.begin(has_joined=False)
+        meetings.report()
         second = meetings.begin(has_joined=False)
         first.run()
         second.run()
         with pytest.warns(RuntimeWarning, match=r"hold different weights after 0 optimizer steps: 0\.bias\. "):
-            meetings.begin(has_joined=False).run()
+            meetings.report()
         own.close()
 
     run_ranks(2, body)
@@ -295,3 +345,20 @@ def test_a_rank_that_fails_before_the_others_detach() -> None:
 
     with pytest.warns(RuntimeWarning, match="rank 0 has detached, but could not compare its progress .* rank 1"):
         assert run_ranks(2, run) == ["trained", "failed"]
+
+
+def test_a_reason_explains_the_disconnects_of_other_ranks_only() -> None:
+    is_posted = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        own = tb.BaguaProcessGroup(group)
+        if group.rank() == 0:
+            own.post_reason("torchbagua: rank 0 has left")
+            is_posted.set()
+        assert is_posted.wait(30)
+        errors = [tb.CommunicationError("torchbagua: Connection closed by peer"), tb.CommunicationError("timed out")]
+        return [str(own.explain(error)) for error in errors]
+
+    first, second = run_ranks(2, body)
+    assert first == ["torchbagua: Connection closed by peer", "timed out"]
+    assert second == ["torchbagua: rank 0 has left. Here, Connection closed by peer", "timed out"]

@@ -398,6 +398,51 @@ def test_a_change_of_weights_within_the_block_from_state_that_is_not_averaged_wa
     assert "weights were changed within averaged_weights, as eval() of Interpolated does" in messages[0]
 
 
+def test_a_state_that_is_saved_within_the_block_is_no_change_of_weights() -> None:
+    model = build(mlp)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, Interpolated)
+        with loop.attach("decentralized") as attachment:
+            loop.step()
+            with attachment.averaged_weights():
+                attachment.rank_state_dict()
+
+    with torchbagua_warnings() as messages:
+        run_ranks(2, body)
+    assert not messages
+
+
+class Stashing(torch.optim.SGD):
+    """Keeps the training weights in its state while the module is evaluated."""
+
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["stash"] = parameter.detach().clone()
+
+    def train(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            del self.state[parameter]["stash"]
+
+
+def test_weights_that_are_in_the_state_during_an_evaluation_only_give_no_warning() -> None:
+    model = build(mlp)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, lambda parameters: Stashing(parameters, lr=0.05))
+        with loop.attach("decentralized") as attachment:
+            for _ in range(2):
+                loop.step()
+                loop.optimizer.eval()
+                with attachment.averaged_weights():
+                    pass
+                loop.optimizer.train()
+
+    with torchbagua_warnings() as messages:
+        run_ranks(2, body)
+    assert not messages
+
+
 def test_refused() -> None:
     model = build(mlp)
 

@@ -129,6 +129,20 @@ def test_a_ddp_around_a_forward_without_hooks_is_found_by_a_search() -> None:
     run_ranks(2, body)
 
 
+def test_a_ddp_around_one_of_two_modules_whose_forward_calls_no_hooks() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()])
+        with tb.attach([first, second], optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
+            ddp = DistributedDataParallel(second, process_group=group)
+            second.forward(first(torch.ones(1, 3))).sum().backward()
+            with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
+                optimizer.step()
+            del ddp
+
+    run_ranks(2, body)
+
+
 def test_a_module_in_an_attached_ddp_can_be_pickled_and_copied() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)

@@ -20,6 +20,7 @@ from torchbagua.simulation import (
     simulate,
 )
 from torchbagua.simulation.cluster import Streams
+from torchbagua.simulation.faults import Fault
 
 # Trainings with faults give all of the package's warnings.
 pytestmark = [pytest.mark.usefixtures("on_one_core"), pytest.mark.filterwarnings("ignore")]
@@ -203,6 +204,14 @@ def test_each_group_has_its_own_channel() -> None:
     assert report.violations == []
     members = [frozenset(channel.joined) for channel in simulation.network.channels.values() if channel.joined]
     assert sorted(members, key=sorted) == [{0, 1}, {0, 1, 2, 3}, {0, 2}, {1, 3}, {2, 3}]
+
+
+@pytest.mark.parametrize("kind", ["silent store", "lost store", "failed operation", "death", "cut link"])
+def test_a_fault_happens(kind: str) -> None:
+    trial = replace(without_fault("bytegrad", 0, 2), fault=Fault(kind, turn=5, operation=1))
+    simulation = simulate(trial)
+    assert run_trial(trial, simulation).violations == []
+    assert simulation.fault_s is not None
 
 
 def test_codecs_and_ranks_share_the_cores_of_a_node() -> None:

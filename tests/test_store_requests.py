@@ -114,6 +114,8 @@ def test_a_stopped_store_is_reported_in_time(host: warm_python.Fork, monkeypatch
     assert max(seconds.values()) < 10
     start_s = time.monotonic()
     patient = StoreRequests(client_of_stopped, timedelta(seconds=60))
+    StoreRequests(client_of_stopped, timedelta(seconds=60)).leave("key", "text")  # soon, whatever the timeout
+    assert StoreRequests(client_of_stopped, timedelta(seconds=60)).peek("key") is None
     with pytest.raises(SilentStoreError, match=r"within 0\.1 s"):
         patient.ask(lambda store: store.add("key", 1), 0.1)
     with pytest.raises(SilentStoreError):

@@ -227,21 +227,21 @@ def forward_within_no_sync(loop: Loop, step: int) -> None:
     [
         (late_flag, 1, "enter no_sync(), before the forward"),
         (first_micro_batch_synchronized, 1, "synchronize the last pass"),
-        (two_losses_of_a_forward, 2, "Sum the losses and call backward once"),
-        (two_forwards_then_two_backwards, 2, "Sum the losses and call backward once"),
-        (inner_loss_after_ddps, 4, "call ddp(x), not the inner module"),
-        (loss_of_the_first_layer_after_ddps, 2, "call ddp(x), not the inner module"),
-        (loss_of_the_last_layer_after_ddps, 2, "call ddp(x), not the inner module"),
-        (inner_loss_between_ddps_forward_and_backward, 2, "call ddp(x), not the inner module"),
+        (two_losses_of_a_forward, 1, "Sum the losses and call backward once"),
+        (two_forwards_then_two_backwards, 1, "Sum the losses and call backward once"),
+        (inner_loss_after_ddps, 1, "call ddp(x), not the inner module"),
+        (loss_of_the_first_layer_after_ddps, 1, "call ddp(x), not the inner module"),
+        (loss_of_the_last_layer_after_ddps, 1, "call ddp(x), not the inner module"),
+        (inner_loss_between_ddps_forward_and_backward, 1, "call ddp(x), not the inner module"),
         (leftover_window, 3, "of a shorter window at the end of an epoch"),
-        (forward_within_no_sync, 2, "leave no_sync() before the forward"),
+        (forward_within_no_sync, 1, "leave no_sync() before the forward"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_last_backward_before_a_step_is_not_averaged(
     add_gradients: Callable[[Loop, int], None], first_step: int, cure: str
 ) -> None:
-    """A penalty on weights alone may be added to an average. The first added gradient is therefore only recorded."""
+    """Ranks compare their weights after the first such step: an added gradient may be equal on all."""
     model = build(tower)
 
     def train(num_steps: int) -> Callable[[dist.ProcessGroup], torch.Tensor]:
@@ -528,7 +528,51 @@ def a_step_after_two_of_the_other_optimizer(loop: Loop) -> None:
                 second.zero_grad()
 
 
+def a_metric_without_gradients_and_a_penalty(loop: Loop) -> None:
+    """DDP's forward under no_grad clears the flag of its parameters' synchronization."""
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        with torch.no_grad():
+            loop.called(torch.ones(2, 4))
+        sum(parameter.square().sum() for parameter in loop.net.parameters()).backward()  # type: ignore[union-attr]
+        loop.optimizer.step()
+
+
+def an_inner_loss_on_data_that_is_equal_on_all_ranks(loop: Loop) -> None:
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.net(torch.ones(2, 4)).square().mean().backward()
+        loop.optimizer.step()
+
+
+def a_local_gradient_that_is_not_used(loop: Loop) -> None:
+    """As a Fisher information or a noise scale is computed."""
+    for _ in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        averages = [parameter.grad for parameter in loop.net.parameters()]
+        loop.optimizer.zero_grad()
+        loop.backward(loop.net)
+        for parameter, average in zip(loop.net.parameters(), averages, strict=True):
+            parameter.grad = average
+        loop.optimizer.step()
+
+
+def steps_on_a_penalty_alone(loop: Loop) -> None:
+    for _ in range(NUM_STEPS):
+        loop.step()
+        loop.optimizer.zero_grad()
+        sum(parameter.square().sum() for parameter in loop.net.parameters()).backward()  # type: ignore[union-attr]
+        loop.optimizer.step()
+
+
 LEGITIMATE: list[Callable[[Loop], None]] = [
+    a_metric_without_gradients_and_a_penalty,
+    an_inner_loss_on_data_that_is_equal_on_all_ranks,
+    a_local_gradient_that_is_not_used,
+    steps_on_a_penalty_alone,
     steps_within_no_sync,
     a_flag_instead_of_no_sync,
     accumulation,
@@ -735,3 +779,20 @@ def test_one_of_many_frozen_parameters_is_found() -> None:
         return loop.weights()
 
     check_one_warning(body, "the gradients of 1 parameters are not averaged: layers.129.bias")
+
+
+def test_a_suspicion_that_was_cleared_leaves_the_comparison_of_weights() -> None:
+    """A right loop that looks wrong for a while; then one rank changes its weights."""
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        with loop.attach():
+            an_inner_loss_on_data_that_is_equal_on_all_ranks(loop)
+            if group.rank() == 1:
+                with torch.no_grad():
+                    loop.net[0].bias.zero_()  # type: ignore[index]
+            loop.step()
+        return loop.weights()
+
+    check_one_warning(body, "hold different weights", "A rank has changed its weights alone")

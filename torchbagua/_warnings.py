@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 
 import torch
 
@@ -12,7 +13,7 @@ import torch
 # modules that exit a context manager, run the function of a thread or import a module.
 _FOLDERS = tuple(os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__))
 _IMPORT = "<frozen importlib"
-_FILES = (contextlib.__file__, threading.__file__)
+_FILES = (contextlib.__file__, threading.__file__, weakref.__file__)
 
 
 class UncompressedParametersWarning(RuntimeWarning):

@@ -4,6 +4,7 @@ DDP averages the k-th synchronized backward of a rank with the k-th of every oth
 itself, its later gradients are averaged with earlier ones of the others, and no exchange of gradients notices.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,11 @@ _PROGRESS_PIECE, _DIGEST_PIECE, _FINDING_PIECE = 1024, 1025, 1026
 # The synchronized backward passes in which ranks compare their weights: some early ones, and then one in so many.
 _EARLY, _INTERVAL = (1, 10, 100), 500
 
+# More than one: a step may change nothing, for instance if a warm-up of the learning rate begins at 0.
+_ENOUGH_CLEARED = 3
+
+_HOST = torch.device("cpu")
+
 
 class Progress(NamedTuple):
     """How far a rank is: 16 bytes on the wire.
@@ -32,22 +38,25 @@ class Progress(NamedTuple):
     Attributes:
         num_backwards: the synchronized backward passes that it has begun.
         num_steps: the steps of its optimizers; 0 behind a standalone hook that knows no optimizer.
+        compares_weights: whether it sends digests of its weights too.
         has_ended: whether it detaches, and begins no other backward.
         has_joined: whether it has ever run out of data, and taken fewer steps (`torch.distributed.algorithms.Join`).
     """
 
     num_backwards: int
     num_steps: int
+    compares_weights: bool = False
     has_ended: bool = False
     has_joined: bool = False
 
     def pack(self) -> torch.Tensor:
-        return torch.tensor([self.num_backwards, 4 * self.num_steps + 2 * self.has_ended + self.has_joined])
+        flags = 4 * self.compares_weights + 2 * self.has_ended + self.has_joined
+        return torch.tensor([self.num_backwards, 8 * self.num_steps + flags])
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> "Progress":
         num_backwards, rest = packed.tolist()
-        return cls(num_backwards, rest // 4, bool(rest & 2), bool(rest & 1))
+        return cls(num_backwards, rest // 8, bool(rest & 4), bool(rest & 2), bool(rest & 1))
 
     def fits(self, other: "Progress") -> bool:
         """Return whether the gradients, or the ends, of two ranks with this progress belong together."""
@@ -95,13 +104,17 @@ class Meeting:
     Attributes:
         group: the ranks.
         own: the progress of this rank.
-        digests: returns digests of the weights, to compare too; None at most meetings.
+        digests: returns digests of the weights, int64.
+        num_digests: their number.
+        suspicion: why this rank compares its weights, if a step may have changed them on this rank alone.
         differing: the positions of the digests that differ from those of the rank before; None before `compare`.
     """
 
     group: BaguaProcessGroup
     own: Progress
-    digests: Callable[[], torch.Tensor] | None = None
+    digests: Callable[[], torch.Tensor]
+    num_digests: int
+    suspicion: str | None = None
     differing: Sequence[int] | None = None
     _purpose: str = field(default="", init=False)
     _message: "_RingMessage | None" = field(default=None, init=False)
@@ -134,13 +147,23 @@ class Meeting:
             )
             self.group.post_reason(text)
             raise OutOfStep(text)
-        differing: Sequence[int] = ()
-        if self.digests is not None:
-            own_digests = self.digests()
-            other = _RingMessage(world, own_digests, self._purpose, _DIGEST_PIECE).receive()
-            if not (self.own.has_joined or theirs.has_joined):
-                differing = (own_digests != other).nonzero().flatten().tolist()
-        self.differing = differing
+        self.differing = self._compare_weights(theirs) if self.own.compares_weights or theirs.compares_weights else ()
+
+    def _compare_weights(self, theirs: Progress) -> Sequence[int]:
+        """Send digests if this rank compares, and receive those of the rank before if it does."""
+        own = self.digests() if self.own.compares_weights else torch.zeros(self.num_digests, dtype=torch.int64)
+        message = _RingMessage(
+            self.group.world,
+            own,
+            self._purpose,
+            _DIGEST_PIECE,
+            sends=self.own.compares_weights,
+            receives=theirs.compares_weights,
+        )
+        other = message.receive()
+        if not (self.own.compares_weights and theirs.compares_weights) or self.own.has_joined or theirs.has_joined:
+            return ()
+        return (own != other).nonzero().flatten().tolist()
 
     def gather_finding(self) -> Finding | None:
         """Return the finding of one of the ranks, the same on all; None without any. Collective.
@@ -168,16 +191,29 @@ class _RingMessage:
     Observers are not notified: the message overlaps with those of the first bucket, and their spans nest.
     """
 
-    def __init__(self, world: Communicator, own: torch.Tensor, purpose: str, piece: int, distance: int = 1) -> None:
+    def __init__(
+        self,
+        world: Communicator,
+        own: torch.Tensor,
+        purpose: str,
+        piece: int,
+        distance: int = 1,
+        *,
+        sends: bool = True,
+        receives: bool = True,
+    ) -> None:
         self._world = world
+        self._sends, self._receives = sends, receives
         self._target, self._source = world.rank_after(distance), world.rank_before(distance)
         self._purpose = purpose
         self._tag = tag_of("agreement", piece)
         self._own, self._theirs = own, torch.empty_like(own)
         if world.posts_messages(own.device):
             world.connect([self._target, self._source], purpose)
-            world.post("receiving from", self._source, self._theirs, tag=self._tag, purpose=purpose)
-            world.post("sending to", self._target, own, tag=self._tag, purpose=purpose)
+            if receives:
+                world.post("receiving from", self._source, self._theirs, tag=self._tag, purpose=purpose)
+            if sends:
+                world.post("sending to", self._target, own, tag=self._tag, purpose=purpose)
         else:
             sent, received = ([own.new_empty(0) for _ in range(world.size)] for _ in range(2))
             sent[self._target], received[self._source] = own, self._theirs
@@ -186,8 +222,10 @@ class _RingMessage:
     def receive(self) -> torch.Tensor:
         """Wait for both messages, and return the received one."""
         if self._world.posts_messages(self._own.device):
-            self._world.wait("receiving from", self._source, tag=self._tag, purpose=self._purpose)
-            self._world.wait("sending to", self._target, tag=self._tag, purpose=self._purpose)
+            if self._receives:
+                self._world.wait("receiving from", self._source, tag=self._tag, purpose=self._purpose)
+            if self._sends:
+                self._world.wait("sending to", self._target, tag=self._tag, purpose=self._purpose)
         return self._theirs
 
 
@@ -231,6 +269,8 @@ class Meetings:
         self._unreported: list[Meeting] = []  # those that compare weights
         self._has_joined = False  # in any backward so far
         self._is_muted = False
+        self._suspicion: str | None = None
+        self._num_cleared: Counter[str] = Counter()  # suspicions after which the weights were equal
         self._has_ended = False
 
     def compare_weights(self, named: Mapping[str, torch.Tensor]) -> None:
@@ -244,17 +284,23 @@ class Meetings:
         """Warn of no more weights that differ: a warning has named the cause."""
         self._is_muted = True
 
-    def begin(self, *, has_joined: bool) -> Meeting:
-        """Return the meeting of a backward that begins now.
+    def suspect(self, problem: str) -> None:
+        """Compare weights in the next meeting, since a step may have changed them on this rank alone.
 
-        Raises:
-            RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error.
+        If they differ, the warning begins with `problem`, whose subject is the optimizer. After several meetings in
+        which they were equal, the loop is right, for instance because all ranks take the same step.
         """
-        self._report()
+        if self._num_cleared[problem] < _ENOUGH_CLEARED:
+            self._suspicion = problem
+
+    def begin(self, *, has_joined: bool) -> Meeting:
+        """Return the meeting of a backward that begins now. Call `report` before."""
         self.num_backwards += 1
         self._has_joined |= has_joined
         is_due = self.num_backwards in _EARLY or self.num_backwards % _INTERVAL == 0
-        return self._meeting(Progress(self.num_backwards, self._steps.number, has_joined=self._has_joined), is_due)
+        # Without messages, an exchange needs all ranks, and only some may suspect.
+        is_suspect = self._suspicion is not None and self._group.world.posts_messages(_HOST)
+        return self._meeting(compares_weights=is_due or is_suspect, has_ended=False)
 
     def leave(self) -> None:
         """Tell ranks that still run backward over the private groups that this rank has ended, unless all have met.
@@ -276,9 +322,8 @@ class Meetings:
             RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error: on all ranks.
         """
         self._has_ended = True
-        self._report()
-        own = Progress(self.num_backwards, self._steps.number, has_ended=True, has_joined=self._has_joined)
-        meeting = self._meeting(own, compares_weights=True)
+        self.report()
+        meeting = self._meeting(compares_weights=True, has_ended=True)
 
         def meet() -> Finding | CommunicationError | None:
             try:
@@ -299,13 +344,21 @@ class Meetings:
                 f"ranks: {outcome}"
             )
 
-    def _meeting(self, own: Progress, compares_weights: bool) -> Meeting:
-        if not (compares_weights and self._weights):
-            return Meeting(self._group, own)
-        parts = [self._digests_of(list(members.values())) for members in self._weights]
-        meeting = Meeting(self._group, own, lambda: torch.cat([part() for part in parts]))
-        if not own.has_ended:
-            self._unreported.append(meeting)
+    def _meeting(self, *, compares_weights: bool, has_ended: bool) -> Meeting:
+        compares_weights &= bool(self._weights)
+        own = Progress(self.num_backwards, self._steps.number, compares_weights, has_ended, self._has_joined)
+        parts = [self._digests_of(list(members.values())) for members in self._weights] if compares_weights else []
+        meeting = Meeting(
+            self._group,
+            own,
+            lambda: torch.cat([part() for part in parts]),
+            num_digests=sum(map(len, self._weights)),
+            suspicion=self._suspicion if compares_weights else None,
+        )
+        if compares_weights:
+            self._suspicion = None
+            if not has_ended:
+                self._unreported.append(meeting)
         return meeting
 
     def _digests_of(self, weights: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -319,12 +372,18 @@ class Meetings:
 
         return on_host
 
-    def _report(self) -> None:
-        """Warn of what has been found so far. In stream order, the lane may be behind."""
+    def report(self) -> None:
+        """Warn of what has been found so far. In stream order, the lane may be behind.
+
+        Raises:
+            RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error.
+        """
         while self._unreported and (differing := self._unreported[0].differing) is not None:
             meeting = self._unreported.pop(0)
             if differing:
                 self._warn(meeting, meeting.finding())
+            elif meeting.suspicion is not None:
+                self._num_cleared[meeting.suspicion] += 1
 
     def _warn(self, meeting: Meeting, finding: Finding) -> None:
         if self._is_muted:
@@ -334,11 +393,17 @@ class Meetings:
         world = self._group.world
         ranks = sorted(((finding.rank - 1) % world.size, finding.rank))
         first, second = map(world.name_of, ranks)
+        found = (
+            f"{first} and {second} hold different weights after {meeting.own.num_steps} optimizer steps: "
+            f"{names[finding.position]}{', and others' if finding.has_more else ''}"
+        )
+        if meeting.suspicion is not None:
+            warn_user(f"torchbagua: {meeting.suspicion}. Now {found}")
+            return
         warn_user(
-            f"torchbagua: {first} and {second} hold different weights after {meeting.own.num_steps} optimizer steps: "
-            f"{names[finding.position]}{', and others' if finding.has_more else ''}. A rank has changed its weights "
-            "alone, for instance by a scheduler that follows its own loss or by resetting a layer. Take such decisions "
-            "from values that are equal on all ranks, or broadcast the weights of one rank afterwards"
+            f"torchbagua: {found}. A rank has changed its weights alone, for instance by a scheduler that follows its "
+            "own loss, by resetting a layer, or by a backward that is not averaged. Take such decisions from values "
+            "that are equal on all ranks, or broadcast the weights of one rank afterwards"
         )
 
 

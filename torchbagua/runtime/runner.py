@@ -439,10 +439,8 @@ class Runner:
         layout_watch = self.gradient_buckets.layout_watch
         has_changed = layout_watch.look()
         if self.meetings is not None:
-            try:
-                self._meeting = self.meetings.begin(has_joined=has_joined)
-            except RuntimeWarning as error:
-                self._fail(error)
+            self.report_differences()
+            self._meeting = self.meetings.begin(has_joined=has_joined)
         if self.commits_on_step and not has_joined:
             self._steps.before_backward()
         if self.needs_grad_scaler:
@@ -453,6 +451,15 @@ class Runner:
             self._fail(layout_watch.local_error(self.process_group.rank))
         if needs_reset:
             self.impl.reset()
+
+    def report_differences(self) -> None:
+        """Warn of weights that meetings have found to differ; if a filter makes this an error, all ranks raise."""
+        if self.meetings is not None:
+            try:
+                self.meetings.report()
+            except RuntimeWarning as error:
+                self.process_group.post_reason(str(error))
+                self._fail(error)
 
     def take_meeting(self) -> Meeting | None:
         """Return the meeting of the backward that has begun, once; None if an agreement has run it already."""

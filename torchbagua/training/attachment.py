@@ -1,6 +1,7 @@
 """Attachment: installs an algorithm on a module and removes it again. The object that `attach` returns."""
 
 import copy
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -191,7 +192,9 @@ class Attachment:
                 self._loads.settle()
             if self._running_means is not None and not failed:
                 self._running_means.before_end()
-            if not failed and self._setup.ddps and not self.runner.averages_weights:
+            # An exception is about to leave the caller: other ranks may not come.
+            is_leaving = failed or sys.exc_info()[0] is not None
+            if self._setup.ddps and not (is_leaving or self.runner.averages_weights):
                 self.runner.meet_at_end()
             if self._optimizer_weights is not None and not failed:
                 self._unaveraged_state.examine()

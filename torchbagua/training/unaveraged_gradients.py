@@ -3,17 +3,15 @@
 import weakref
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua._torch import is_in_backward, leaves
+from torchbagua._torch import is_in_backward
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.module_hook import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
@@ -60,8 +58,8 @@ class UnaveragedGradients:
         self._runner = runner
         self._ignored_names = setup.ignored_names()
         self._num_received: dict[int, int] = {}  # of the runner, at the last step of each optimizer, by its id
-        self._has_bare_step: set[int] = set()  # the ids of optimizers that have stepped without an average
-        self._accumulates = False  # whether a step has used several backward passes that ended with an average
+        # The runner's number of buckets at the last step without an average, by the optimizer's id.
+        self._bare_steps: dict[int, int] = {}
         self._num_parameters: dict[int, int] = {}  # of each optimizer, when `_untrained` was computed
         self._untrained: list[torch.Tensor] = []
         self._position = 0  # index into `_untrained` at which the next check begins
@@ -103,25 +101,32 @@ class UnaveragedGradients:
         for gradient in self._gradients.get(id(optimizer), ()):
             if gradient.is_local():
                 local = local or gradient
-            self._accumulates |= gradient.end_step() > 1 and local is None
-        problem = None if local is None else self._problem(local, optimizer, before)
-        if local is not None and problem is not None and local.has_values():
-            self._warn(f"{type(optimizer).__name__} {problem}")
-        elif self._runner.num_received != before:
-            self._check_untrained(optimizer)
+            gradient.end_step()
+        self._runner.report_differences()
+        problem = None if local is None else self._problem(local, before)
+        if local is None or problem is None or not local.has_values():
+            if self._runner.num_received != before:
+                self._check_untrained(optimizer)
+            return
+        # The gradient may be equal on all ranks, as that of a penalty on weights, or averaged by hand. So ranks compare
+        # their weights in the next backward. If DDP passes no bucket, none compares.
+        problem = f"{type(optimizer).__name__} {problem}"
+        is_bare, was_bare_at = self._runner.num_received == before, self._bare_steps.get(id(optimizer))
+        if is_bare:
+            self._bare_steps[id(optimizer)] = before
+        if is_bare and was_bare_at == before and not local.is_in_no_sync:
+            self._warn(problem)
+        elif self._runner.meetings is not None:
+            self._runner.meetings.suspect(problem)
 
-    def _problem(self, local: "_WatchedGradient", optimizer: torch.optim.Optimizer, before: int) -> str | None:
-        """Return why a step used a local gradient, or None if the loop may be right. `before`: at the step before."""
+    def _problem(self, local: "_WatchedGradient", before: int) -> str | None:
+        """Return how a step used a local gradient; None if it is in none of DDP's buckets."""
         if local.num_received > before:
-            if local.follows_silent_forward:
-                return _LATE_FLAG
-            # A penalty on weights alone has the same gradient on all ranks.
-            return _SECOND_BACKWARD if local.comes_through_forward() else None
-        if local.is_in_no_sync:  # a loop that does not accumulate averages by hand
-            return _LEFTOVER if self._accumulates else None
-        is_first = id(optimizer) not in self._has_bare_step
-        self._has_bare_step.add(id(optimizer))
-        return None if is_first else _NEVER_AVERAGED
+            return _LATE_FLAG if local.follows_silent_forward else _SECOND_BACKWARD
+        if local.is_in_no_sync:
+            return _LEFTOVER
+        is_in_bucket = local.num_received > 0 or self._runner.num_received == before
+        return _NEVER_AVERAGED if is_in_bucket else None
 
     def _check_untrained(self, optimizer: torch.optim.Optimizer) -> None:
         """Search for gradients of parameters that are in none of DDP's buckets, after buckets were averaged."""
@@ -175,7 +180,6 @@ class _WatchedGradient:
         self._num_backwards = 0  # that have added to it since the last step
         self.follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
         self.is_in_no_sync = False  # whether the last backward was
-        self._has_passed_owner = self._comes_through_forward = False
         # The garbage collector does not see what such a hook refers to.
         self.hooks = [parameter.register_post_accumulate_grad_hook(partial(self._after_addition, weakref.ref(self)))]
 
@@ -189,18 +193,9 @@ class _WatchedGradient:
         self.num_received = 0 if self._bucket is None else self._bucket.num_received
         return self.num_received <= self._num_received_before
 
-    def end_step(self) -> int:
-        """Begin a new step, and return the number of backward passes in the last one."""
-        num_backwards, self._num_backwards = self._num_backwards, 0
-        return num_backwards
-
-    def comes_through_forward(self) -> bool:
-        """Return whether the last backward came through a forward. The first call only begins to watch forwards."""
-        if len(self.hooks) == 1:
-            for module in self._ddp.modules():
-                if any(own is self._parameter for own in module.parameters(recurse=False)):
-                    self.hooks.append(module.register_forward_hook(ModuleHook(self._after_forward)))
-        return self._comes_through_forward
+    def end_step(self) -> None:
+        """Begin a new step."""
+        self._num_backwards = 0
 
     def has_values(self) -> bool:
         """Return whether any element is nonzero; zero_grad(set_to_none=False) leaves zeros. Waits for a GPU."""
@@ -215,12 +210,3 @@ class _WatchedGradient:
             this._num_received_before = this._runner.num_received  # DDP may yet average in this backward
             this.follows_silent_forward = not ddp.require_forward_param_sync
             this.is_in_no_sync = not ddp.require_backward_grad_sync
-            this._comes_through_forward, this._has_passed_owner = this._has_passed_owner, False
-
-    def _after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        for output in leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
-                output.register_hook(self._before_owner)
-
-    def _before_owner(self, _: torch.Tensor) -> None:
-        self._has_passed_owner = True
