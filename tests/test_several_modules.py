@@ -577,7 +577,7 @@ def test_a_loop_that_calls_the_inner_modules_is_warned() -> None:
         with tb.attach(ddps, optimizer, "bytegrad"):
             train(parts, optimizer, group, range(3))
 
-    with pytest.warns(RuntimeWarning, match="SGD has stepped twice on gradients that DistributedDataParallel did not"):
+    with pytest.warns(RuntimeWarning, match="SGD has stepped on gradients that DistributedDataParallel did not"):
         run_ranks(2, body)
 
 

@@ -21,7 +21,7 @@ _NUM_NAMED = 3
 _NUM_LOOKED_AT = 100
 
 _NEVER_AVERAGED = (
-    "has stepped twice on gradients that DistributedDataParallel did not average. If the module was converted after it "
+    "has stepped on gradients that DistributedDataParallel did not average. If the module was converted after it "
     "was wrapped (ddp.double(), .half(), .to(...)), DDP's hooks were dropped: convert it first, wrap it in a new DDP, "
     "and attach. If the loop calls the inner module (net(x), ddp.module(x)): call ddp(x). If only the forward runs in "
     "no_sync(): leave no_sync() before the forward. To average by hand, call the module and backward within no_sync()"
