@@ -3,8 +3,8 @@
 Each function of `PAST_BUGS` returns a context manager. Within the context, all ranks of this process have the bug.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
-from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds
 from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl
 from torchbagua.algorithms.weights.outer_round import OuterRound
@@ -78,26 +77,6 @@ def residual_counts_twice() -> AbstractContextManager[object]:
         residual._continued = None
 
     return patch.object(Residual, "continue_from_staged", continue_from_committed)
-
-
-def rounds_restart_after_an_error() -> AbstractContextManager[object]:
-    """A rank that raised within `averaged_weights` began a round on its way out, and waited for the other ranks.
-
-    Fixed in bee6443.
-    """
-    averaged_weights = AsyncModelAverageAlgorithmImpl.averaged_weights
-
-    @contextmanager
-    def restart_always(impl: AsyncModelAverageAlgorithmImpl) -> Iterator[None]:
-        was_running = impl._rounds is not None
-        try:
-            with averaged_weights(impl):
-                yield
-        finally:
-            if was_running:
-                impl._start()
-
-    return patch.object(AsyncModelAverageAlgorithmImpl, "averaged_weights", restart_always)
 
 
 def failed_attach_cannot_be_retried() -> AbstractContextManager[object]:
@@ -234,7 +213,6 @@ PAST_BUGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
         search_for_inf_sends_one_number,
         qadam_compares_only_during_the_warmup,
         residual_counts_twice,
-        rounds_restart_after_an_error,
         failed_attach_cannot_be_retried,
         error_of_a_closed_group_has_no_cause,
         loaded_weights_are_lost_at_the_next_round,
