@@ -3,8 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from alarms import alarm_after
 from ranks import gloo_group, init_default_group
 from torchbagua.runtime import lane
 
@@ -30,17 +30,6 @@ PATIENCE_S = 20.0
 
 class Leaving(BaseException):
     """A signal handler raised, as sys.exit does."""
-
-
-@contextmanager
-def alarm_after(seconds: float, handler: Callable[[], None]) -> Iterator[None]:
-    former = signal.signal(signal.SIGALRM, lambda number, frame: handler())
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
 
 
 def alarm_soon() -> None:

@@ -4,7 +4,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 import warm_python
+from alarms import alarm_after
 from torchbagua.transport import store_requests
 from torchbagua.transport.private_groups import gloo_group
 from torchbagua.transport.store_requests import SilentStoreError, StoreRequests
@@ -25,20 +25,8 @@ class Interrupted(Exception):
     """A signal handler raised."""
 
 
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Have a signal handler raise in the block, on this thread."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise Interrupted
-
-    former = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+def interrupt() -> NoReturn:
+    raise Interrupted
 
 
 @pytest.fixture
@@ -142,7 +130,7 @@ def test_a_request_after_an_interrupted_one_does_not_wait_for_it(kind: str, tmp_
         store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
     requests = StoreRequests(dist.PrefixStore("prefix", store), timedelta(seconds=30))
     start_s = time.monotonic()
-    with interrupted_after(0.1), pytest.raises(Interrupted):
+    with alarm_after(0.1, interrupt), pytest.raises(Interrupted):
         requests.wait(["key"], timedelta(seconds=8))
     assert requests.set_first("key", "text") == "text"  # which ends the wait too
     assert time.monotonic() < start_s + 5
