@@ -96,8 +96,7 @@ class SameRows:
             return
         own = _Reduction(part.number, row.num_elements, row.members)
         previous, self._last_part = self._last_part, own.part
-        expected, reduce_expected = self._expected.get(previous, (None, None))
-        if own == expected:
+        if own == self._expected.get(previous, (None, None))[0]:
             if self._lane is None:
                 compare = self._start(_Record(own, own))
                 reduce_row()
@@ -107,8 +106,7 @@ class SameRows:
                 reduce_row()
             return
         records = self._exchange(_Record(own, own))
-        if reduce_expected is not None and (expected, expected) in records.values():
-            reduce_expected()
+        self._complete_expected(previous, records)
         self._require_same(own, records)
         self._expected[previous] = own, reduce_zeros
         reduce_row()
@@ -153,10 +151,14 @@ class SameRows:
 
     def _tell(self, record: _Record) -> None:
         """Take part in the next comparison, in which all ranks then raise."""
-        expected, reduce_expected = self._expected.get(self._last_part, (None, None))
-        records = self._start(record)()
-        if reduce_expected is not None and (expected, expected) in records.values():
-            reduce_expected()
+        self._complete_expected(self._last_part, self._start(record)())
+
+    def _complete_expected(self, previous: int | None, records: Mapping[int, _Record]) -> None:
+        """Reduce zeros like the row that followed `previous` last time, if other ranks have begun to reduce it."""
+        if previous in self._expected:
+            expected, reduce_zeros = self._expected[previous]
+            if (expected, expected) in records.values():
+                reduce_zeros()
 
     def _bytes_of(self, record: _Record) -> torch.Tensor:
         part = record.own.part
