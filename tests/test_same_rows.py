@@ -10,6 +10,7 @@ import torch
 import torchbagua as tb
 from torchbagua.codecs import Identity, MinMaxUInt8
 from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.lane import Lane
 from torchbagua.simulation.cluster import Cluster
@@ -49,17 +50,20 @@ def other_rows(draw: random.Random, rows: Rows) -> Rows:
     return rows
 
 
+def make_parts() -> list[Any]:
+    none: Any = None
+    return [
+        CommunicatingPart(number, none, none, f"part{number}", [f"{number}.{place}" for place in range(len(lengths))])
+        for number, lengths in enumerate(LENGTHS)
+    ]
+
+
 class Reducer:
     """Reduces the rows of a rank, as an FSDP module does."""
 
     def __init__(self, group: tb.BaguaProcessGroup, codec: Any, lane: Lane | None) -> None:
         self._group = group
-        self._parts: list[Any] = [
-            CommunicatingPart(
-                number, None, None, f"part{number}", [f"{number}.{place}" for place in range(len(lengths))]
-            )
-            for number, lengths in enumerate(LENGTHS)
-        ]
+        self._parts = make_parts()
         self._codec = codec
         self._failure = FirstFailure([group])
         world = group.world if lane is None else group.world.silent_twin()
@@ -173,3 +177,34 @@ def test_nobody_waits_for_the_records_of_expected_rows() -> None:
     for outcome in simulation.run(body):
         assert outcome.value is not None
         assert outcome.value < 15 * 0.1  # of ten rows; two latencies each would be more
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_ranks_with_other_shards_raise_too(num_steps: int) -> None:
+    """They reduce over their replicas next: after some equal steps, in a row that they expect, and do not wait for."""
+    simulation = Simulation(Cluster((0, 0, 1, 1), rate=1e6), seed=0)  # a node holds a replica
+    parts = make_parts()
+
+    def body(rank: Rank) -> None:
+        group = rank.group()
+        group.open()
+        assert group.intra_node is not None
+        assert group.inter_node is not None
+        replicas = SameRows(group.inter_node, parts)
+        levels = [
+            (group.intra_node, SameRows(group.intra_node, parts, replicas=replicas)),
+            (group.inter_node, replicas),
+        ]
+        try:
+            for step in range(num_steps + 1):
+                is_other = step == num_steps and rank.number == 1
+                row = Row((), (40,), (1,)) if is_other else Row((), (40,), (0,))
+                for communicator, same_rows in levels:
+                    reduce = partial(all_reduce_max, communicator, [0], "a row")
+                    same_rows.reduce(parts[0], row, reduce, reduce)
+        finally:
+            group.close()
+
+    for outcome in simulation.run(body):
+        assert isinstance(outcome.error, tb.CommunicationError), outcome
+        assert DIFFERENT in str(outcome.error)
