@@ -85,6 +85,10 @@ tables: $(STAMPS)/dev ## update the documentation's lists of algorithms and erro
 	$(BIN)/python docs_build/tables.py
 	$(BIN)/python docs_build/errors.py
 
+.PHONY: walk
+walk: $(STAMPS)/package ## count the files and lines of the package that a training executes, by algorithm
+	$(BIN)/python docs_build/walk.py $(ARGS)
+
 .PHONY: docs-serve
 docs-serve: $(STAMPS)/docs ## serve the documentation on localhost:8000, and rebuild it when a page changes
 	$(BIN)/python docs_build/vendor.py

@@ -252,8 +252,9 @@ def test_paths_and_names_on_a_page_exist(page: Path) -> None:
 
 
 def test_the_files_in_tables_of_the_design_page_exist() -> None:
-    """They are written without the package's name."""
+    """They are written without the package's name. Those that `make walk` writes are files that it has seen."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    page = re.sub(r"<!-- made by docs_build/walk.py.*?<!-- end -->", "", page, flags=re.DOTALL)
     names = [
         name for line in page.splitlines() if line.startswith("|") for name in re.findall(r"`([\w/]+(?:\.py|/))`", line)
     ]
