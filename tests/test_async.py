@@ -345,6 +345,20 @@ def test_a_rank_that_is_waited_for_long_is_named() -> None:
     run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
 
 
+def test_averaged_weights_on_one_rank_alone_raises_after_the_timeout() -> None:
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        trainer.step()
+        if rank == 0:
+            late = "averaged_weights has waited longer than the timeout of 1 s for rank 1; all ranks must enter it"
+            with pytest.raises(tb.CommunicationError, match=late), attachment.averaged_weights():
+                pass
+            trainer.step()  # averaging continues
+        else:
+            time.sleep(2)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
+
+
 def test_an_extra_backward_pass_in_the_last_step_of_the_warm_up() -> None:
     """One rank averages gradients once more while the others have begun the rounds; nothing may hang or crash."""
     model = build(Normed)

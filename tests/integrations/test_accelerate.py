@@ -118,7 +118,12 @@ def test_the_main_process_saves_alone(found: Found) -> None:
             r"CommunicationError: .*out of step .* Rank 0 is in the mean of the weights, rank 1 in the round after ",
             result["decentralized"],
         )
-    assert "accelerator.save_state saves the mean of the ranks' weights, so all" in results[0]["decentralized"]
+    advice = "accelerator.save_state saves the mean of the ranks' weights, so all"
+    assert advice in results[0]["decentralized"]
+    assert re.search(
+        rf"CommunicationError: .*{advice} .* has waited longer than the timeout of 1 s", results[0]["async"]
+    )
+    assert results[1]["async"] == "ok"  # it trains on alone
 
 
 def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:

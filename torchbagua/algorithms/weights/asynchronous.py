@@ -314,7 +314,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def averaged_weights(self) -> Iterator[None]:
         """Stop averaging, set all ranks' weights to their mean within the context, and resume averaging afterwards.
 
-        Collective: rounds continue until all ranks have entered the context. They restart when all ranks have left it,
+        Collective: rounds continue until all ranks have entered the context, which they must do within the group's
+        timeout of each other. They restart when all ranks have left it,
         which they must do within the group's timeout of each other. If an exception ends the context, they restart with
         the next step.
 

@@ -16,6 +16,7 @@ from torchbagua.runtime.load_record import LoadMark, require_same_loads
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_bucket import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket
 from torchbagua.runtime.weight_buckets import WeightBuckets
+from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError
 from torchbagua.transport.streams import StreamHandoff
 
 RoundPhase = Literal["pause", "asked", "ready", "averaging", "over"]
@@ -193,8 +194,9 @@ class BackgroundRounds:
     def stop(self, reason: Reason, *, with_mean: bool, loading: Collection[str] = ()) -> Outcome:
         """Continue the rounds until all ranks have called this, which may take long. Called by the training thread.
 
-        If any rank requests it, the rounds end with a last mean, and all ranks set their weights to it. A warning names
-        a rank that this rank has waited for longer than the group's timeout.
+        If any rank requests it, the rounds end with a last mean, and all ranks set their weights to it. If this rank
+        has waited for another one for longer than the group's timeout, `averaged_weights` raises an error. All other
+        callers only warn: a rank may train for long after others have finished.
 
         Args:
             reason: why the rounds stop. It must be the same on all ranks.
@@ -202,7 +204,8 @@ class BackgroundRounds:
             loading: names of weights that were loaded since the last step.
 
         Raises:
-            CommunicationError: communication failed, or another rank stops for another reason.
+            CommunicationError: communication failed, another rank stops for another reason, or `averaged_weights` has
+                waited for longer than the timeout. The rounds continue in the last case.
         """
         self._check_process()
         if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
@@ -210,25 +213,29 @@ class BackgroundRounds:
         with self._tracer.span("wait"), self._changed:
             self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
             self._changed.notify_all()
-            warn_at_s = self._clock.now() + self._timeout_s
+            late_at_s = self._clock.now() + self._timeout_s
             while self._phase != "over" and not self._job.is_done():  # on a failed lane, the job is done at once
                 # With a timeout, because a lane that fails before it starts the rounds does not notify.
                 self._changed.wait_for(lambda: self._phase in ("asked", "over"), timeout=1.0)
                 self._apply_and_snapshot()
-                if self._clock.now() > warn_at_s and self._running_rank is not None:
-                    warn_at_s = math.inf
-                    self._warn_of_waiting(reason)
+                if self._clock.now() > late_at_s and self._running_rank is not None:
+                    late_at_s = math.inf
+                    self._report_waiting(reason)
             self._apply_and_snapshot()
         outcome = self._job.finish()
         if outcome.has_mean:
             self._weights.write()
         return outcome
 
-    def _warn_of_waiting(self, reason: Reason) -> None:
-        warn_user(
+    def _report_waiting(self, reason: Reason) -> None:
+        waited = (
             f"torchbagua: {reason} has waited longer than the timeout of {self._timeout_s:g} s for rank "
-            f"{self._running_rank}, which still participates in averaging because it is training or blocked"
+            f"{self._running_rank}"
         )
+        if reason == "averaged_weights":
+            self._vote = replace(self._vote, stops=False)
+            raise CommunicationError(f"{waited}; all ranks must enter it: {BUSY_ADVICE}")
+        warn_user(f"{waited}, which still participates in averaging because it is training or blocked")
 
     def leave(self) -> None:
         """End the rounds of all ranks, without waiting for their end."""
