@@ -16,9 +16,7 @@ from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms
 from torchbagua import native
-from torchbagua.collectives.low_rank_mean import product_table
-from torchbagua.collectives.low_rank_state import MatrixShape
-from torchbagua.collectives.orthogonalise import FactorPlace, Orthogonaliser
+from torchbagua.collectives.low_rank_mean import FactorPlace, MatrixShape, Orthogonaliser, product_table
 
 CPU = torch.device("cpu")
 SHAPES = [(1024, 1024, 4), (3072, 768, 4), (3072, 768, 32), (1_000_000, 64, 4), (100_000, 768, 4), (30_000, 768, 64)]

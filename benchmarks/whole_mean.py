@@ -10,8 +10,8 @@ import torch
 
 import torchbagua as tb
 from torchbagua.codecs import Compressor, MinMaxUInt8
+from torchbagua.collectives.mean import TwoPhaseMean
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
 
 def make_mean(group: BaguaProcessGroup, compressor: Compressor, bucket: tb.BaguaBucket) -> TwoPhaseMean:

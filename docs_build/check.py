@@ -30,15 +30,15 @@ MODULES = (
 FURTHER = (
     "torchbagua.algorithms.gradient.feedback.ErrorFeedback",
     "torchbagua.algorithms.weights.asynchronous.AsyncModelAverageAlgorithmImpl",
-    "torchbagua.runtime.job.Job",
+    "torchbagua.runtime.lane.Job",
     "torchbagua.runtime.lane.Lane",
-    "torchbagua.runtime.lockstep.Lockstep",
+    "torchbagua.runtime.weight_buckets.Lockstep",
     "torchbagua.runtime.parameter_state.BucketState",
     "torchbagua.runtime.parameter_state.ParameterState",
     "torchbagua.runtime.parameter_state.residual_state",
     "torchbagua.observe.figures.Figures",
-    "torchbagua.runtime.weight_bucket.WeightBucket",
-    "torchbagua.runtime.weight_means.WeightMeans",
+    "torchbagua.runtime.weight_buckets.WeightBucket",
+    "torchbagua.runtime.weight_buckets.WeightMeans",
 )
 LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
 ELSEWHERE = re.compile(r"(?:[a-z]+:)?//")

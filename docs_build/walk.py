@@ -87,6 +87,19 @@ CASES: dict[str, Case] = {
 }
 
 
+_FSDP2 = ("torchbagua.fsdp", "torchbagua.training.fsdp2")
+_OF_GPUS = ("torchbagua.transport.nccl", "torchbagua.transport.staged", "torchbagua.transport.torch_backend")
+_OF_WEIGHTS = ("torchbagua.training.rank_weights", "torchbagua.training.weight_loads")
+
+# The modules that a training does not import, since it does not use them, by case.
+GUARDS: dict[str, tuple[str, ...]] = {
+    "gradient_allreduce": (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, "torchbagua.training.grad_scaler"),
+    "bytegrad": (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, "torchbagua.training.grad_scaler"),
+    "bytegrad, fully_shard": (*_OF_GPUS, *_OF_WEIGHTS),
+    "decentralized": (*_FSDP2, *_OF_GPUS, "torchbagua.training.lint.unaveraged_gradients"),
+}
+
+
 class LineTracer:
     """Records the executed lines of the package's functions, on all threads that start while it is installed."""
 
@@ -134,7 +147,7 @@ class Walk:
     """The executed lines of a training by file: in all, by the thread that calls `attach` in it, and in a steady step.
 
     Attributes:
-        imported: the modules of the package that were imported within `attach`.
+        imported: the modules of the package that it has imported.
     """
 
     all: Mapping[str, Sequence[int]]
@@ -174,13 +187,11 @@ def train(case: Case, rank: int, folder: Path) -> None:
     group = None if case.nodes is None else tb.BaguaProcessGroup(dist.group.WORLD, nodes=case.nodes)
     inputs = torch.randn(8, 64)
     tracer = LineTracer()
-    known = set(sys.modules)
     executed, in_attach = tracer.record(), tracer.record(only_here=True)
     if rank == 0:
         tracer.install()
     with tb.attach(module, optimizer, algorithm, process_group=group):
         tracer.stop(in_attach)
-        imported = sorted(name for name in set(sys.modules) - known if name.startswith("torchbagua"))
         for step in range(_NUM_STEPS):
             if step == _NUM_STEPS - _NUM_STEADY_STEPS:
                 in_steady = tracer.record()
@@ -191,6 +202,7 @@ def train(case: Case, rank: int, folder: Path) -> None:
         tracer.stop(in_steady)
     tracer.remove()
     if rank == 0:
+        imported = sorted(name for name in sys.modules if name.startswith("torchbagua"))
         walk = {"all": executed, "attach": in_attach, "steady": in_steady}
         found = {name: _sorted(lines) for name, lines in walk.items()} | {"imported": imported}
         (folder / "walk.json").write_text(json.dumps(found), "utf-8")
@@ -263,9 +275,10 @@ def write(runs: Mapping[str, Sequence[Walk]]) -> None:
     PAGE.write_text(fill(PAGE.read_text("utf-8"), PROGRAM, parts), "utf-8")
 
 
-def problems(name: str, figures: Mapping[str, int]) -> list[str]:
-    """Compare the figures of a training with the record."""
-    ceilings = recorded()[name]
+def problems(name: str, walked: Walk) -> list[str]:
+    """Compare the figures of a training with the record, and its imports with `GUARDS`."""
+    figures, ceilings = walked.figures(), recorded()[name]
+    unused = [module for module in walked.imported if module.startswith(GUARDS.get(name, ()))]
     found = [
         f"{name}: {figure.replace('_', ' ')}: {count}, and the record allows {ceilings[figure]}; execute less, or say "
         "why in the commit: make walk ARGS=--write"
@@ -274,7 +287,7 @@ def problems(name: str, figures: Mapping[str, int]) -> list[str]:
     ]
     if (lines := figures["lines"]) < _LEAST_PART * ceilings["lines"]:
         found.append(f"{name}: {lines} lines: lower the record of {ceilings['lines']}: make walk ARGS=--write")
-    return found
+    return found + [f"{name}: imports {module}, which it does not use" for module in unused]
 
 
 def main() -> None:
@@ -301,7 +314,7 @@ def main() -> None:
     if arguments.write:
         write(runs)
     if arguments.check:
-        found = [problem for name, of_case in runs.items() for problem in problems(name, most(of_case))]
+        found = [problem for name, of_case in runs.items() for problem in problems(name, of_case[0])]
         print(*found, sep="\n", file=sys.stderr)
         sys.exit(bool(found))
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
+from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 

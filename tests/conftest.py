@@ -86,7 +86,7 @@ def gpu() -> torch.device:
 def where_commits_are_decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide on the host what a step commits, or as on a GPU, where reading a value would block."""
     if request.param == "device":
-        monkeypatch.setattr("torchbagua.runtime.unstaging.requires_host_sync", lambda tensor: True)
+        monkeypatch.setattr("torchbagua.runtime.parameter_state.requires_host_sync", lambda tensor: True)
 
 
 @pytest.fixture(scope="session")

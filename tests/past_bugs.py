@@ -11,17 +11,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
+from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds
-from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl
-from torchbagua.algorithms.weights.outer_round import OuterRound
-from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl, OuterRound
+from torchbagua.collectives.agreement import Settings, Verdict, all_reduce_max
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Residual
-from torchbagua.collectives.store_agreement import Settings, Verdict
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.load_record import LoadMark
-from torchbagua.runtime.lockstep import Lockstep
+from torchbagua.runtime.weight_buckets import Lockstep
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.store_requests import StoreRequests

@@ -16,7 +16,7 @@ from q_adam_life import NUM_STEPS, Average, Life, Trainer, check_lives, initial_
 from ranks import run_ranks
 from test_decentralized import check_low_precision
 from torchbagua.codecs import BlockK, Compressor, Identity, MinMaxUInt8, Sign1Bit, TopK, WireLayout
-from torchbagua.codecs.blocks import pad_bytes
+from torchbagua.codecs.base import pad_bytes
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from training import Tower, build
 

@@ -20,12 +20,12 @@ from devices import CPU
 from oracle import Coded, LowPrecisionRing, bytegrad, quantise, quantise_block, quantise_block_4_bits, sign_block
 from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.codecs import Identity, MinMaxUInt8, TensorSpec
+from torchbagua.collectives.agreement import Introduction, Verdict, agree_over_store
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.exchange import Exchange, Pipeline
+from torchbagua.collectives.mean import TwoPhaseMean
 from torchbagua.collectives.neighbourhood_mean import neighbourhood_mean
-from torchbagua.collectives.store_agreement import Introduction, Verdict, agree_over_store
-from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.communicator import Communicator, Direction

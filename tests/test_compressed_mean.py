@@ -12,11 +12,11 @@ import oracle
 import torchbagua as tb
 from components import GradientComponent, backward, running
 from ranks import run_ranks
-from torchbagua.algorithms.gradient.compressed_mean import CompressedMean
+from torchbagua.algorithms.gradient.compressed import CompressedMean
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.codecs import MinMaxUInt8
 from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.mean_codecs import MeanCodecs
+from torchbagua.codecs.lookup import MeanCodecs
 from torchbagua.runtime.parameter_state import residual_state
 
 LENGTH = 3000  # of two blocks

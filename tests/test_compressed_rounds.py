@@ -16,7 +16,7 @@ from ranks import run_ranks
 from test_async_oracle import CompressedDifferences
 from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
 from torchbagua.codecs import MinMaxUInt8
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 from transports import group_like_the_oracle
 
 LENGTH = 3000  # of two blocks

@@ -17,11 +17,9 @@ from ranks import run_ranks
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.topology import Ring
-from torchbagua.transport import connections, gloo
+from torchbagua.transport import gloo
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.connections import Connections
-from torchbagua.transport.gloo import GlooTransport
-from torchbagua.transport.private_groups import gloo_group
+from torchbagua.transport.gloo import Connections, GlooTransport, gloo_group
 
 SHORT = timedelta(seconds=1)
 
@@ -231,7 +229,7 @@ def test_a_given_group_opens_only_the_attachments_groups(is_given: bool, monkeyp
         opened.append(size)
         return gloo_group(store, rank, size, *more, **options)
 
-    monkeypatch.setattr(connections, "gloo_group", count)
+    monkeypatch.setattr(gloo, "gloo_group", count)
 
     def body(group: dist.ProcessGroup) -> None:
         given = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1]) if is_given else None

@@ -204,7 +204,7 @@ import threading
 
 import torch.distributed as dist
 
-from torchbagua.transport.private_groups import gloo_group
+from torchbagua.transport.gloo import gloo_group
 
 store = dist.HashStore()
 group = gloo_group(store, 0, 1, datetime.timedelta(seconds=1))

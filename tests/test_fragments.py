@@ -9,7 +9,7 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.algorithms.weights.fragments import Fragments
 from torchbagua.runtime.bucket import BaguaTensor
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 
 def named(sizes: list[int]) -> list[BaguaTensor]:

@@ -18,8 +18,7 @@ from torchbagua.codecs import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.collectives.mean import RankChunks, TwoPhaseMean
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import streams as side_stream

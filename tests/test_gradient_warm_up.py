@@ -13,7 +13,7 @@ import torchbagua as tb
 from components import WeightComponent, running
 from ranks import run_ranks
 from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 from training import flat
 from transports import group_like_the_oracle
 

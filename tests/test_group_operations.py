@@ -12,8 +12,8 @@ import torchbagua as tb
 from devices import CPU
 from oracle import ordered_sum
 from ranks import run_ranks
-from torchbagua.codecs.blocks import TensorSpec
-from torchbagua.collectives import group_operations
+from torchbagua.codecs.base import TensorSpec
+from torchbagua.collectives import process_group
 from torchbagua.collectives.centralized_mean import centralized_mean
 from transports import CollectivesAlone
 
@@ -106,8 +106,8 @@ def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) 
         planned.append(spec.name)
         return centralized_mean(group, codec, spec, **options)
 
-    monkeypatch.setattr(group_operations, "_MAX_CACHED", 2)
-    monkeypatch.setattr(group_operations, "centralized_mean", plan)
+    monkeypatch.setattr(process_group, "_MAX_CACHED", 2)
+    monkeypatch.setattr(process_group, "centralized_mean", plan)
 
     def body(group: tb.BaguaProcessGroup) -> None:
         for name in "abacab":

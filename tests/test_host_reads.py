@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.runtime import unstaging
-from torchbagua.training import loss_scale
+from torchbagua.runtime import parameter_state
+from torchbagua.training import grad_scaler
 from training import Tower, build
 
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
@@ -63,9 +63,9 @@ class ImitatedCopy:
 def device_of_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU, or a CPU that torchbagua treats as a GPU."""
     if device.type == "cpu":
-        monkeypatch.setattr(unstaging, "requires_host_sync", lambda tensor: True)
-        monkeypatch.setattr(loss_scale, "is_on_gpu", lambda tensor: True)
-        monkeypatch.setattr(loss_scale, "HostCopy", ImitatedCopy)
+        monkeypatch.setattr(parameter_state, "requires_host_sync", lambda tensor: True)
+        monkeypatch.setattr(grad_scaler, "is_on_gpu", lambda tensor: True)
+        monkeypatch.setattr(grad_scaler, "HostCopy", ImitatedCopy)
     return device
 
 
@@ -153,7 +153,7 @@ def test_reads_on_a_cpu_do_not_grow_with_the_parameters() -> None:
 
 def test_a_read_of_the_loss_scale_waits_as_the_group_does() -> None:
     """No longer than its timeout: the GPU may wait for a rank that has died."""
-    copy_of_scale = loss_scale.HostCopy.__new__(loss_scale.HostCopy)
+    copy_of_scale = grad_scaler.HostCopy.__new__(grad_scaler.HostCopy)
     copy_of_scale._number, copy_of_scale._done = torch.tensor(8.0), object()
     waited: list[object] = []
     assert copy_of_scale.value(waited.append) == 8.0
@@ -168,10 +168,10 @@ def test_the_loss_scale_is_copied_once_and_again_after_a_change(monkeypatch: pyt
             super().__init__(number)
             copies.append(float(number))
 
-    monkeypatch.setattr(loss_scale, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(loss_scale, "HostCopy", CountedCopy)
+    monkeypatch.setattr(grad_scaler, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(grad_scaler, "HostCopy", CountedCopy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    own = loss_scale.LossScale(scaler, wait=lambda mark: None)
+    own = grad_scaler.LossScale(scaler, wait=lambda mark: None)
     own.fetch()
     assert (own.read(), copies) == (8.0, []), "the scaler has no tensor yet"
     scaler.scale(torch.ones(1))

@@ -11,7 +11,7 @@ import torchbagua as tb
 from components import GradientComponent, backward, running
 from ranks import run_ranks
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.algorithms.gradient.local_momentum import append_local_momentum, check_sgd_without_momentum
+from torchbagua.algorithms.gradient.topk import append_local_momentum, check_sgd_without_momentum
 from torchbagua.collectives.residuals import Momentum
 from torchbagua.runtime.parameter_state import residual_state
 

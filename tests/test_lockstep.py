@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torchbagua.observe import Recorder
 from torchbagua.runtime.bucket import BaguaTensor
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.lockstep import Lockstep
+from torchbagua.runtime.weight_buckets import Lockstep
 
 
 class Rank:

@@ -12,8 +12,8 @@ import oracle
 import torchbagua as tb
 from components import GradientComponent, backward, running
 from ranks import run_ranks
-from torchbagua.algorithms.qadam import momentum_form
-from torchbagua.algorithms.qadam.momentum_mean import MomentumMean
+from torchbagua.algorithms.qadam import algorithm as q_adam
+from torchbagua.algorithms.qadam.algorithm import MomentumMean
 from torchbagua.codecs import MinMaxUInt8
 from torchbagua.runtime.parameter_state import residual_state
 
@@ -133,7 +133,7 @@ def test_one_pass_is_bitwise_equal_to_separate_operations(monkeypatch: pytest.Mo
     """Separate operations are for other codecs, for GPUs, and for observers that sample."""
 
     def gradients_of_steps(longest_block: int) -> Any:
-        monkeypatch.setattr(momentum_form, "_LONGEST_BLOCK", longest_block)
+        monkeypatch.setattr(q_adam, "_LONGEST_BLOCK", longest_block)
 
         def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[torch.Tensor]:
             runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=3.0)

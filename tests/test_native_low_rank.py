@@ -18,7 +18,7 @@ from devices import on_device
 from low_rank import FACTORS, OPERATIONS, argument_names, arguments_of, bad_tables, random_factors
 from native_codecs import assert_same_values
 from torchbagua import native
-from torchbagua.collectives.orthogonalise import FactorPlace, Orthogonaliser
+from torchbagua.collectives.low_rank_mean import FactorPlace, Orthogonaliser
 from torchbagua.native.ops import NATIVE_OPS
 
 OPS = torch.ops.torchbagua

@@ -171,7 +171,7 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"
     snippet.write_text(
-        "from torchbagua.transport.named_ranks import NamedRanks\n"
+        "from torchbagua.transport.communicator import NamedRanks\n"
         "from torchbagua.observe.events import Details\n"
         "def trace(communicator: NamedRanks) -> Details:\n"
         "    communicator.span('encode', 'bucket', opration='all_to_all')\n"

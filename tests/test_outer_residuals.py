@@ -13,7 +13,7 @@ from components import WeightComponent, dyadic, running
 from ranks import run_ranks
 from torchbagua.algorithms.weights.outer_residuals import OuterResiduals, check_residuals
 from torchbagua.codecs.cast import Cast
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 NO_PROGRESS: dict[str, int] = {}
 LENGTHS = {"first": 20, "second": 12, "wide": 6}

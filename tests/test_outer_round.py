@@ -17,14 +17,14 @@ import torchbagua as tb
 from averaging import Weights, assert_same_weights, weights_of
 from components import WeightComponent, dyadic, running
 from ranks import run_ranks
+from torchbagua.algorithms.weights.diloco import IN_FLIGHT, OuterRound
 from torchbagua.algorithms.weights.fragments import Fragments
 from torchbagua.algorithms.weights.outer_residuals import OuterResiduals
-from torchbagua.algorithms.weights.outer_round import IN_FLIGHT, OuterRound
+from torchbagua.algorithms.weights.rounds import SynchronousRounds
 from torchbagua.algorithms.weights.shadow_weights import ShadowWeights
-from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
 from torchbagua.codecs.cast import Cast, Identity
 from torchbagua.observe import Recorder
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 LR = 0.5
 

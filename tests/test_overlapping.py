@@ -13,11 +13,10 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt4, MinMaxUInt8
-from torchbagua.collectives import two_phase_mean
+from torchbagua.collectives import mean as means
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.job import Job
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Job, Lane
 
 LENGTHS = (70 * 2048, 2048 + 5, 30 * 2048, 90 * 2048)
 NUM_ROUNDS = 8
@@ -62,7 +61,7 @@ def test_overlapping_buckets_are_bitwise_equal_to_buckets_in_turn(
     size: int, compressor: Compressor, has_feedback: bool, is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank begins a different bucket early, or none, and finishes every bucket that it began."""
-    monkeypatch.setattr(two_phase_mean, "SMALL_MESSAGE_BYTES", two_phase_mean.SMALL_MESSAGE_BYTES // 9)
+    monkeypatch.setattr(means, "SMALL_MESSAGE_BYTES", means.SMALL_MESSAGE_BYTES // 9)
     values = torch.randn(NUM_ROUNDS, size, sum(LENGTHS), generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:

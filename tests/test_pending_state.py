@@ -10,7 +10,7 @@ import torchbagua as tb
 from components import WeightComponent, running
 from ranks import run_ranks
 from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
-from torchbagua.runtime.weight_bucket import DIFFERENCE, SNAPSHOT
+from torchbagua.runtime.weight_buckets import DIFFERENCE, SNAPSHOT
 
 NO_PROGRESS: dict[str, int] = {}
 ALGORITHM = WeightComponent(make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS))

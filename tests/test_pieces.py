@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt8, TensorSpec
-from torchbagua.collectives import first_runs, two_phase_mean
+from torchbagua.collectives import mean
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.collectives.mean import TwoPhaseMean
 
 SEGMENTS = (30 * 2048, 7, 50 * 2048, 20 * 2048 + 5)
 
@@ -20,7 +20,7 @@ SEGMENTS = (30 * 2048, 7, 50 * 2048, 20 * 2048 + 5)
 @pytest.fixture(autouse=True)
 def _short_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send messages in pieces from about a tenth of the usual length, so that these segments are long enough."""
-    monkeypatch.setattr(two_phase_mean, "SMALL_MESSAGE_BYTES", two_phase_mean.SMALL_MESSAGE_BYTES // 9)
+    monkeypatch.setattr(mean, "SMALL_MESSAGE_BYTES", mean.SMALL_MESSAGE_BYTES // 9)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def _short_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_means_in_pieces_equal_those_of_short_buckets(
     size: int, is_fast: bool, compressor: Compressor, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_runs, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
+    monkeypatch.setattr(mean, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
     lengths = tuple(length * (size if length > 7 else 1) for length in SEGMENTS)
     values = torch.randn(size, sum(lengths), generator=torch.Generator().manual_seed(0))
 
@@ -95,7 +95,7 @@ def test_means_over_nodes_in_pieces_equal_those_of_short_buckets(
     is_fast: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_runs, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
+    monkeypatch.setattr(mean, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
     values = torch.randn(len(nodes), sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -23,7 +23,7 @@ import torchbagua as tb
 from pairwise import pairwise
 from q_adam_life import ChannelsLast
 from ranks import run_ranks
-from torchbagua.collectives.low_rank_state import matrix_shape
+from torchbagua.collectives.low_rank_mean import matrix_shape
 from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 START_STEP = 1

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import TIMEOUT, run_ranks
-from torchbagua.collectives import private_communicators, process_group
+from torchbagua.collectives import process_group
 from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm as NodeMeanAlgorithm
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
@@ -468,7 +468,7 @@ def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
 ) -> None:
     """A write that only follows the communication in stream order would follow its abort too."""
     size = 3 if name == "low precision over nodes" else 2
-    monkeypatch.setattr(private_communicators, "_POLL_MARGIN_S", 0.0)
+    monkeypatch.setattr(process_group, "_POLL_MARGIN_S", 0.0)
     nccl.is_stuck = False
     spoil_messages(monkeypatch, nccl)
     gets_stuck, ends = threading.Barrier(size, action=lambda: setattr(nccl, "is_stuck", True)), threading.Barrier(size)

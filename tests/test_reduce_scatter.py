@@ -9,9 +9,7 @@ import torchbagua as tb
 from oracle import ordered_sum, quantise
 from ranks import run_ranks
 from torchbagua.codecs import Compressor, Identity, MinMaxUInt8, TensorSpec
-from torchbagua.collectives.all_gather import all_gather
-from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import reduce_scatter
+from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
 from torchbagua.collectives.row_mean import RowMean
 
 BLOCK = 16

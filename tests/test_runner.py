@@ -16,10 +16,9 @@ import torchbagua as tb
 from components import GradientComponent, WeightComponent, backward
 from ranks import run_ranks
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.runtime.gradient_buckets import GradientBuckets
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.parameter_state import residual_state
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import GradientBuckets, Runner
 
 NO_PROGRESS: dict[str, int] = {}
 

@@ -9,7 +9,7 @@ import torch
 
 import torchbagua as tb
 from torchbagua.codecs import Identity, MinMaxUInt8
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import TensorSpec
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.lane import Lane

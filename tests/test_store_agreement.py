@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
+from torchbagua.collectives.agreement import Introduction, Settings, Verdict, agree_over_store
 from torchbagua.transport.errors import CommunicationError
 
 T = TypeVar("T")

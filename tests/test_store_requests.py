@@ -15,7 +15,7 @@ import torchbagua as tb
 import warm_python
 from alarms import alarm_after
 from torchbagua.transport import store_requests
-from torchbagua.transport.private_groups import gloo_group
+from torchbagua.transport.gloo import gloo_group
 from torchbagua.transport.store_requests import SilentStoreError, StoreRequests
 
 SHORT = timedelta(seconds=0.5)

@@ -9,7 +9,7 @@ from torch import nn
 import torchbagua as tb
 from components import WeightComponent, running
 from ranks import run_ranks
-from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
+from torchbagua.algorithms.weights.rounds import SynchronousRounds
 
 ALGORITHM = WeightComponent(make=lambda runner: SynchronousRounds(runner, runner.algorithm))
 

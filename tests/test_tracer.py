@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.codecs.blocks import WireLayout
+from torchbagua.codecs.base import WireLayout
 from torchbagua.observe.events import Trace
 from tracing import NAMES, NUM_STEPS, ON_LANE, TRAINING, check_nested, check_two_at_a_time, record, train_traced
 from training import Tower, build

@@ -14,7 +14,7 @@ import torchbagua as tb
 from averaging import Weights, assert_same_weights, stacked, weights_of
 from components import WeightComponent, running
 from ranks import run_ranks
-from torchbagua.runtime.weight_means import WeightMeans
+from torchbagua.runtime.weight_buckets import WeightMeans
 from training import flat
 
 NO_PROGRESS: dict[str, int] = {}

@@ -1,6 +1,9 @@
 """torchbagua: communication-efficient data-parallel training in plain PyTorch."""
 
-from torchbagua import algorithms, fsdp, observe
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchbagua import algorithms, observe
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms import *  # noqa: F403
 from torchbagua.collectives import topology
@@ -11,9 +14,12 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.weight_buckets import WeightBuckets
 from torchbagua.training.attach import attach
 from torchbagua.training.attachment import Attachment
-from torchbagua.training.comm_hook import comm_hook
+from torchbagua.training.ddp import comm_hook
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.version import __version__
+
+if TYPE_CHECKING:
+    from torchbagua import fsdp
 
 __all__ = [
     "Attachment",
@@ -34,3 +40,9 @@ __all__ = [
     "topology",
 ]
 __all__ += algorithms.__all__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fsdp":  # only trainings with fully_shard need it
+        return importlib.import_module("torchbagua.fsdp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

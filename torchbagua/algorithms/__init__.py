@@ -1,7 +1,7 @@
 """The algorithms and the registry of their names.
 
 May import runtime and the packages below it. Nothing here imports DDP or FSDP2.
-Begin with base.py, which defines algorithms; then gradient/bytegrad.py, and runtime/impl.py, which defines impls.
+Begin with base.py, which defines algorithms; then gradient/compressed.py, and runtime/impl.py, which defines impls.
 """
 
 from torchbagua.algorithms.base import Algorithm, available_algorithms, register
@@ -9,9 +9,8 @@ from torchbagua.algorithms.base import get as get
 from torchbagua.algorithms.base import init_for as init_for
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithmImpl as GradientAllReduceAlgorithmImpl
-from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
-from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
-from torchbagua.algorithms.gradient.compressed_all_reduce import (
+from torchbagua.algorithms.gradient.compressed import ByteGradAlgorithm, CompressedAllReduceAlgorithm
+from torchbagua.algorithms.gradient.compressed import (
     CompressedAllReduceAlgorithmImpl as CompressedAllReduceAlgorithmImpl,
 )
 from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
@@ -21,7 +20,6 @@ from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithmImpl as QAdamAlg
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
-from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm as ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithm
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
 from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm
@@ -29,7 +27,8 @@ from torchbagua.algorithms.weights.low_precision_ring import LowPrecisionDecentr
 from torchbagua.algorithms.weights.low_precision_ring import (
     LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl,
 )
-from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds as SynchronousRounds
+from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm as ModelAveragingAlgorithm
+from torchbagua.algorithms.weights.rounds import SynchronousRounds as SynchronousRounds
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.runner import Runner
 

@@ -7,12 +7,11 @@ The name of a registered codec denotes the codec with its default options: "minm
 "float16", and "sign1bit", "topk" and "blockk", which need error feedback. Bagua's name "MinMaxUInt8" is an alias.
 """
 
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, register_compressor, sum_dtype
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, WireLayout, register_compressor, sum_dtype
 from torchbagua.codecs.block_codec import BlockCodec, NativeBlockCodec
 from torchbagua.codecs.blockk import BlockK
-from torchbagua.codecs.blocks import TensorSpec, WireLayout
 from torchbagua.codecs.cast import Cast, Identity
-from torchbagua.codecs.mean_codecs import MeanCodecs
+from torchbagua.codecs.lookup import MeanCodecs
 from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sign1bit import Sign1Bit

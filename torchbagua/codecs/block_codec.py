@@ -8,8 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from torchbagua import native
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
-from torchbagua.codecs.blocks import WireLayout, pad_bytes
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, WireLayout, pad_bytes
 from torchbagua.native.block_format import CODECS
 
 _LARGEST_BLOCK = 2**30

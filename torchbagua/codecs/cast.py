@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchbagua.codecs.base import Compressor, divide, register_compressor, sum_dtype
-from torchbagua.codecs.blocks import WireLayout, pad_bytes
+from torchbagua.codecs.base import Compressor, WireLayout, divide, pad_bytes, register_compressor, sum_dtype
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

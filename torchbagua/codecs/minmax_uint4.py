@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from torchbagua.codecs.base import register_compressor
+from torchbagua.codecs.base import pad_bytes, register_compressor
 from torchbagua.codecs.block_codec import NativeBlockCodec
-from torchbagua.codecs.blocks import pad_bytes
 
 
 @dataclass(frozen=True)

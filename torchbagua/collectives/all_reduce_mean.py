@@ -2,7 +2,7 @@
 
 import torch
 
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import TensorSpec
 from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import Span
 from torchbagua.transport.communicator import Communicator

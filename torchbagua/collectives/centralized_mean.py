@@ -5,16 +5,14 @@ from typing import Protocol
 
 import torch
 
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import Compressor, TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.hierarchical import Hierarchical
-from torchbagua.collectives.hierarchical_mean import HierarchicalMean
+from torchbagua.collectives.hierarchical import Hierarchical, HierarchicalMean
+from torchbagua.collectives.mean import TwoPhaseMean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.overlapping import OverlappingMean
-from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import Communicator
 

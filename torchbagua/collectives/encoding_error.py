@@ -4,8 +4,7 @@ from functools import cached_property
 
 import torch
 
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.blocks import WireLayout
+from torchbagua.codecs.base import Compressor, WireLayout
 from torchbagua.observe.tracer import Tracer
 
 # In a sampled step, about this many elements of each bucket are decoded once more, which takes about 0.1 ms.

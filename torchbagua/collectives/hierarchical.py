@@ -3,20 +3,19 @@
 Shape suffixes: N elements, R ranks, L elements of a shard, W wire bytes.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
-from torchbagua.codecs.base import Compressor, sum_dtype
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
 from torchbagua.codecs.cast import Identity, typed
-from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.exchange import Pipeline
+from torchbagua.collectives.mean import AllGather, FirstRuns, Piece, RankChunks, ReduceScatter, is_long
 from torchbagua.collectives.nodes import NodeGroups
-from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter
 
 
 class Hierarchical:
@@ -109,3 +108,131 @@ def memory_of_sum(chunks: RankChunks) -> torch.Tensor:
     dtype = sum_dtype(chunks.layout.dtype)
     num_bytes = (chunks.own.stop - chunks.own.start) * dtype.itemsize
     return typed(chunks.communicator.scratch("sum", num_bytes, chunks.device), dtype)
+
+
+_NUM_PIECES = 2
+
+
+class _Mean(Protocol):
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None: ...
+
+
+class HierarchicalMean:
+    """The result of `Hierarchical` with the two-phase mean between nodes, bitwise, between CPUs and without residuals.
+
+    Shards are sent in two pieces, unless the first runs were fast on all ranks.
+
+    Args:
+        group: a group with several nodes, at least one of which has several ranks.
+        compressor: the codec between nodes.
+        spec: the tensor; see `is_worthwhile`.
+        divisor: the divisor of the sum.
+        intra_compressor: the codec within nodes.
+        make_whole: constructs the mean with the same result that does not send in pieces.
+    """
+
+    def __init__(
+        self,
+        group: NodeGroups,
+        compressor: Compressor,
+        spec: TensorSpec,
+        divisor: float,
+        intra_compressor: Compressor,
+        make_whole: Callable[[], _Mean],
+    ) -> None:
+        assert group.intra_node is not None
+        self._make_whole = make_whole
+        self._whole: _Mean | None = None
+        self._divisor = divisor
+        cuts = _piece_cuts(group, compressor, spec, intra_compressor)
+        self._chunks = chunks = RankChunks(group.intra_node, intra_compressor, spec, cuts)
+        self._owners = group.inter_node
+        self._shard_chunks: list[RankChunks] = []  # of each piece of the local shard
+        if self._owners is not None:
+            for piece in chunks.pieces:
+                part = spec.restricted_to(piece.elements[chunks.rank], sum_dtype(spec.dtype))
+                part_cuts = part.even_cuts(self._owners.size, compressor.block_elements)
+                self._shard_chunks.append(RankChunks(self._owners, compressor, part, part_cuts, piece.index))
+        size = max(2, group.intra_node.size)  # else a rank alone on its node, which sends 0 bytes there, counts as slow
+        self._first_runs = FirstRuns(group.world, 2 * (size - 1) / size * chunks.layout.num_bytes, spec.name)
+
+    @staticmethod
+    def is_worthwhile(
+        group: NodeGroups, compressor: Compressor, spec: TensorSpec, intra_compressor: Compressor
+    ) -> bool:
+        """Return whether pieces are still long messages, and none is empty. The answer is the same on all ranks."""
+        cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
+        if not (compressor.codes_blocks_alone and is_long(group.world, intra_compressor, spec, cuts)):
+            return False
+        pieces = _piece_cuts(group, compressor, spec, intra_compressor)[: group.num_shards * _NUM_PIECES + 1]
+        return all(start < stop for start, stop in itertools.pairwise(pieces))
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
+
+        Raises:
+            CommunicationError: a peer disconnected or did not take part within the group's timeout.
+        """
+        if self._whole is None and self._first_runs.should_disable_pieces():
+            self._whole = self._make_whole()
+        if self._whole is not None:
+            self._whole(x_N, out_N)
+        else:
+            with self._first_runs:
+                self._run(x_N, x_N if out_N is None else out_N)
+
+    def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
+        chunks = self._chunks
+        sum_L = memory_of_sum(chunks)
+        sums = [sum_L[piece.within_own] for piece in chunks.pieces]
+        # Construct all of them now, so that their receives are posted early.
+        within = Pipeline(chunks.communicator, x_N.device)
+        scatter, gather = ReduceScatter(chunks, x_N, within), AllGather(chunks, out_N, within)
+        between = None if self._owners is None else Pipeline(self._owners, x_N.device)
+        means = [] if between is None else self._begin_means(sums, between)
+        for piece in chunks.pieces:
+            scatter.send(piece)
+        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            scatter.receive_mean(piece, sum_L)
+            if means:
+                means[piece.index].scatter.send(means[piece.index].piece)
+        within.wait_for_sends()
+        for mean in means:
+            mean.scatter.receive_encoded_mean(mean.piece, mean.gather.own_wire(mean.piece))
+            mean.gather.send(mean.piece)
+        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            if means:
+                means[piece.index].gather.receive(means[piece.index].piece)
+            gather.send(piece, sum_L)
+        for piece in chunks.pieces:
+            gather.receive(piece)
+        if between is not None:
+            between.wait_for_sends()
+        within.wait_for_sends()
+
+    def _begin_means(self, sums: Sequence[torch.Tensor], between: Pipeline) -> list["_MeanOfPiece"]:
+        parts = list(zip(self._shard_chunks, sums, strict=True))
+        scatters = [ReduceScatter(chunks, sum_L, between, divisor=self._divisor) for chunks, sum_L in parts]
+        gathers = [AllGather(chunks, sum_L, between) for chunks, sum_L in parts]
+        pieces = [chunks.pieces[0] for chunks in self._shard_chunks]
+        return list(map(_MeanOfPiece, pieces, scatters, gathers))
+
+
+class _MeanOfPiece(NamedTuple):
+    """The two-phase mean over nodes of one piece of the local shard.
+
+    Attributes:
+        piece: the single piece in which this part of the shard is sent.
+        scatter, gather: the two phases.
+    """
+
+    piece: Piece
+    scatter: ReduceScatter
+    gather: AllGather
+
+
+def _piece_cuts(
+    group: NodeGroups, compressor: Compressor, spec: TensorSpec, intra_compressor: Compressor
+) -> tuple[int, ...]:
+    cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
+    return spec.cuts_within(cuts, _NUM_PIECES, math.lcm(compressor.block_elements, intra_compressor.block_elements))

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, divide
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, divide
 from torchbagua.codecs.lookup import check_compression, needs_feedback
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.encoding_error import EncodingErrorProbe

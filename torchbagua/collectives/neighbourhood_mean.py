@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from torchbagua.codecs.base import divide, sum_dtype
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import TensorSpec, divide, sum_dtype
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical

@@ -2,31 +2,440 @@
 
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
 from torchbagua._torch import backend_of, timeout_of
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.board import StoreBoard
-from torchbagua.collectives.clock import clock_of_machine, clock_offset
-from torchbagua.collectives.group_operations import GroupOperations
-from torchbagua.collectives.nodes import number_given_nodes
+from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
+from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name
+from torchbagua.collectives.agreement import Introduction, Settings, Verdict, agree_over_store, all_reduce_max
+from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
+from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
+from torchbagua.collectives.nodes import NodeGroups, number_given_nodes
 from torchbagua.collectives.overlapping import Overlap
-from torchbagua.collectives.private_communicators import PrivateCommunicators
-from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer, check_observers
 from torchbagua.observe.tracer import Tracer
-from torchbagua.transport.base import Members, TransportMaker
+from torchbagua.transport.base import Members, TransportError, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, OutOfStep, cause_of
 from torchbagua.transport.store_requests import SilentStoreError, StoreRequests, require_store
+from torchbagua.transport.streams import wait_on_host
 from torchbagua.version import __version__
+
+# A wait for the GPU ends this much later than the lane's `poll` of its operations, whose error names the operation.
+_POLL_MARGIN_S = 1.0
+
+
+class PrivateCommunicators(NodeGroups):
+    """Communicators that are prepared for devices, polled and closed together.
+
+    Attributes:
+        timeout: the longest wait for another rank.
+        tracer: the tracer that notifies observers of communication over these communicators.
+    """
+
+    timeout: timedelta
+    tracer: Tracer
+    _gradients: Communicator | None = None  # separate from the others, see `BaguaProcessGroup.open_gradient_group`
+
+    def use_device(self, device: torch.device) -> None:
+        """Connect the private groups for tensors on `device`, if they are not connected yet. Collective.
+
+        Raises:
+            CommunicationError: a rank did not connect within the group's timeout, or the backend refuses.
+        """
+        self.device = device
+        for communicator in self._communicators:
+            try:
+                communicator.use_device(device)
+            except CommunicationError:
+                self.close()
+                raise
+
+    def check_operations(self, device: torch.device, algorithm: str) -> None:
+        """Raise the same error on all ranks if a backend lacks an operation for tensors on `device`. Collective.
+
+        Args:
+            device: the CPU, or a device that was passed to `use_device` before.
+            algorithm: the algorithm that needs the operation, in the error.
+
+        Raises:
+            ValueError: a rank could not start an operation, or it failed; names backend, operation and algorithm.
+            CommunicationError: a rank disconnected or did not take part within the group's timeout.
+        """
+        missing = self.world.missing_operation(device)
+        if missing is not None:
+            raise ValueError(
+                f"torchbagua: backend {missing.backend} has no {missing.operation}, which {algorithm} needs for "
+                f"tensors on {device.type}: {missing.cause}"
+            )
+
+    def report_to(self, tracer: Tracer, owner: str) -> None:
+        """Notify another group's observers of communication over this group, and name its `owner` in errors."""
+        self.tracer = tracer
+        for communicator in self._communicators:
+            communicator.tracer = tracer
+            communicator.scope = f"{communicator.scope} of {owner}"
+
+    def poll(self) -> bool:
+        """Return whether a GPU is still working on operations that were launched since `move_to_lane`.
+
+        Raises:
+            CommunicationError: an operation runs longer than the timeout, or the GPU has failed.
+        """
+        are_in_flight = [communicator.poll() for communicator in self._communicators]  # every poll drops finished work
+        return any(are_in_flight)
+
+    def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
+        """Block the host until the current stream of a GPU has finished. Does nothing on the CPU.
+
+        Raises:
+            CommunicationError: the stream has not finished within the timeout; names the operation on which the GPU is
+                working, or else `purpose`.
+        """
+        if device.type != "cuda":
+            return
+        try:
+            wait_on_host(torch.cuda.current_stream(device).record_event(), self.timeout.total_seconds())
+        except TimeoutError as error:
+            self.poll()
+            raise self.world.failure(purpose, cause_of(error)) from error
+        self.poll()  # drops finished operations
+
+    def wait_for_mark(self, mark: torch.cuda.Event, check: Callable[[], object] = lambda: None) -> bool:
+        """Block the host until a GPU has reached `mark`. Call `check` repeatedly, which may raise. For any thread.
+
+        Return False if the private groups are closed: an abort lets the GPU reach `mark` early, with partial results.
+
+        Raises:
+            CommunicationError: the GPU has not reached `mark` within the timeout.
+        """
+        try:
+            wait_on_host(mark, self.timeout.total_seconds() + _POLL_MARGIN_S, check)
+        except TimeoutError as error:
+            raise self.world.failure("waiting for the GPU", cause_of(error)) from error
+        return not any(communicator.is_closed for communicator in self._communicators)
+
+    def end_in_order(self) -> None:
+        """Finish all in-flight operations in stream order, and close their transports. Collective.
+
+        If a rank does not call it, `close` aborts the operations, since a GPU would wait for a rank that died.
+        """
+        private = [
+            transport
+            for communicator in self._communicators
+            for transport in communicator.collectively_closed_transports
+        ]
+        if not private:
+            return
+        name = private[0].name
+        with suppress(CommunicationError):
+            all_reduce_max(self.world, [0], f"closing the {name} groups")  # a barrier, which raises if a rank died
+            try:
+                for transport in private:
+                    transport.close()
+            except TransportError as error:
+                warn_user(f"torchbagua: {error}; aborting the {name} groups")
+
+    def close(self) -> None:
+        """Close the private groups, even with operations in flight. This aborts the operations of GPUs."""
+        for communicator in self._communicators:
+            communicator.close()
+        for communicator in self._communicators:  # after all are aborted, since one may wait for another
+            communicator.join()
+
+    def abandon(self) -> None:
+        """Close the private groups while another thread waits for a rank over them; the wait ends with an error."""
+        for communicator in self._communicators:
+            communicator.interrupt()
+        self.close()
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        all_or_none = (self.world, self.intra_node, self.inter_node, self._gradients)
+        return [communicator for communicator in all_or_none if communicator is not None]
+
+
+T = TypeVar("T")
+
+_MAX_CACHED = 64
+
+
+class GroupOperations(NodeGroups):
+    """The operations of a `BaguaProcessGroup`.
+
+    All ranks call the same operations, in the same order, with tensors of the same sizes. Call them on the lane, as a
+    bucket's operations do, and never concurrently with other work of the lane. On a GPU they run on the current stream,
+    and in stream order no host waits. Observers are notified of every message by `name`; errors contain it too.
+
+    All operations raise CommunicationError if a rank disconnects or does not take part within the group's timeout.
+    """
+
+    def __init__(self) -> None:
+        # One for each kind of tensor: planning a layout costs more than sending a short tensor.
+        self._collectives: OrderedDict[object, object] = OrderedDict()
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        *,
+        average: bool = False,
+        compression: str | Compressor | None = None,
+        hierarchical: bool = True,
+        name: str = "all_reduce",
+    ) -> torch.Tensor:
+        """Replace `x` by its sum over the ranks, and return it. The result is bitwise equal on all ranks.
+
+        Args:
+            x: a contiguous tensor of any shape, floating-point or complex.
+            average: divide by the number of ranks.
+            compression: the codec, see `BaguaBucket.append_centralized_synchronous_op`.
+            hierarchical: in a multi-node group, sum within nodes in full precision, and use `compression` between
+                nodes.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: `x` does not meet these requirements, or `compression` does not encode its dtype.
+        """
+        flat = _flat("all_reduce", "x", x, sums=True)
+        compressor = by_name(compression)
+        if not compressor.encodes(flat.dtype):
+            raise ValueError(
+                f"BaguaProcessGroup.all_reduce: compression must be a codec that encodes {flat.dtype}, got "
+                f"{compressor!r}"
+            )
+        spec = _spec(flat, name)
+        mean = self._collective(
+            ("all_reduce", spec, compressor, average, hierarchical),
+            lambda: centralized_mean(self, compressor, spec, hierarchical=hierarchical, average=average),
+        )
+        mean(flat)
+        return x
+
+    def all_gather(self, x: torch.Tensor, *, name: str = "all_gather") -> torch.Tensor:
+        """Return the `x` of all ranks in rank order, of shape [R, *x.shape] with R ranks.
+
+        Args:
+            x: a contiguous tensor. Its dtype and shape are the same on all ranks.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: `x` is not contiguous.
+        """
+        flat = _flat("all_gather", "x", x)
+        every = flat.new_empty(self.size, flat.numel())
+        every[self.rank] = flat
+        if self.size > 1:
+            spec = _spec(every.view(-1), name)
+            cuts = [rank * flat.numel() for rank in range(self.size + 1)]
+            chunks = self._collective(("all_gather", spec), lambda: RankChunks(self.world, Identity(), spec, cuts))
+            all_gather(chunks, every[self.rank], every.view(-1))
+        return _like(every, x).view(self.size, *x.shape)
+
+    def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
+        """Return the sum over the ranks of `x[rank]`, this rank's part of `x`. `x` is unchanged.
+
+        Values are summed in rank order, in float32, or in float64 if `x` is float64.
+
+        Args:
+            x: a contiguous tensor of shape [R, ...] with R ranks, floating-point or complex.
+            average: divide by the number of ranks.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: `x` does not meet these requirements.
+        """
+        if x.dim() == 0 or len(x) != self.size:
+            raise ValueError(
+                f"BaguaProcessGroup.reduce_scatter: x must have shape [{self.size}, ...], one part for each rank, got "
+                f"{list(x.shape)}"
+            )
+        flat = _flat("reduce_scatter", "x", x, sums=True)
+        length = flat.numel() // self.size
+        own = flat[self.rank * length :][:length].clone()
+        if self.size > 1:
+            spec = _spec(flat, name)
+            chunks = self._collective(("reduce_scatter", spec), lambda: self._equal_chunks(spec))
+            total = own.to(sum_dtype(own.dtype))
+            reduce_scatter(chunks, flat, total, divisor=float(self.size) if average else 1.0)
+            own.copy_(total)
+        return _like(own, x).view(x.shape[1:])
+
+    def exchange(
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receives: Mapping[int, torch.Tensor],
+        *,
+        name: str = "exchange",
+    ) -> None:
+        """Send a tensor to each of several ranks, and receive one from each of several ranks.
+
+        If you send to a rank, that rank must receive the same number of bytes from you. If the numbers differ, a
+        transport may end the process.
+
+        Args:
+            sends: contiguous tensors, by the rank that receives them.
+            receives: contiguous tensors to fill, by the rank that sends them.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: a tensor is not contiguous, or a key is not another rank of the group.
+        """
+        for argument, tensors in (("sends", sends), ("receives", receives)):
+            for peer in tensors:
+                if peer not in range(self.size) or peer == self.rank:
+                    raise ValueError(
+                        f"BaguaProcessGroup.exchange: the keys of {argument} must be other ranks of {self.size}, got "
+                        f"{peer!r} on rank {self.rank}"
+                    )
+        # As bytes: a collective sends tensors of one dtype, and a transport may not support every dtype.
+        outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
+        incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
+        turns = []
+        for distance in range(1, self.size):
+            target, source = self.world.rank_after(distance), self.world.rank_before(distance)
+            if target in sends or source in receives:
+                turns.append((target, source))
+        exchanged = (*outgoing.values(), *incoming.values())
+        device = exchanged[0].device if exchanged else self.device
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        received = {source: incoming.get(source, empty) for _, source in turns}
+        counts = ElementCounts(
+            sent={peer: tensor.numel() for peer, tensor in sends.items()},
+            received={peer: tensor.numel() for peer, tensor in receives.items()},
+        )
+        exchange = Exchange(Pipeline(self.world, device), "peer_exchange", received, name, turns, counts)
+        exchange.run(outgoing.get(target, empty) for target in exchange.targets)
+
+    def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
+        """Return the tensor in chunks of equal length, one for each rank."""
+        length = spec.num_elements // self.size
+        return RankChunks(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
+
+    def _collective(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key, from a cache of the most recently used keys."""
+        if key not in self._collectives:
+            self._collectives[key] = make()
+            if len(self._collectives) > _MAX_CACHED:
+                self._collectives.popitem(last=False)
+        self._collectives.move_to_end(key)
+        found: T = self._collectives[key]  # type: ignore[assignment]
+        return found
+
+
+def _flat(operation: str, argument: str, tensor: torch.Tensor, *, sums: bool = False) -> torch.Tensor:
+    """Return a one-dimensional view of a tensor, complex numbers as pairs; raise ValueError if that is impossible."""
+    subject = f"BaguaProcessGroup.{operation}: {argument} must be"
+    if not tensor.is_contiguous():
+        raise ValueError(f"{subject} contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}")
+    if sums and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{subject} floating-point or complex, got {tensor.dtype}")
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+
+
+def _bytes_of(argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    return _flat("exchange", argument, tensor).view(torch.uint8)
+
+
+def _like(flat: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return `flat`, with its pairs as complex numbers if `x` is complex."""
+    return torch.view_as_complex(flat.view(flat.numel() // 2, 2)) if x.is_complex() else flat
+
+
+def _spec(flat: torch.Tensor, name: str) -> TensorSpec:
+    return TensorSpec((flat.numel(),), flat.dtype, flat.device, name)
+
+
+# The fastest of several round trips met the least foreign traffic.
+_NUM_QUESTIONS = 64
+_TAG = 4  # exchanges do not use it
+_PURPOSE = "comparing clocks"
+
+
+def clock_of_machine() -> str | None:
+    """Return a name for the clock that this process reads; None if unknown. Processes of one kernel share the clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOffset:
+    """Return the offset from this rank's `time.perf_counter_ns` to rank 0's; add it to get rank 0's time. Collective.
+
+    Every rank in `askers` asks rank 0 for its time; the other ranks share rank 0's clock. The estimate assumes that the
+    answer takes half of the round trip (Cristian, "Probabilistic clock synchronization", 1989). The error is therefore
+    at most half of the shortest round trip.
+
+    Raises:
+        CommunicationError: a peer disconnected or did not take part within the group's timeout.
+    """
+    if communicator.rank == 0:
+        for asker in askers:
+            communicator.connect([asker], _PURPOSE)
+            for _ in range(_NUM_QUESTIONS):
+                _receive(communicator, asker)
+                _send(communicator, asker)
+    if communicator.rank not in askers:
+        return ClockOffset(_concurrency.perf_counter_ns(), 0, 0)
+    communicator.connect([0], _PURPOSE)
+    answers = []
+    for _ in range(_NUM_QUESTIONS):
+        asked_ns = _send(communicator, 0)
+        theirs_ns = _receive(communicator, 0)
+        now_ns = _concurrency.perf_counter_ns()
+        answers.append(ClockOffset(now_ns, theirs_ns - (asked_ns + now_ns) // 2, (now_ns - asked_ns + 1) // 2))
+    return min(answers, key=lambda answer: answer.error_ns)
+
+
+def _send(communicator: Communicator, peer: int) -> int:
+    """Send this rank's time to a peer, and return it."""
+    now_ns = _concurrency.perf_counter_ns()
+    communicator.post("sending to", peer, torch.tensor([now_ns]), tag=_TAG, purpose=_PURPOSE)
+    communicator.wait("sending to", peer, tag=_TAG, purpose=_PURPOSE)
+    return now_ns
+
+
+def _receive(communicator: Communicator, peer: int) -> int:
+    time_ns = torch.empty(1, dtype=torch.int64)
+    communicator.post("receiving from", peer, time_ns, tag=_TAG, purpose=_PURPOSE)
+    communicator.wait("receiving from", peer, tag=_TAG, purpose=_PURPOSE)
+    return int(time_ns)
+
+
+class StoreBoard:
+    """See `torchbagua.observe.events.Board`. A slot uses one store key per rank, however often its text changes."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = StoreRequests(dist.PrefixStore("board", store), timeout)
+        self._rank = rank
+        self._size = size
+
+    def put(self, slot: int, text: str) -> None:
+        """Replace this rank's text in `slot`."""
+        self._store.set(f"{slot}/{self._rank}", text)
+
+    def get(self, slot: int) -> list[str] | None:
+        """Return all ranks' texts in `slot`, in rank order; None if a rank has not put a text there yet."""
+        keys = [f"{slot}/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):  # `get` would block
+            return None
+        return self._store.read_texts(keys)
+
 
 # The key in the group's store of the reason for which a rank has closed its groups.
 _REASON = "reason"

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.blocks import WireLayout
+from torchbagua.codecs.base import Compressor, WireLayout
 
 _PIECE_ELEMENTS = 1 << 16
 

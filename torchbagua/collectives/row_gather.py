@@ -5,12 +5,10 @@ Shape suffixes: N elements, L elements of a row, S elements of the rows of one r
 
 import torch
 
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import Compressor, TensorSpec
 from torchbagua.codecs.cast import Identity
-from torchbagua.collectives.all_gather import all_gather
+from torchbagua.collectives.mean import RankChunks, all_gather
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.row_mean import ranks_by_place
 
 

@@ -8,11 +8,9 @@ from itertools import chain
 
 import torch
 
-from torchbagua.codecs.base import Compressor, sum_dtype
-from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
+from torchbagua.collectives.mean import RankChunks, reduce_scatter
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import reduce_scatter
 
 
 def ranks_by_place(group: BaguaProcessGroup, device: torch.device) -> torch.Tensor:

@@ -14,8 +14,7 @@ import torch
 from torchbagua._warnings import warn_user
 from torchbagua.collectives.exchange import tag_of
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.job import InSteps
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import InSteps, Lane
 from torchbagua.runtime.optimizer_steps import StepCount
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, OutOfStep

@@ -1,23 +1,321 @@
 """The weights of a module in flat buckets: selects them, and reads and changes them between two steps."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchbagua.collectives.agreement import fingerprint
+from torchbagua.codecs.base import sum_dtype
+from torchbagua.collectives.agreement import fingerprint, require_same_progress
 from torchbagua.collectives.clamp import clamp_to_mean
+from torchbagua.collectives.low_precision_ring import Replicas
+from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.runtime.lockstep import Lockstep
+from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
+from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.load_record import LoadRecord, require_same_loads
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.shards import local_shard, name_of_shard, reshard, sharded_parts
-from torchbagua.runtime.weight_bucket import FLAT, FlatOf, WeightBucket
-from torchbagua.runtime.weight_means import WeightMeans
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError
 
 if TYPE_CHECKING:
     from torchbagua.runtime.runner import Runner
 
+_PART_ELEMENTS = 2**21  # for tensors outside buckets, since the group caches buffers for each length that it averages
+
+
+class WeightMeans:
+    """Computes the mean of all ranks' weights, apart from the algorithm's rounds. Call its methods between two steps.
+
+    Args:
+        weights: the weights.
+        group: the ranks.
+    """
+
+    def __init__(self, weights: "WeightBuckets", group: BaguaProcessGroup) -> None:
+        self._weights = weights
+        self._group = group
+        self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
+
+    def take(self) -> None:
+        """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else after."""
+        weights = self._weights
+        for bucket in weights:
+            bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
+        weights.read()
+        weights.lockstep.submit(lambda: [bucket.run() for bucket in weights], "the last mean", is_last=True).finish()
+        weights.write()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give all ranks the mean of their weights within the context, and restore each rank's weights afterwards.
+
+        Collective on entry. The flat tensors of the buckets do not change. It needs additional memory of the size of
+        the weights, and of twice that size while it computes the mean.
+        """
+        if self._group.size == 1:
+            yield
+            return
+        weights, group = self._weights, self._group
+        own = {bucket: torch.empty_like(bucket.flat) for bucket in weights}
+        weights.read(own.__getitem__)
+        means = {bucket: flat.clone() for bucket, flat in own.items()}
+
+        def average() -> None:
+            for bucket, mean in means.items():
+                group.all_reduce(mean, average=True, hierarchical=False, name=bucket.name)
+
+        weights.lockstep.submit(average, "the mean of the weights").finish()
+        weights.write(means.__getitem__)
+        means.clear()
+        self._own = own
+        try:
+            yield
+        finally:
+            self._own = {}
+            weights.write(own.__getitem__)
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Within `averaged`, give this rank its local weights within this context; elsewhere it has them already.
+
+        Not collective. It needs additional memory of the size of the weights.
+        """
+        if not self._own:
+            yield
+            return
+        means = {bucket: torch.empty_like(flat) for bucket, flat in self._own.items()}
+        self._weights.read(means.__getitem__)
+        self._weights.write(self._own.__getitem__)
+        try:
+            yield
+        finally:
+            self._weights.write(means.__getitem__)
+
+    @torch.no_grad()
+    def average_tensors(self, tensors: Sequence[torch.Tensor], purpose: str) -> None:
+        """Replace these tensors, which do not belong to the module, by their mean over the ranks. Collective.
+
+        Call it within `averaged`, or after the last mean, when no round is in progress.
+
+        Args:
+            tensors: floating-point or complex, contiguous or not, with the same shapes and dtypes on all ranks.
+            purpose: the description of the tensors, for errors.
+        """
+        if self._group.size == 1:
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in by_kind.items()}
+        layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        also = ("as fingerprint of the other tensors to average", fingerprint(layout))
+        group = self._group
+
+        def average() -> None:
+            for flat in flats.values():
+                for part in flat.split(_PART_ELEMENTS):
+                    group.all_reduce(part, average=True, hierarchical=False, name=purpose)
+
+        self._weights.lockstep.submit(average, f"the mean of {purpose}", also=also).finish()
+        for key, members in by_kind.items():
+            parts = flats[key].split([tensor.numel() for tensor in members])
+            for tensor, part in zip(members, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
 T = TypeVar("T")
+
+
+class Lockstep:
+    """Compares the progress, the loads of weights and the memory layouts of the ranks before each collective.
+
+    Args:
+        lane: runs the comparisons, and the functions that follow them.
+        world: the ranks.
+        progress: returns numbers that describe the progress of this rank, keyed by their names in errors. Each is below
+            2^40. The set of names never changes.
+
+    Attributes:
+        loads: the loads of weights, from `AlgorithmImpl.weights_loaded`. If a load is new, ranks compare their loads
+            in `submit`.
+        layout_watch: detects a change of a parameter's memory layout. After a change, all ranks raise in `submit`.
+        num_overflow_checks: the number of calls of `agree_on_overflow`.
+        fingerprint: a number below 2^40 that is equal on ranks with equal buckets; part of the progress.
+    """
+
+    def __init__(self, lane: Lane, world: Communicator, progress: Callable[[], Mapping[str, int]]) -> None:
+        self.loads = LoadRecord()
+        self.layout_watch = LayoutWatch(OF_WEIGHTS)
+        self.fingerprint = 0
+        self.num_overflow_checks = 0
+        self._lane = lane
+        self._world = world
+        self._progress = progress
+
+    def submit(
+        self, run: Callable[[], T], purpose: str, *, also: tuple[str, int] | None = None, is_last: bool = False
+    ) -> Job[T]:
+        """Have the lane run a function once all ranks have called this. If their progress differs, all ranks raise.
+
+        All ranks also raise if, since the last call, they have not recorded the same loads of weights in `loads`.
+
+        Args:
+            run: the function.
+            purpose: the purpose of the call, for errors; the same on all ranks.
+            also: an additional number that must be equal on all ranks, after its name in errors.
+            is_last: whether this call ends the attachment.
+        """
+        mark, is_new = self.loads.take()
+        compare, world = self.comparison(purpose, flag=is_new, also=also, is_last=is_last), self._world
+
+        def job() -> T:
+            if compare():  # some rank has a new load
+                require_same_loads(world, mark, purpose)
+            return run()
+
+        return self._lane.submit(job)
+
+    def comparison(
+        self, purpose: str, *, flag: bool = False, also: tuple[str, int] | None = None, is_last: bool = False
+    ) -> Callable[[], bool]:
+        """Return a collective function for the lane to call. It returns whether any rank has set `flag`.
+
+        The function raises RuntimeError on all ranks if a memory layout has changed on any of them, and
+        CommunicationError if their progress differs.
+        """
+        # Every call compares the same number of values, since ranks may be in different calls.
+        name, number = also or ("as an additional number", 0)
+        progress = {
+            "ended attachments": int(is_last),
+            **self._progress(),
+            "as fingerprint of the tensors to average": self.fingerprint,
+            "as digest of its call": fingerprint(purpose),
+            name: number,
+        }
+        world, watch = self._world, self.layout_watch
+        message = watch.message(world.rank, world.size, flag=flag)
+
+        def compare() -> bool:
+            check = partial(watch.check, size=world.size)
+            return watch.has_flag(require_same_progress(world, progress, purpose, message, check))
+
+        return compare
+
+    def agree_on_overflow(self, found_inf: bool, purpose: str = "the search for Inf") -> bool:
+        """Return whether any rank has found an Inf or NaN in its gradients. Collective.
+
+        Ranks also compare their progress, which detects a rank that skipped a step alone.
+        """
+        self.num_overflow_checks += 1
+        return self._lane.submit(self.comparison(purpose, flag=found_inf)).result()
+
+    def refuse_changed_layout(self) -> None:
+        """Report a changed memory layout on this rank, so that all ranks raise at their next comparison.
+
+        Raises:
+            RuntimeError: always; names the parameter.
+        """
+        try:
+            self.submit(lambda: None, "the comparison of memory layouts").result()
+        except CommunicationError as error:  # other ranks have disconnected, or are too far behind
+            raise self.layout_watch.local_error(self._world.rank) from error
+
+
+FlatOf = Callable[["WeightBucket"], torch.Tensor]
+"""Returns one of a bucket's flat tensors, or a tensor of the same kind."""
+
+FLAT: FlatOf = attrgetter("flat")
+SNAPSHOT: FlatOf = attrgetter("snapshot")
+DIFFERENCE: FlatOf = attrgetter("difference")
+
+
+class WeightBucket(BaguaBucket):
+    """A bucket of weights, with the additional flat tensors of an algorithm; see `WeightBuckets`.
+
+    Each tensor is created on its first access, on the current stream of the accessing thread.
+
+    Attributes:
+        is_in_ring_of_two: whether its `replicas` belong to a ring of two ranks or nodes; set before the first access of
+            `replicas`.
+    """
+
+    # The contents of the tensors, and the thread that owns them: T, the training thread, or L, the lane. Unless noted
+    # otherwise, T owns them until it submits a job to L, and again after it has waited for that job.
+    #
+    # | algorithm      | flat                           | snapshot              | difference               | replicas |
+    # | -------------- | ------------------------------ | --------------------- | ------------------------ | -------- |
+    # | decentralized  | the snapshot                   |                       | mean, then mean - flat   |          |
+    # | async          | L: mean, then mean - snapshot  | T: while L requests   | last rounds' mean -      |          |
+    # |                |                                | one; L: afterwards    | snapshot, under a lock   |          |
+    # | async, warm-up | means of gradients             | gradients             |                          |          |
+    # | low precision  | weights, before and after a    |                       |                          | L, and   |
+    # |                | bucket's `start`               |                       |                          | in states |
+    # | DiLoCo, no     | snapshot, then the outer       |                       |                          |          |
+    # | delay          | gradient, then its mean        |                       |                          |          |
+    # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
+    # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
+
+    is_in_ring_of_two = False
+
+    @cached_property
+    def are_buffers(self) -> bool:
+        """Whether it contains buffers rather than parameters."""
+        return not self.tensors[0].is_parameter
+
+    @cached_property
+    def snapshot(self) -> torch.Tensor:
+        """A tensor of the same kind as the flat tensor: weights between two steps, while `flat` becomes their mean."""
+        return torch.zeros_like(self.flat)
+
+    @cached_property
+    def difference(self) -> torch.Tensor:
+        """A tensor of the same kind as the flat tensor: mean minus snapshot, not yet added to the weights."""
+        return torch.zeros_like(self.flat)
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """The replicas of the ring of compressed differences, with the length of the flat tensor, in its `sum_dtype`.
+
+        In a ring of two, both neighbors are the same rank, so left and right are the same tensor.
+        """
+        num_replicas = 2 if self.is_in_ring_of_two else 3
+        own, left, *right = (torch.zeros_like(self.flat, dtype=sum_dtype(self.flat.dtype)) for _ in range(num_replicas))
+        return Replicas(own, left, *right or [left])
+
+    def subtract(self, mean: torch.Tensor, snapshot: torch.Tensor, out: torch.Tensor) -> None:
+        """Write mean minus snapshot to `out`, which may be either of them.
+
+        A buffer, for example an attention mask, may contain -inf. If mean and snapshot are equal there, the difference
+        is zero rather than NaN.
+        """
+        is_equal = mean == snapshot if self.are_buffers else None
+        torch.sub(mean, snapshot, out=out)
+        if is_equal is not None:
+            out.masked_fill_(is_equal, 0)
+
+    def slices_of(self, names: Container[str]) -> list[slice]:
+        """Return the slices of the flat tensor for the weights with these names."""
+        found, start = [], 0
+        for tensor in self.tensors:
+            stop = start + flat_length(tensor.parameter)
+            if tensor.name in names:
+                found.append(slice(start, stop))
+            start = stop
+        return found
+
+    def clear(self, flat: torch.Tensor, names: Container[str]) -> None:
+        """Write zeros to the parts of `flat` that belong to the weights with these names."""
+        for part in self.slices_of(names):
+            flat[part] = 0
+
+    def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parts of `flat`, in the shapes of the weights, by weight name."""
+        return {tensor.name: part for tensor, part in self.views(flat)}
 
 
 class WeightBuckets:

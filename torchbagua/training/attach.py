@@ -4,14 +4,14 @@ Execution order:
 
 1. `check_arguments` (attach_checks.py) checks everything that can fail on one rank alone. `warn_uncompressed` warns of
    parameters that the codec does not encode.
-2. `bind` (algorithms/binding.py), like `Algorithm.reify`, has ranks compare their settings over the group's store and
+2. `bind` (algorithms/base.py), like `Algorithm.reify`, has ranks compare their settings over the group's store and
    opens private groups.
 3. `bind` also creates a `Runner` over these groups. The runner calls `Algorithm.make_impl` and watches the optimizers'
    steps.
 4. `Attachment` gives all ranks the same weights if no DDP has done so. `Runner.set_module` creates the buckets of a
    weight algorithm. The buckets of a gradient algorithm are created when DDP first passes them (`gradient_bucket`).
-5. `Attachment` installs the step hooks (step_hooks.py). Then it installs DDP's communication hook, which calls
-   comm_hook.py through ddp.py; or it disables DDP's communication; or it replaces the collectives of a sharded module
+5. `Attachment` installs the step hooks (step_hooks.py). Then it installs DDP's communication hook, `comm_hook` of
+   ddp.py; or it disables DDP's communication; or it replaces the collectives of a sharded module
    (fsdp2/communication.py).
 6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
    all buckets, the optimizer steps and commits the algorithm's state, and the `StepClock` ends the step. A weight
@@ -27,14 +27,12 @@ import torch
 import torch.distributed as dist
 
 from torchbagua._warnings import UncompressedParametersWarning
-from torchbagua.algorithms.base import Algorithm
-from torchbagua.algorithms.binding import bind
+from torchbagua.algorithms.base import Algorithm, bind
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
 from torchbagua.training.attach_checks import check_arguments, warn_uncompressed
 from torchbagua.training.attachment import Attachment
-from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.setup import TrainingSetup
 
 
@@ -96,7 +94,7 @@ def attach(
         CommunicationError: a private group could not be opened.
         RuntimeError: the native library exists but cannot be loaded.
     """
-    setup = check_arguments(module, optimizer, algorithm, process_group, grad_scaler, observers, timeout, Sharding())
+    setup = check_arguments(module, optimizer, algorithm, process_group, grad_scaler, observers, timeout)
     return install(setup, process_group, observers, timeout)
 
 

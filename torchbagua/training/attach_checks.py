@@ -1,11 +1,12 @@
 """The checks of attach, in one pass: whether module, optimizers and algorithm work together. Nothing is communicated.
 
-Checks that need the group or the loop are in late_checks.py; checks of sharded modules are in fsdp2/checks.py.
+Warnings about likely mistakes are in lint; checks of sharded modules are in fsdp2/checks.py.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,19 @@ from torch.nn.parameter import is_lazy
 from torchbagua._torch import has_delayed_all_reduce, is_joining, is_stepped_in_backward, uses_python_reducer
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.base import Algorithm, get, init_for
-from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
+from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import reshard, sharded_parts
-from torchbagua.training.bucket_advice import warn_of_large_buckets
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
-from torchbagua.training.fsdp2.checks import check_sharding, unquantized_weights
-from torchbagua.training.fsdp2.options import Sharding
-from torchbagua.training.setup import TrainingSetup, ddps_of
+from torchbagua.training.lint import lint_arguments
+from torchbagua.training.outer_ddps import ddps_of
+from torchbagua.training.setup import TrainingSetup
+
+if TYPE_CHECKING:
+    from torchbagua.training.fsdp2.options import Sharding
 
 # Attribute of an attached module, inside of its wrapper: the module's id, which does not match in a copy, and the
 # algorithm's name.
@@ -40,7 +43,7 @@ def check_arguments(
     grad_scaler: torch.amp.GradScaler | None,
     observers: Sequence[Observer],
     timeout: timedelta | None,
-    sharding: Sharding,
+    sharding: "Sharding | None" = None,
 ) -> TrainingSetup:
     """Check all arguments of attach and return them as a TrainingSetup.
 
@@ -75,19 +78,17 @@ def check_arguments(
         check_detached(each)
     setup = TrainingSetup(modules, ddps_of(modules), optimizers, algorithm, grad_scaler, sharding)
     check_foreign_parameters(setup)
-    warn_of_shared_parameters(setup)
-    check_sharding(setup.inner, setup.sharded_parts, algorithm, sharding)
+    if setup.is_sharded or sharding is not None:
+        from torchbagua.training.fsdp2.checks import check_sharding
+
+        check_sharding(setup.inner, setup.sharded_parts, algorithm, sharding)
     if algorithm.averages_weights:
         check_weight_averaging(setup)
-        warn_of_parameters_without_optimizer(setup)
     elif not setup.is_sharded:
         check_gradient_averaging(setup)
     if process_group is not None:
         check_same_ranks(setup, process_group)
-    warn_of_closures(optimizers)
-    if not algorithm.averages_weights and not isinstance(algorithm.make_codec(), Identity):
-        for ddp in setup.ddps:
-            warn_of_large_buckets(type(algorithm).__name__, ddp)
+    lint_arguments(setup)
     return setup
 
 
@@ -95,8 +96,11 @@ def warn_uncompressed(setup: TrainingSetup) -> str | None:
     """Warn of tensors that are sent in full precision; return the warning if a filter makes it an error here."""
     try:
         setup.algorithm.check_parameters(setup.trained())
-        for message in unquantized_weights(setup.inner, setup.sharded_parts, setup.sharding):
-            warn_user(message, UncompressedParametersWarning)
+        if setup.sharding is not None:
+            from torchbagua.training.fsdp2.checks import unquantized_weights
+
+            for message in unquantized_weights(setup.inner, setup.sharded_parts, setup.sharding):
+                warn_user(message, UncompressedParametersWarning)
     except UncompressedParametersWarning as warning:
         return str(warning)
     return None
@@ -218,20 +222,6 @@ def check_foreign_parameters(setup: TrainingSetup) -> None:
             raise ValueError(_explain_foreign(setup, optimizer, foreign))
 
 
-def warn_of_shared_parameters(setup: TrainingSetup) -> None:
-    """Warn if two optimizers have the same parameter. This works, but few programs intend it."""
-    owners: dict[str, tuple[int, str]] = {}
-    for index, (optimizer, parameters) in enumerate(setup.optimizer_parameters()):
-        for parameter in parameters:  # torch warns of a parameter that an optimizer has twice
-            first, owner = owners.setdefault(parameter, (index, optimizer))
-            if first != index:
-                warn_user(
-                    f"torchbagua: {parameter} is a parameter of both {owner} and {optimizer}, so each of them updates "
-                    "it. If you do not intend this, remove it from one of them"
-                )
-                return
-
-
 def _explain_foreign(setup: TrainingSetup, optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor]) -> str:
     name = type(optimizer).__name__
     found = (
@@ -291,22 +281,6 @@ def check_weight_averaging(setup: TrainingSetup) -> None:
             raise ValueError(f"attach: {JOIN_REFUSAL}. The module was passed to Join: wrap the model again")
 
 
-def warn_of_parameters_without_optimizer(setup: TrainingSetup) -> None:
-    """Warn about parameters that require gradients but belong to no attached optimizer: another one may step them."""
-    stepped = {id(parameter) for optimizer in setup.optimizers for parameter in parameters_of(optimizer)}
-    names = [name for name, parameter in setup.trained().items() if id(parameter) not in stepped]
-    if names:
-        if len(names) == 1:
-            unstepped, them = f"{names[0]}, although it requires gradients", "it"
-        else:
-            unstepped, them = f"{names[0]} (and {len(names) - 1} more), although they require gradients", "them"
-        warn_user(
-            f"torchbagua: no attached optimizer steps {unstepped}. If another optimizer steps {them}, pass attach a "
-            "list of all optimizers: otherwise weights are averaged between their steps. If nothing steps "
-            f"{them}, call requires_grad_(False)"
-        )
-
-
 def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProcessGroup) -> None:
     """Raise ValueError unless `given` has the ranks of the module's group.
 
@@ -348,18 +322,6 @@ def check_algorithm(caller: str, algorithm: object) -> None:
         raise TypeError(f"{caller}: algorithm must be an Algorithm or a registered name, got {algorithm!r}; {hint}")
 
 
-def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn of optimizers whose number of backward passes depends on the rank's own loss."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            warn_user(
-                "torchbagua: LBFGS calls its closure as often as the returned loss requires, but ranks must call "
-                "backward equally often. Have the closure return the mean of the loss over the ranks; otherwise "
-                'training fails with an error such as "Connection reset by peer" when one rank finishes before '
-                "the others",
-            )
-
-
 def check_detached(module: torch.nn.Module) -> None:
     """Raise ValueError if an algorithm is attached to `module` or to a part of it, or DDP has a foreign hook."""
     for name, submodule in module.named_modules():
@@ -377,3 +339,31 @@ def mark_attached(module: torch.nn.Module, algorithm_name: str) -> ExitStack:
     marked = ExitStack()
     marked.callback(delattr, module, _MARK)
     return marked
+
+
+def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
+    """Raise ValueError unless DDP can keep averaging gradients within the nodes of the runner's group."""
+    if setup.is_sharded:
+        raise ValueError(
+            f"attach: {runner.name}: hierarchical must be False for a sharded module whose "
+            f"replicate_group has several ranks on a node, here {runner.process_group.node_ranks}: gradients are "
+            "averaged over the ranks of a mesh, and not of a node"
+        )
+    subject = f"attach: {runner.name} with hierarchical=True has DDP average gradients within nodes"
+    if not setup.ddps:
+        raise ValueError(
+            f"{subject}, so module must be a DistributedDataParallel, got {setup.label}; with "
+            "hierarchical=False every rank trains alone between rounds"
+        )
+    group = runner.process_group
+    for ddp in setup.ddps:
+        if ddp.process_group.size() != group.size:
+            node = group.node_ranks[group.nodes[group.rank]]
+            expected = "the module's ranks, or have them on one node"
+            require_same_ranks(ddp.process_group, group.process_group, node, expected)
+        if ddp.find_unused_parameters and ddp.process_group.size() == group.size:
+            raise ValueError(
+                f"{subject}, so a DistributedDataParallel over all ranks must have find_unused_parameters=False: with "
+                "True, all nodes would communicate in every step. Wrap the model over the ranks of each node, and give "
+                "attach the process_group of all ranks"
+            )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,29 +19,19 @@ from torchbagua.observe.summary import Summary
 from torchbagua.runtime.optimizer_steps import is_sharded, unwrap
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
-from torchbagua.training.attach_checks import mark_attached
-from torchbagua.training.comm_hook import comm_hook
-from torchbagua.training.ddp import disable_ddp_sync, install_hook, limit_ddp_to_nodes, named_tensors
-from torchbagua.training.end_warnings import (
+from torchbagua.training.attach_checks import check_within_nodes, mark_attached
+from torchbagua.training.ddp import comm_hook, disable_ddp_sync, install_hook, limit_ddp_to_nodes, named_tensors
+from torchbagua.training.lint.end_warnings import (
     warn_of_different_weights,
     warn_of_missing_detach,
     warn_of_unused_optimizers,
 )
-from torchbagua.training.fsdp2.communication import bound_waits, install_communication
-from torchbagua.training.late_checks import (
-    check_caller,
-    check_first_step,
-    check_within_nodes,
-    watch_collectives_of_first_steps,
-)
-from torchbagua.training.optimizer_state import broadcast_optimizer_state
-from torchbagua.training.optimizer_weights import OptimizerWeights
-from torchbagua.training.outer_ddps import CallerWatch
-from torchbagua.training.running_means import RunningMeans
+from torchbagua.training.outer_ddps import CallerWatch, check_caller, refuse_later_ddps
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.step_hooks import install_step_hooks
-from torchbagua.training.unaveraged_state import UnaveragedState
-from torchbagua.training.weight_loads import WeightLoads
+
+if TYPE_CHECKING:
+    from torchbagua.training.rank_weights import RankWeights
 
 
 class Attachment:
@@ -54,6 +44,8 @@ class Attachment:
         runner: the object that owns the algorithm's process group, lane (the thread that communicates), buckets and
             per-parameter state, and calls `impl`.
     """
+
+    _weights: "RankWeights | None"
 
     def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
         self.algorithm = setup.algorithm
@@ -88,19 +80,12 @@ class Attachment:
             runner.set_module(setup.inner, ignored, parts=setup.inners)
             if runner.meetings is not None and not setup.is_sharded:
                 runner.meetings.compare_weights(setup.trained())
-            self._loads = WeightLoads(setup, runner)
-            undo.callback(self._loads.close)
-            has_different_weights = runner.averages_weights and runner.process_group.size > 1
-            self._running_means = RunningMeans(setup.inner, runner) if has_different_weights else None
-            self._optimizer_weights: OptimizerWeights | None = None
-            if self._running_means is not None:
-                undo.callback(self._running_means.close)
-                self._optimizer_weights = OptimizerWeights(setup.optimizers, runner)
-                self._unaveraged_state = UnaveragedState(
-                    runner.step_watches, self._optimizer_weights.names, runner.name
-                )
-                undo.callback(self._unaveraged_state.close)
-                watch_collectives_of_first_steps(setup, runner)
+            self._weights = None
+            if runner.averages_weights and runner.process_group.size > 1:
+                from torchbagua.training.rank_weights import RankWeights
+
+                self._weights = RankWeights(setup, runner)
+                undo.callback(self._weights.close)
             silenced = undo.enter_context(ExitStack())
 
             def silence(ddp: DistributedDataParallel) -> None:
@@ -123,19 +108,31 @@ class Attachment:
                     plain = [module for module in setup.called if not isinstance(module, DistributedDataParallel)]
                     watch = CallerWatch(plain, setup.ddps)
                     undo.callback(watch.close)
+
+            def after_first_step() -> None:
+                if runner.needs_grad_scaler and setup.grad_scaler is None:
+                    from torchbagua.training.grad_scaler import note_unknown_scaler
+
+                    note_unknown_scaler(setup, runner)
+                if watch is not None:
+                    refuse_later_ddps(setup, watch)
+
             step_hooks, self._clock = install_step_hooks(
                 setup,
                 runner,
-                after_first_step=partial(check_first_step, runner, setup, watch),
-                running_means=self._running_means,
+                after_first_step=after_first_step,
             )
             undo.enter_context(step_hooks)
             if runner.averages_weights:
                 if setup.is_sharded:
+                    from torchbagua.training.fsdp2.communication import bound_waits
+
                     bound_waits(undo, runner, setup.inner, setup.sharded_parts)
                 for ddp in setup.ddps:
                     silence(ddp)
             elif setup.is_sharded:
+                from torchbagua.training.fsdp2.communication import install_communication
+
                 parts = setup.sharded_parts
                 install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
             else:
@@ -188,23 +185,15 @@ class Attachment:
         unused = [] if failed else self._clock.unused_optimizers()
         differ = failed and self.runner.replicas_diverge() and self._clock.has_trained
         with self._undo:
-            if not failed:
-                self._loads.settle()
-            if self._running_means is not None and not failed:
-                self._running_means.before_end()
+            if self._weights is not None and not failed:
+                self._weights.before_end()
             # An exception is about to leave the caller: other ranks may not come.
             is_leaving = failed or sys.exc_info()[0] is not None
             if self._setup.ddps and not (is_leaving or self.runner.averages_weights):
                 self.runner.meet_at_end()
-            if self._optimizer_weights is not None and not failed:
-                self._unaveraged_state.examine()
-                self._optimizer_weights.before_end()
             if self.runner.finish(failed=failed):
-                if self._optimizer_weights is not None:
-                    self._optimizer_weights.average()
-                self.broadcast_optimizers()
-                if self._running_means is not None:
-                    self._running_means.average()
+                with nullcontext() if self._weights is None else self._weights.last_means():
+                    self.broadcast_optimizers()
             if not failed and self.runner.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: the clock comparison from the start must suffice
                     self.runner.lane.submit(self.runner.process_group.compare_clocks).result()
@@ -219,6 +208,8 @@ class Attachment:
         The state includes numbers that an optimizer counts or learns in its parameter groups, such as Prodigy's `d`.
         The state of a ZeroRedundancyOptimizer is not changed.
         """
+        from torchbagua.training.optimizer_weights import broadcast_optimizer_state
+
         world = self.runner.process_group.world
         for optimizer in self._setup.optimizers:
             if not is_sharded(optimizer):
@@ -247,20 +238,12 @@ class Attachment:
         if self._is_detached or self._has_mean:
             yield
             return
-        mean = self.runner.averaged_weights()
-        if self._optimizer_weights is not None:
-            self._unaveraged_state.examine()
-            mean = self._optimizer_weights.averaged(mean)
-        with mean:
-            self._has_mean = self._loads.has_mean = True
+        with self.runner.averaged_weights() if self._weights is None else self._weights.averaged():
+            self._has_mean = True
             try:
-                if self._running_means is not None:
-                    self._running_means.average()
                 yield
             finally:
-                self._has_mean = self._loads.has_mean = False
-                if self._running_means is not None:
-                    self._running_means.after_averaged()
+                self._has_mean = False
 
     def average_also(self, module: torch.nn.Module | torch.optim.Optimizer, state: str | None = None) -> None:
         """Average another module, or an optimizer's state tensors that hold weights, over the ranks too.
@@ -303,13 +286,13 @@ class Attachment:
         if self._is_detached:
             raise RuntimeError("average_also: the algorithm was detached; call it before detach")
         self._check_no_mean("average_also")
-        if self._running_means is None or self._optimizer_weights is None:
+        if self._weights is None:
             return
         if isinstance(given, torch.nn.Module):
             with self.averaged_weights():
-                self._running_means.add(given)
+                self._weights.add_module(given)
         elif state is not None:
-            self._optimizer_weights.add(given, state)
+            self._weights.add_state(given, state)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return everything that this rank needs to continue as if it had never stopped. Every rank has its own state.
@@ -337,13 +320,12 @@ class Attachment:
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = optimizer.state_dict()
-        weights = self._optimizer_weights if self._has_mean else None
-        return copy.deepcopy(state) if weights is not None and weights.names(optimizer) else state
+        is_averaged = self._has_mean and self._weights is not None and self._weights.are_in(optimizer)
+        return copy.deepcopy(state) if is_averaged else state
 
     def _own_weights(self) -> AbstractContextManager[None]:
         """Within `averaged_weights`, give this rank its own weights and optimizer state in a nested context."""
-        own = self.runner.own_weights()
-        return own if self._optimizer_weights is None else self._optimizer_weights.own(own)
+        return self.runner.own_weights() if self._weights is None else self._weights.own()
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
@@ -408,8 +390,8 @@ class Attachment:
             CommunicationError: raised later, on all ranks, if ranks hold different values or a rank did not call it.
         """
         self._check_no_mean("weights_changed")
-        if self.runner.averages_weights and self.runner.process_group.size > 1 and not self._is_detached:
-            self._loads.take_all()
+        if self._weights is not None and not self._is_detached:
+            self._weights.loads.take_all()
 
     def summary(self) -> Summary:
         """Return the cost of communication on this rank so far. `print` shows it as a table.
@@ -437,7 +419,8 @@ class Attachment:
         return self._save({})
 
     def _save(self, loop: Mapping[str, Any]) -> dict[str, Any]:
-        self._loads.settle()
+        if self._weights is not None:
+            self._weights.loads.settle()
         return save_state(self.runner, {**loop, "unfinished_step": self._clock.state()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -453,7 +436,7 @@ class Attachment:
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
         self._check_no_mean("load_state_dict")
-        with self._loads.discard_loads():
+        with nullcontext() if self._weights is None else self._weights.loads.discard_loads():
             loop = load_state(self.runner, state)
         self._clock.load_state(loop.get("unfinished_step", []))
 

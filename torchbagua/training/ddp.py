@@ -1,8 +1,13 @@
-"""Installs a communication hook on a DistributedDataParallel module, or disables its communication."""
+"""The communication hook of DDP, which runs a gradient algorithm, and the ways to install it or to disable DDP's own.
+
+`attach` has DDP call the hook. *The standalone hook* is the same hook, registered by the user with
+`ddp.register_comm_hook` instead of `attach`. The runner then knows neither the module nor the parameters' names, and
+knows an optimizer only if `reify` was given one.
+"""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -11,8 +16,28 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua._torch import comm_hooks_of, has_learnt_graph, is_joining
-from torchbagua.training.module_hook import ModuleHook
+from torchbagua import _concurrency
+from torchbagua._torch import comm_hooks_of, current_backward, has_learnt_graph, is_joining, queue_callback
+from torchbagua.observe.clocks import Timestamp
+from torchbagua.observe.tracer import Tracer
+from torchbagua.runtime.bucket import BaguaBucket, check_elements
+from torchbagua.runtime.meeting import Meeting, OpeningBucket
+from torchbagua.runtime.runner import Runner
+
+
+class ModuleHook:
+    """A hook of a module or of its forward. In a copied or unpickled module it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a no-op function of the standard library, so that loading the pickle does not need this package."""
+        return getattr, (nullcontext(), "__exit__")
+
 
 JOIN_REFUSAL = (
     "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
@@ -201,3 +226,151 @@ def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
         raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
     hooks[:] = [_Listed(hooks[0])]
     return trampoline
+
+
+class WaitTimer:
+    """Runs the last bucket of a backward and notifies observers of the wait. Ends the step if no optimizer does.
+
+    Execution order:
+
+    1. DDP's hook creates the timer, which queues a callback with the autograd engine, and submits it to the lane. The
+       lane records when the bucket is done.
+    2. The hook returns, and DDP queues its own callback with the autograd engine, behind the timer's.
+    3. Once all gradients are computed, the timer's callback records the start of the wait and queues a second callback.
+    4. DDP's callback waits for all buckets and copies the means into the gradients.
+    5. The timer's second callback notifies observers of the wait. It does so only after DDP's copies, which DDP makes
+       with or without communication.
+
+    Args:
+        last: the last bucket.
+        tracer: notifies observers.
+        is_in_backward: False on a rank that has run out of data. On such a rank no backward waits.
+        ends_step: whether `run` ends the step, on a rank on which neither a backward nor an optimizer signals its end.
+    """
+
+    def __init__(self, last: BaguaBucket, tracer: Tracer, *, is_in_backward: bool, ends_step: bool) -> None:
+        self._last = last
+        self._tracer = tracer
+        self._ends_step = ends_step
+        self._begun: Timestamp = 0
+        self._done: Timestamp = 0
+        if is_in_backward:
+            queue_callback(self._begin)
+
+    def run(self) -> torch.Tensor:
+        """Reduce the bucket."""
+        flat = self._last.run()
+        self._note_end()
+        return flat
+
+    def may_begin(self) -> bool:
+        """Return whether the bucket may begin while the previous bucket is in flight."""
+        return self._last.may_begin()
+
+    def steps(self) -> Generator[None, None, torch.Tensor]:
+        """Reduce the bucket step by step."""
+        flat = yield from self._last.steps()
+        self._note_end()
+        return flat
+
+    def _note_end(self) -> None:
+        self._done = self._tracer.now()
+        if self._ends_step:
+            self._tracer.end_step()
+
+    def _begin(self) -> None:
+        self._begun = self._tracer.now()
+        queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._tracer.tell("wait", self._begun, self._done)
+        if not self._tracer.has_optimizer:
+            self._tracer.end_step()
+
+
+def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of one DDP bucket: a DDP communication hook, for a loop without `attach`.
+
+    Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
+
+    The hook returns at once, so backward overlaps with the communication of the bucket. It blocks in three cases:
+
+    - In stream order, QAdam first waits until ranks have compared their progress, which they begin to do at the
+      end of a step.
+    - With a GradScaler, QAdam and error feedback first read the loss scale. If `attach` was given the scaler, the GPU
+      copied the scale before the forward.
+    - If a stage of a warm-up may begin, ranks first agree on the number of steps.
+
+    The bucket's buffer is changed in place. If the backend works in stream order, as GPU backends do, gradients on a
+    GPU stay there, and all work is launched on one stream alongside backward's stream. Otherwise the bytes to send are
+    copied through host memory.
+
+    With `torch.distributed.algorithms.Join`, a rank that has run out of data contributes zeros. The mean is always over
+    all ranks of the group, whatever the value of `divide_by_initial_world_size`: DDP leaves the division to its hook
+    and does not tell it how many ranks still have data. Torch's own hooks divide in the same way.
+
+    Args:
+        state: the Runner that `Algorithm.reify` of a gradient algorithm returned.
+        bucket: DDP's bucket of gradients.
+
+    Returns:
+        A future of the bucket's buffer. If communication fails, backward raises a CommunicationError that names
+            operation, bucket, rank and peer.
+
+    Raises:
+        TypeError: `state` is not the Runner of a gradient algorithm. Or `bucket` is not a GradBucket, since the module
+            was created with `torch._dynamo.config.optimize_ddp = "python_reducer"`.
+        RuntimeError: `state` is closed, or a CUDA graph is being captured. Or the algorithm needs to know which steps
+            were taken, and was not notified of any by the second backward: give `reify` the optimizer, or call
+            `Runner.step_taken`.
+        ValueError: gradients are sparse, neither on the CPU nor on a GPU, or of a dtype other than float64, float32,
+            bfloat16, float16, complex128 and complex64.
+    """
+    if not isinstance(state, Runner) or state.averages_weights:
+        got = f"that of {state.name}, which averages weights" if isinstance(state, Runner) else type(state).__name__
+        raise TypeError(f"comm_hook: state must be what a gradient algorithm's reify returned, got {got}")
+    if isinstance(bucket, tuple):  # (gradient, parameter); DDP then discards the hook's result
+        raise TypeError(
+            "comm_hook: bucket must be a torch.distributed.GradBucket, got a tuple of gradient and parameter: the "
+            'module was created with torch._dynamo.config.optimize_ddp = "python_reducer", with which DDP builds no '
+            "buckets; wrap the model with another value of it"
+        )
+    flat = bucket.buffer()
+    check_elements("comm_hook: a bucket's gradients", flat)
+    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "comm_hook: a CUDA graph is being captured; capture parts of the model "
+            "(torch.cuda.make_graphed_callables) without DDP's communication"
+        )
+    meeting: Meeting | None = None
+    if bucket.index() == 0:
+        # With Join, DDP also calls its hook on a rank that has run out of data, outside of a backward.
+        backward = current_backward()
+        state.begin_backward(has_joined=backward < 0, backward=backward)
+        meeting = state.take_meeting()
+    gradient_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
+    work: BaguaBucket | WaitTimer = gradient_bucket
+    if bucket.is_last() and state.tracer.is_on:
+        work = WaitTimer(
+            gradient_bucket,
+            state.tracer,
+            is_in_backward=not state.has_joined,
+            ends_step=state.is_end_of_joined_step,
+        )
+    # On this thread too, since the profiler records the lane's thread only if it is configured to.
+    with state.tracer.range(gradient_bucket.name):
+        state.use_device(flat.device)
+        if state.process_group.world.in_stream_order(flat.device):
+            if meeting is not None:
+                state.lane.submit(meeting.run)  # on the host; an error raises at the next bucket
+            launched = state.lane.launch(work.run)
+            if bucket.is_last() and state.has_joined:
+                state.end_joined_backward()
+            return launched
+        job = state.lane.submit_steps(work if meeting is None else OpeningBucket(meeting, work, gradient_bucket.name))
+    future = job.future()
+    if bucket.is_last() and not state.has_joined and flat.is_cpu:
+        queue_callback(job.wait)  # before DDP's callback, whose wait would delay signal handlers
+    if bucket.is_last() and state.has_joined:
+        _concurrency.wait_for(future)  # DDP waits for it now, but ignores its error
+    return future

@@ -11,9 +11,19 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.training.module_hook import ModuleHook
+from torchbagua._torch import is_joining
+from torchbagua.runtime.runner import Runner
+from torchbagua.training.ddp import JOIN_REFUSAL, ModuleHook, check_around
+from torchbagua.training.setup import TrainingSetup
 
 _PROBE = "torchbagua: is it still there?"
+
+
+def ddps_of(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDPs in `modules`, then the DDPs around the other modules or around parts of them."""
+    ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    plain = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    return ddps + [ddp for ddp in ddps_around(plain) if ddp not in ddps]
 
 
 def ddps_around(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -133,3 +143,43 @@ def _calling_ddps() -> list[DistributedDataParallel]:
             found.append(frame.f_locals["self"])
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def refuse_later_ddps(setup: TrainingSetup, watch: CallerWatch) -> None:
+    """Raise RuntimeError if a DDP that attach did not know has averaged gradients since; also from now on.
+
+    Args:
+        setup: the modules. Called within the loop's first step.
+        watch: of the modules that no DDP may wrap later.
+    """
+    found = watch.new
+    if not watch.has_seen_all:
+        plain = [module for module in setup.modules if not isinstance(module, DistributedDataParallel)]
+        found = [ddp for ddp in search_ddps_around(plain) if ddp not in setup.ddps]
+    if found:
+        _refuse_later_ddp(found[0])
+    watch.on_new = _refuse_later_ddp
+
+
+def _refuse_later_ddp(ddp: DistributedDataParallel) -> None:
+    raise RuntimeError(
+        f"torchbagua: {type(ddp.module).__name__} was wrapped in DistributedDataParallel after attach, so "
+        "DistributedDataParallel averages gradients alongside the algorithm: wrap it before attach, and pass attach "
+        "the DistributedDataParallel, or a list of all modules"
+    )
+
+
+def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
+    """Raise ValueError if a weight algorithm cannot disable the communication of `ddp`; called in its forward.
+
+    `ddp` wraps the same module as the DDP that attach was given, but is a different one.
+    """
+    check_around(setup.inner, ddp)
+    if is_joining(ddp):
+        raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
+    if runner.open_node_gradients is not None:
+        raise ValueError(
+            f"torchbagua: {runner.name} with hierarchical=True has one DistributedDataParallel "
+            f"average gradients within nodes, but {type(setup.inner).__name__} was called by another "
+            "DistributedDataParallel; call the one that attach was given"
+        )

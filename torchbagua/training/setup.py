@@ -2,10 +2,10 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from torchbagua.runtime.memory_order import MemoryOrder
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.ddp import named_tensors
-from torchbagua.training.fsdp2.options import Sharding
-from torchbagua.training.fsdp2.parts import sharding_group
-from torchbagua.training.outer_ddps import ddps_around
+
+if TYPE_CHECKING:
+    from torchbagua.training.fsdp2.options import Sharding
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainingSetup:
         optimizers: the optimizers of their parameters.
         algorithm: the attached algorithm.
         grad_scaler: the loop's GradScaler.
-        sharding: for a sharded module: which ranks hold the same shards, and how its weights are gathered.
+        sharding: the further arguments of `torchbagua.fsdp.attach`; None for `torchbagua.attach`.
     """
 
     modules: Sequence[torch.nn.Module]
@@ -40,7 +40,7 @@ class TrainingSetup:
     optimizers: Sequence[torch.optim.Optimizer]
     algorithm: Algorithm
     grad_scaler: torch.amp.GradScaler | None = None
-    sharding: Sharding = field(default_factory=Sharding)
+    sharding: "Sharding | None" = None
 
     @cached_property
     def sharded_parts(self) -> Mapping[str, Any]:
@@ -54,6 +54,18 @@ class TrainingSetup:
     def is_sharded(self) -> bool:
         """Whether fully_shard was called on the module or a part of it."""
         return bool(self.sharded_parts)
+
+    @cached_property
+    def sharding_group(self) -> dist.ProcessGroup:
+        """The ranks over which a sharded module's gradients are reduce-scattered. ValueError for several meshes."""
+        from torchbagua.training.fsdp2.parts import sharding_group
+
+        return sharding_group(self.sharded_parts)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards as this one, if `attach` was given them."""
+        return None if self.sharding is None else self.sharding.replicate_group
 
     @cached_property
     def inners(self) -> Sequence[torch.nn.Module]:
@@ -174,8 +186,9 @@ class TrainingSetup:
                 `sharding_group`.
         """
         if self.is_sharded:
-            among_shards = sharding_group(self.sharded_parts)
-            return self.sharding.replicate_group or among_shards if self.algorithm.averages_weights else among_shards
+            return (
+                self.replicate_group or self.sharding_group if self.algorithm.averages_weights else self.sharding_group
+            )
         if self.ddps:
             if any(ddp.process_group is not self.ddps[0].process_group for ddp in self.ddps):
                 raise ValueError(
@@ -193,10 +206,9 @@ class TrainingSetup:
 
     def groups_opened_later(self) -> list[dist.ProcessGroup]:
         """Return the groups over which an attachment compares settings after `process_group`."""
-        if self.sharding.replicate_group is None:
+        if self.replicate_group is None:
             return []
-        averages_weights = self.algorithm.averages_weights
-        return [sharding_group(self.sharded_parts) if averages_weights else self.sharding.replicate_group]
+        return [self.sharding_group if self.algorithm.averages_weights else self.replicate_group]
 
     def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that ranks must have in common, in the order in which differences are reported."""
@@ -215,17 +227,16 @@ class TrainingSetup:
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of DistributedDataParallel modules around it": len(self.ddps),
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
-            "whether attach was given a replicate_group": self.sharding.replicate_group is not None,
-            "attach's argument quantize_weights": repr(self.sharding.quantize_weights),
+            "whether attach was given a replicate_group": self.replicate_group is not None,
+            "attach's argument quantize_weights": repr(self.sharding and self.sharding.quantize_weights),
             "the shard that it holds": self._shard(),
         }
 
     def _shard(self) -> str | None:
         """Return which shard this rank holds, if weights are averaged over the ranks with the same shard."""
-        if self.sharding.replicate_group is None or not self.algorithm.averages_weights:
+        if self.replicate_group is None or not self.algorithm.averages_weights:
             return None
-        group = sharding_group(self.sharded_parts)
-        return f"{group.rank()} of {group.size()}"
+        return f"{self.sharding_group.rank()} of {self.sharding_group.size()}"
 
     def run_settings(self) -> dict[str, str]:
         """Return the settings that a trace records: the model and its optimizers with their arguments."""
@@ -252,13 +263,6 @@ def _list_optimizers(optimizers: Sequence[Any], others: Sequence[Any]) -> str:
         first = next(differing, next(iter(parameters), None))
         texts.append(f"{name} (no parameters)" if first is None else f"{name} ({first} and {len(parameters) - 1} more)")
     return ", ".join(texts)
-
-
-def ddps_of(modules: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Return the DDPs in `modules`, then the DDPs around the other modules or around parts of them."""
-    ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    plain = [module for module in modules if not isinstance(module, DistributedDataParallel)]
-    return ddps + [ddp for ddp in ddps_around(plain) if ddp not in ddps]
 
 
 def called_in(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -12,13 +12,10 @@ from torchbagua._torch import is_in_backward, leaves, queue_callback
 from torchbagua.observe.clocks import Timestamp
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.grad_scaler import install_overflow_agreement
-from torchbagua.training.loss_scale import LossScale
-from torchbagua.training.module_hook import ModuleHook
-from torchbagua.training.running_means import RunningMeans
+from torchbagua.training.ddp import ModuleHook
+from torchbagua.training.lint import install_lints
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.step_clock import StepClock
-from torchbagua.training.unaveraged_gradients import UnaveragedGradients
 
 
 def install_step_hooks(
@@ -26,7 +23,6 @@ def install_step_hooks(
     runner: Runner,
     *,
     after_first_step: Callable[[], None],
-    running_means: RunningMeans | None = None,
 ) -> tuple[ExitStack, StepClock]:
     """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock.
 
@@ -36,7 +32,6 @@ def install_step_hooks(
         runner: its impl provides the hooks. With a weight algorithm, it also decides which steps the GradScaler skips:
             with the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
         after_first_step: called within the optimizer's `step`, since it searches the call stack for a GradScaler.
-        running_means: the running means of weights that differ between ranks; notified of each training step.
     """
     wrappers, module, impl = setup.called, setup.inner, runner.impl
     on_forward = impl.init_forward_pre_hook(module)
@@ -44,8 +39,10 @@ def install_step_hooks(
     on_backward_end = impl.init_post_backward_hook(module)
     on_step = impl.init_post_optimizer_step_hook(module)
 
-    loss_scale: LossScale | None = None
+    loss_scale = None
     if setup.grad_scaler is not None and runner.needs_grad_scaler and not runner.averages_weights:
+        from torchbagua.training.grad_scaler import LossScale
+
         loss_scale = LossScale(setup.grad_scaler, runner.process_group.wait_for_mark)
         runner.read_loss_scale = loss_scale.read
 
@@ -73,8 +70,6 @@ def install_step_hooks(
         finally:
             # Only after on_step, in which the algorithm may wait for communication of this step.
             runner.tracer.end_step()
-        if running_means is not None:
-            running_means.after_step()
 
     must_step = runner.averages_weights and on_step is not None  # it averages only when a step ends
     needs_steps = on_step is not None or runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on
@@ -87,12 +82,7 @@ def install_step_hooks(
     runner.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
-        if setup.ddps and not runner.averages_weights and runner.process_group.size > 1:
-            handles.callback(UnaveragedGradients(setup, runner).close)
-        if not runner.averages_weights and setup.optimizers_of_copies:
-            from torchbagua.training.master_check import MasterCheck  # few optimizers have copies
-
-            handles.callback(MasterCheck(setup, runner).close)
+        handles.enter_context(install_lints(setup, runner))
         if on_forward is not None or loss_scale is not None:
             for wrapper in wrappers:
                 handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)
@@ -110,6 +100,8 @@ def install_step_hooks(
             for name, parameter in setup.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
         if setup.grad_scaler is not None and runner.averages_weights:
+            from torchbagua.training.grad_scaler import install_overflow_agreement
+
             handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, runner, clock))
         return handles.pop_all(), clock
 

@@ -11,7 +11,7 @@ import torch
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard, name_of_shard, reshard
-from torchbagua.training.module_hook import ModuleHook
+from torchbagua.training.ddp import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 
 
@@ -21,8 +21,6 @@ class WeightLoads:
     Loaded weights take effect when the next step begins, and not at the load. A loop may swap in other weights, for
     instance a running mean for an evaluation, and load its own weights again; then the runner is not notified. Until
     the next step this takes two more copies of the loaded weights in memory.
-
-    It watches only with a weight algorithm and several ranks. Otherwise a load needs no special treatment.
 
     Args:
         setup: the module, and the optimizers whose steps are watched.
@@ -42,8 +40,6 @@ class WeightLoads:
         self._named_buckets: list[Any] | None = None
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._undo = ExitStack()
-        if not runner.averages_weights or runner.process_group.size == 1:
-            return
         for optimizer in dict.fromkeys(setup.optimizers):
             self._undo.callback(optimizer.register_step_pre_hook(lambda *_: self.settle()).remove)
         for path, module in self._module.named_modules():

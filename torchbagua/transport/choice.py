@@ -1,16 +1,20 @@
-"""Choose the transport for each device type, among the ranks of a torch group."""
+"""Choose the transport for each device type, among the ranks of a torch group.
+
+A transport is imported if a group needs it.
+"""
 
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from torchbagua._torch import backend_of, is_nccl
-from torchbagua.transport.base import Abilities, Members, Transport, TransportMaker
+from torchbagua._torch import backend_of, is_nccl, nccl_options
+from torchbagua.transport.base import Abilities, Members, Transport, TransportMaker, backend_names
 from torchbagua.transport.gloo import GlooTransport
-from torchbagua.transport.nccl import NcclTransport, PrivateNcclTransport, warn_of_launch_order
-from torchbagua.transport.staged import StagedTransport
-from torchbagua.transport.torch_backend import TorchBackendTransport, backend_names
+from torchbagua.transport.store_requests import StoreRequests
 
 
 class TransportChoice:
@@ -41,16 +45,17 @@ class TransportChoice:
         device_transports = {} if self._given is None else self._open_given(members)
         for device_type, name in self._other_backends.items():
             if device_type not in device_transports:
+                from torchbagua.transport.torch_backend import TorchBackendTransport
+
                 store = dist.PrefixStore(f"{name} for {device_type}", members.store)
                 device_transports[device_type] = TorchBackendTransport(replace(members, store=store), device_type)
         host = device_transports.get("cpu") or GlooTransport(members)
         transports = {"cpu": host, **device_transports}
-        if "cuda" in transports:
+        if "cuda" in transports or not self._has_nccl:  # without NCCL, the communicator stages tensors of GPUs
             return transports
-        if not self._has_nccl:
-            if host.abilities.has_messages:
-                transports["cuda"] = StagedTransport(host, members.timeout)
-        elif members.size == self._process_group.size():
+        if members.size == self._process_group.size():
+            from torchbagua.transport.nccl import NcclTransport
+
             self._shares_nccl = True
             transports["cuda"] = NcclTransport(self._process_group)
         else:
@@ -70,6 +75,8 @@ class TransportChoice:
         """
         if not self._shares_nccl:
             return {}
+        from torchbagua.transport.nccl import warn_of_launch_order
+
         warn_of_launch_order()
         return {"cuda": self._private_nccl(members)}
 
@@ -81,6 +88,8 @@ class TransportChoice:
         """Return the `given` of a group built from `part`, so that it uses the same transport as this group."""
         maker = self._given
         if maker is None and self._other_backends:
+            from torchbagua.transport.torch_backend import TorchBackendTransport
+
             accelerators = [device_type for device_type in self._other_backends if device_type != "cpu"]
             maker = partial(TorchBackendTransport, device_type=accelerators[0] if accelerators else "cpu")
         if maker is None:
@@ -94,7 +103,9 @@ class TransportChoice:
 
         return open_within
 
-    def _private_nccl(self, members: Members) -> PrivateNcclTransport:
+    def _private_nccl(self, members: Members) -> Transport:
+        from torchbagua.transport.nccl import PrivateNcclTransport
+
         return PrivateNcclTransport(replace(members, store=dist.PrefixStore("nccl", members.store)))
 
     def _open_given(self, members: Members) -> dict[str, Transport]:
@@ -112,3 +123,17 @@ class TransportChoice:
 def has_nccl(process_group: dist.ProcessGroup) -> bool:
     """Return whether this group uses NCCL for GPU tensors."""
     return is_nccl(backend_of(process_group, "cuda"))
+
+
+def default_backends(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
+    """Return backends with their kinds, by device type: gloo for CPUs, and NCCL if it and a GPU are available."""
+    kinds = dist.ProcessGroup.BackendType
+    requests = StoreRequests(store, timeout)
+    gloo = requests.open_group(lambda store: dist.ProcessGroupGloo(store, rank, size, timeout))
+    backends: dict[str, Any] = {"cpu": (kinds.GLOO, gloo)}
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+        backends["cuda"] = (kinds.NCCL, nccl)
+    return backends

@@ -1,15 +1,19 @@
 """A communicator: a group of ranks that exchange tensors, over one transport for each device type."""
 
 import copy
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
-from torchbagua.observe.tracer import Span, Tracer
+from torchbagua.observe.events import Details, Phase
+from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
 from torchbagua.transport.base import (
     COLLECTIVES,
     LacksAbility,
@@ -19,9 +23,125 @@ from torchbagua.transport.base import (
     TransportError,
 )
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError, cause_of
-from torchbagua.transport.launches import Launches
-from torchbagua.transport.named_ranks import NamedRanks
-from torchbagua.transport.scratch import Scratch
+from torchbagua.transport.streams import has_reached
+
+
+class NamedRanks:
+    """The ranks of a group, for events and errors.
+
+    Args:
+        members: the ranks. Errors give their ranks in the user's group and their global ranks.
+        scope: "world", "intra_node" or "inter_node".
+        tracer: is notified of every phase of an operation over the group.
+
+    Attributes:
+        scope, tracer: as passed.
+        ranks: the members, as ranks of the user's group.
+        rank: the index of this rank in `ranks`.
+    """
+
+    def __init__(self, members: Members, scope: str, tracer: Tracer) -> None:
+        self.scope = scope
+        self.tracer = tracer
+        self.ranks = members.ranks
+        self.rank = members.rank
+        self._global_ranks = members.global_ranks
+        self._num_messages: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def rank_before(self, distance: int) -> int:
+        """Return the rank `distance` places before this one, around the ring."""
+        return (self.rank - distance) % self.size
+
+    def rank_after(self, distance: int) -> int:
+        """Return the rank `distance` places after this one, around the ring."""
+        return (self.rank + distance) % self.size
+
+    def span(self, phase: Phase, details: Details, *, on_host: bool = False) -> Span:
+        """Return the span of an operation over this group; see `Tracer.span`. `details` need not name the group."""
+        if self.tracer.is_idle:
+            return NO_SPAN
+        return self.tracer.span(phase, details._replace(scope=self.scope, ranks=self.ranks), on_host=on_host)
+
+    def message_span(self, phase: Literal["send", "receive"], peer: int, details: Details, *, on_host: bool) -> Span:
+        """Return the span of one message to or from `peer`. Both sides must create equally many message spans."""
+        self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
+        details = details._replace(peers=(self.ranks[peer],), message=message)
+        return self.span(phase, details, on_host=on_host)
+
+    def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
+        """Return the error for a `purpose` that failed on this rank. `whom` is, say, " receiving from rank 3"."""
+        own = self.name_of(self.rank)
+        return CommunicationError(f"torchbagua: {purpose} over the {self.scope} group failed on {own}{whom}: {cause}")
+
+    def name_of(self, rank: int) -> str:
+        """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its global rank differs."""
+        number, global_number = self.ranks[rank], self._global_ranks[rank]
+        return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
+
+
+class Launch(NamedTuple):
+    """The purpose of an operation, an event that its stream records after it, and the time of its launch."""
+
+    purpose: str
+    done: torch.cuda.Event
+    at_s: float
+
+
+class Launches:
+    """The launches of one transport, in launch order. One thread both records and queries them.
+
+    Attributes:
+        transport_name: the transport's name in errors.
+    """
+
+    def __init__(self, transport_name: str) -> None:
+        self.transport_name = transport_name
+        self._launches: deque[Launch] = deque()
+
+    def note(self, purpose: str, device: torch.device) -> None:
+        """Record that `purpose` was launched on the current stream of `device`."""
+        done = torch.cuda.current_stream(device).record_event()
+        self._launches.append(Launch(purpose, done, time.monotonic()))
+
+    def first_unfinished(self) -> Launch | None:
+        """Return the first launch that the GPU has not finished. Raises RuntimeError if the GPU has failed."""
+        while self._launches and has_reached(self._launches[0].done):
+            self._launches.popleft()
+        return self._launches[0] if self._launches else None
+
+
+class Scratch:
+    """Memory by role, as long as the longest part requested.
+
+    The users of one group run one after the other, so each finds the memory still in the caches. On a GPU this holds
+    per stream: FSDP gathers weights on one stream while it scatters gradients on another.
+    """
+
+    def __init__(self) -> None:
+        # By role and stream, then by the number of bytes.
+        self._parts: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
+
+    def part(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory for `role`, [num_bytes] uint8.
+
+        A request of the same length returns the same tensor, unless a longer part was requested in between.
+        """
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        parts = self._parts.setdefault((role, stream), {})
+        part = parts.get(num_bytes)
+        if part is None or part.device != device:
+            largest = parts[max(parts)] if parts else None
+            if largest is None or largest.numel() < num_bytes or largest.device != device:
+                parts.clear()
+                largest = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            part = parts[num_bytes] = largest[:num_bytes]
+        return part
+
 
 # A shorter message says little about a link's rate, since it may be sent in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
@@ -56,7 +176,8 @@ class Communicator(NamedRanks):
     Args:
         members: the ranks.
         scope, tracer: see `NamedRanks`.
-        transports: by device type. The communicator closes them.
+        transports: by device type. The communicator closes them. Without one for "cuda", and if the transport for "cpu"
+            has messages, tensors of GPUs are staged in host memory.
 
     Attributes:
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES; 0 before
@@ -407,11 +528,19 @@ class Communicator(NamedRanks):
 
     def _transport(self, device: torch.device) -> Transport:
         transport = self._transports.get(device.type)
-        if transport is None:
+        if transport is not None:
+            return transport
+        host = self._transports["cpu"]
+        stages = "cuda" not in self._transports and host.abilities.has_messages
+        if not stages or device.type != "cuda":
+            supported = sorted({*self._transports, "cuda"} if stages else self._transports)
             raise ValueError(
-                f"torchbagua: tensors must be on {' or '.join(sorted(self._transports))}, got a tensor on {device}, "
-                f"for which the process group has no backend; pass init_process_group a backend for {device.type}"
+                f"torchbagua: tensors must be on {' or '.join(supported)}, got a tensor on {device}, for which the "
+                f"process group has no backend; pass init_process_group a backend for {device.type}"
             )
+        from torchbagua.transport.staged import StagedTransport
+
+        transport = self._transports["cuda"] = StagedTransport(host, timedelta(seconds=self._timeout_s))
         return transport
 
     def _check_open(self, purpose: str) -> None:

@@ -9,13 +9,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import backend_of
+from torchbagua._torch import backend_of, nccl_options, unregistered_group
 from torchbagua._warnings import warn_user
-from torchbagua.transport.base import COLLECTIVES, LONGEST_ABORT_S, Abilities, Members, TransportError
-from torchbagua.transport.connections import MOST_CONNECTED_AT_ONCE
+from torchbagua.transport.base import (
+    COLLECTIVES,
+    LONGEST_ABORT_S,
+    MOST_CONNECTED_AT_ONCE,
+    Abilities,
+    Members,
+    TorchGroupCollectives,
+    TransportError,
+)
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.private_groups import nccl_group
-from torchbagua.transport.torch_groups import TorchGroupCollectives
 
 # NCCL's own watchdog kills the process. It fires this much later, so that our poller can abort and raise first.
 _WATCHDOG_MARGIN = timedelta(seconds=10)
@@ -138,3 +143,9 @@ def warn_of_launch_order() -> None:
                 "training thread's NCCL operations in different orders deadlock. Unset the variable, or send nothing "
                 "else over NCCL while the algorithm is attached"
             )
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return an NCCL group for GPU tensors, which connects at its first use."""
+    backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+    return unregistered_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)

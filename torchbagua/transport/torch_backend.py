@@ -11,19 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import backend_of, device_types_of, is_gloo, is_nccl, registered_group
+from torchbagua._torch import registered_group
 from torchbagua.transport.base import (
     COLLECTIVES,
     LONGEST_ABORT_S,
+    TORCH_ERRORS,
     Abilities,
+    Direction,
     Members,
+    MessageWorks,
     MissingOperation,
     TransportError,
+    backend_names,
     bytes_of,
 )
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.store_requests import StoreRequests
-from torchbagua.transport.torch_groups import TORCH_ERRORS, Direction, MessageWorks
 
 # Both names are one function; torch 2.13 warns about the older one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -248,26 +251,6 @@ class TorchBackendTransport(MessageWorks):
             raise
         except TORCH_ERRORS as error:
             raise TransportError(cause_of(error)) from error
-
-
-def backend_names(process_group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the names of the group's backends, by device type.
-
-    If the group is not in torch's registry, because it was constructed manually, its backends are named by class.
-    """
-    names: dict[str, str] = {}
-    with suppress(TypeError, ValueError):  # the registry does not contain the group
-        pairs = dist.get_backend_config(process_group).split(",")
-        names = {device_type: name for device_type, _, name in (pair.partition(":") for pair in pairs)}
-    for device_type in device_types_of(process_group):
-        backend = backend_of(process_group, device_type)
-        if is_gloo(backend):
-            names[device_type] = "gloo"
-        elif is_nccl(backend):
-            names[device_type] = "nccl"
-        else:
-            names.setdefault(device_type, type(backend).__name__)
-    return names
 
 
 def _backend_for(members: Members, device_type: str) -> str:

@@ -14,8 +14,7 @@ from torchbagua.algorithms.gradient.optimizer_advice import adam_among
 from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
-from torchbagua.collectives.low_rank_mean import LowRankMean
-from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
+from torchbagua.collectives.low_rank_mean import LowRankMean, LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket

@@ -9,24 +9,56 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
-from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedMeanAlgorithm
-from torchbagua.algorithms.gradient.compressed_mean import CompressedMean
+from torchbagua.algorithms.gradient.compressed import CompressedMean, CompressedMeanAlgorithm
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.algorithms.gradient.local_momentum import append_local_momentum, check_sgd_without_momentum
 from torchbagua.algorithms.gradient.optimizer_advice import check_betas
 from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.blockk import BlockK
 from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.mean_codecs import MeanCodecs
+from torchbagua.codecs.lookup import MeanCodecs
 from torchbagua.codecs.sparse import SparseCodec, check_ratio, check_sparse_block
 from torchbagua.codecs.topk import TopK
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Momentum
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.parameter_state import residual_state
+from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.runner import Runner
+
+
+def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError, prefixed with `owner`, unless all optimizers are SGD without momentum."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise ValueError(
+                f"{owner}: with momentum={momentum} the optimizer must be torch.optim.SGD, got "
+                f"{type(optimizer).__name__}"
+            )
+        own = [group["momentum"] for group in optimizer.param_groups if group["momentum"]]
+        if own:
+            raise ValueError(
+                f"{owner}: with momentum={momentum} SGD's momentum must be 0, because the algorithm applies the "
+                f"momentum, got {own[0]}"
+            )
+
+
+def append_local_momentum(state: ParameterState[TwoPhaseResiduals], bucket: BaguaBucket) -> None:
+    """Append the momentum operation of a single rank, which applies the whole sum of velocities and sends nothing."""
+    residuals = state.of_bucket(bucket)
+    everything = slice(0, len(bucket.flat))
+    residuals.assign_slices(sent=everything, mean=slice(0, 0))
+    codec = Identity()
+    layout = codec.layout(bucket.spec, (0, len(bucket.flat)))
+
+    def add_momentum(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        if residuals.initial is not None:
+            residuals.load_whole(residuals.initial)
+        residuals.sent.encode(bucket.flat, codec, layout, bucket.flat.view(torch.uint8), everything)
+
+    bucket.append_local_op(add_momentum)
+
 
 # The warm-up follows section 3.3 of the paper (arXiv 1712.01887): from 25 % to 0.1 %, each stage sends a quarter of the
 # elements that the previous stage sends.

@@ -1,28 +1,369 @@
 """QAdam: after a warm-up, ranks send only Adam's momentum, in 8 bits or in one bit."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua._stable_repr import stable_repr
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
-from torchbagua.algorithms.qadam.momentum_mean import MomentumMean
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
-from torchbagua.codecs.base import REGISTRY, Compressor
+from torchbagua.codecs.base import REGISTRY, Compressor, WireLayout
+from torchbagua.codecs.block_codec import NativeBlockCodec
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sign1bit import Sign1Bit
+from torchbagua.collectives.agreement import require_same_progress
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.value_form import CodecOf
+from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.lane import Job
+from torchbagua.runtime.memory_order import flat_length
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
-from torchbagua.runtime.parameter_state import residual_state
+from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
+
+
+class _Position(NamedTuple):
+    """The values that a rank compares: its progress, and the result of its check of memory layouts."""
+
+    progress: Mapping[str, int]
+    message: int
+
+
+class WarmupAgreement:
+    """Compares the ranks' progress past the warm-up in each backward. If it differs, all ranks raise.
+
+    The form of the sent data may also change after the warm-up, when a state is loaded, and a rank that has not loaded
+    the state does not know of the change. Ranks with messages of different lengths would block forever.
+
+    The lane runs the comparison before the buckets that are submitted to it. In stream order, however, buckets do not
+    wait for their turn in the lane, and the host would have to wait for the buckets of all ranks. So each backward has
+    two comparisons, in the same order on all ranks:
+
+    1. At the end of the preceding step, or in the backward if that step was skipped: compare the expected progress at
+       the start of the backward. The backward waits for this comparison. A forward runs in between, so the comparison
+       has usually finished by then.
+    2. In the backward: compare the actual progress at its start. A rank waits for this comparison only if the progress
+       differs from the first comparison because a state was loaded. The rank sends nothing before that, and the lanes
+       of ranks that have not loaded the state fail.
+
+    Args:
+        runner: the impl's runner.
+        q_adam: the optimizer.
+    """
+
+    def __init__(self, runner: Runner, q_adam: QAdamOptimizer) -> None:
+        self._runner = runner
+        self._q_adam = q_adam
+        self._announced: tuple[_Position, Job[None]] | None = None
+        self._confirmation: Job[None] | None = None
+        self._is_listening = False
+
+    def compare(self, device: torch.device) -> None:
+        """Compare the progress. Called at the first bucket of each backward.
+
+        Args:
+            device: the device of the gradients.
+
+        Raises:
+            CommunicationError: in stream order, two ranks differ or a rank has disconnected. Otherwise, the buckets
+                raise it.
+            RuntimeError: in stream order, the memory layout of a parameter has changed on a rank.
+        """
+        world = self._runner.process_group.world
+        if not world.in_stream_order(device):
+            self._submit(self._position())
+            return
+        self._listen()
+        position = self._position()
+        announced, agreement = self._announced or (position, self._submit(position))
+        self._announced = None
+        agreement.result()
+        self._confirmation = self._submit(position)
+        if position != announced:
+            self._confirmation.result()
+
+    def _position(self) -> _Position:
+        num_updates = self._q_adam.num_updates_past_warmup.values()
+        progress = {
+            "parameters past their warm-up": len(num_updates),
+            "updates of parameters past their warm-up": sum(num_updates),
+        }
+        world, layout_watch = self._runner.process_group.world, self._runner.gradient_buckets.layout_watch
+        return _Position(progress, layout_watch.message(world.rank, world.size))
+
+    def _submit(self, position: _Position) -> Job[None]:
+        world, layout_watch = self._runner.process_group.world, self._runner.gradient_buckets.layout_watch
+
+        def compare() -> None:
+            check = partial(layout_watch.check, size=world.size)
+            require_same_progress(world, position.progress, "the gradients", position.message, check)
+
+        return self._runner.submit_agreement(compare)
+
+    def _listen(self) -> None:
+        """Announce at the end of each step from now on. The optimizer, which may live longer, keeps no reference."""
+        watch = next((watch for watch in self._runner.step_watches if watch.optimizer is self._q_adam), None)
+        if watch is None or self._is_listening:
+            return
+        self._is_listening = True
+        reference = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+            if (agreement := reference()) is not None:
+                agreement._raise_if_refused()
+                agreement._announce()
+
+        watch.add(after_step, reads_overflow=False)
+        _concurrency.finalize(self, watch.remove, after_step).atexit = False
+        self._runner.on_close(partial(watch.remove, after_step), first=True)
+        self._runner.on_joined_backward(self._announce)  # a joined rank takes no steps, the others announce at theirs
+        self._runner.on_close(self._announce_at_end, first=True)
+
+    def _raise_if_refused(self) -> None:
+        """Raise an error that this backward's comparison has already found, before the host waits for a stuck GPU."""
+        if self._confirmation is not None and self._confirmation.is_done():
+            self._confirmation.result()
+
+    def _announce_at_end(self) -> None:
+        """Announce if this rank's last backward had no step. Other ranks may have stepped, and all must compare."""
+        if self._runner.ends_in_order and not self._runner.lane.has_failed:
+            self._announce()
+
+    def _announce(self) -> None:
+        if self._announced is None:  # after several steps without a backward, the first announcement remains valid
+            position = self._position()
+            self._announced = position, self._submit(position)
+
+
+# In elements. A longer block does not stay in a core's cache between the computation and the encoding of its momenta.
+_LONGEST_BLOCK = 1 << 15
+
+
+class MomentumForm:
+    """The form in which a bucket's gradients are averaged, see `MomentumMean`.
+
+    On a rank that has joined, the mean remains a momentum.
+
+    Args:
+        runner: the impl's runner, which knows the loss scale and whether the rank has joined.
+        q_adam: the optimizer, which stores the momenta and the betas.
+        bucket: a float32 bucket of parameters past their warm-up.
+    """
+
+    def __init__(self, runner: Runner, q_adam: QAdamOptimizer, bucket: BaguaBucket) -> None:
+        self._runner = runner
+        self._q_adam = q_adam
+        self._tensors = bucket.tensors
+        self._tracer = bucket.group.tracer
+        *self._starts, self._num_elements = accumulate(
+            (flat_length(tensor.parameter) for tensor in bucket.tensors), initial=0
+        )
+
+    def codec_of(self, compressor: Compressor) -> CodecOf:
+        momenta = self._momenta()
+        make = _OnePassCodec if self._is_one_pass(compressor) else _TwoPassCodec
+        has_joined = self._runner.has_joined
+
+        @cache  # most ranges are both encoded and decoded
+        def codec_between(start: int, stop: int) -> Compressor:
+            return make(compressor, self._slice(momenta, start, stop), keeps_mean=has_joined)
+
+        return lambda elements: codec_between(elements.start, elements.stop)
+
+    def change(self, x_N: torch.Tensor) -> None:
+        self._momenta().change(torch.ops.torchbagua.qadam_form_momenta, x_N)
+
+    def change_back(self, x_N: torch.Tensor) -> None:
+        if not self._runner.has_joined:
+            self._momenta().change(torch.ops.torchbagua.qadam_form_gradients, x_N)
+
+    def take_step(self, mean_N: torch.Tensor) -> None:
+        """Replace the mean of momenta in place by the momentum that the optimizer's step computes via the gradient."""
+        momenta = self._momenta()
+        momenta.change(torch.ops.torchbagua.qadam_form_gradients, mean_N)
+        mean_N.div_(self._runner.loss_scale)
+        unscaled = momenta._replace(shares=[1.0 - beta1 for beta1 in momenta.beta1s])
+        unscaled.change(torch.ops.torchbagua.qadam_form_momenta, mean_N)
+
+    def _is_one_pass(self, compressor: Compressor) -> bool:
+        """Return whether a kernel computes and encodes momenta in one pass. Sampling observers need separate passes."""
+        return (
+            isinstance(compressor, NativeBlockCodec)
+            and compressor.op_prefix in MOMENTA_CODECS
+            and compressor.codes_blocks_alone
+            and compressor.block_elements <= _LONGEST_BLOCK
+            and self._tensors[0].parameter.device.type == "cpu"
+            and not self._tracer.samples
+        )
+
+    def _momenta(self) -> "_Momenta":
+        """Return the momenta of the whole bucket.
+
+        The share of a gradient is (1 - beta1) / loss scale: gradients contain the scale, momenta do not.
+        """
+        state, beta1_of, scale = self._q_adam.state, self._q_adam.beta1_of, self._runner.loss_scale
+        tensors = [tensor.order.flatten(state[tensor.parameter]["exp_avg"]) for tensor in self._tensors]
+        beta1s = [beta1_of(tensor.parameter) for tensor in self._tensors]
+        return _Momenta(tensors, beta1s, [(1.0 - beta1) / scale for beta1 in beta1s])
+
+    def _slice(self, momenta: "_Momenta", start: int, stop: int) -> "_Momenta":
+        """Return the momenta of the bucket's elements from `start` to `stop`."""
+        if (start, stop) == (0, self._num_elements):
+            return momenta
+        first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
+        parts = [
+            tensor[max(start - tensor_start, 0) : stop - tensor_start]
+            for tensor, tensor_start in zip(momenta.tensors[first:last], self._starts[first:last], strict=True)
+        ]
+        return _Momenta(parts, momenta.beta1s[first:last], momenta.shares[first:last])
+
+
+class _Momenta(NamedTuple):
+    """The momenta of several gradients, [N] in total, and the beta1 and share of each."""
+
+    tensors: list[torch.Tensor]
+    beta1s: list[float]
+    shares: list[float]
+
+    def change(self, operation: Callable[..., None], x_N: torch.Tensor) -> None:
+        """Change the form of these gradients' values in place, in one call for each distinct beta1 and share."""
+        groups: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        parts = x_N.split([tensor.numel() for tensor in self.tensors])
+        for part, tensor, beta1, share in zip(parts, self.tensors, self.beta1s, self.shares, strict=True):
+            groups.setdefault((beta1, share), []).append((part, tensor))
+        for (beta1, share), pairs in groups.items():
+            operation(*map(list, zip(*pairs, strict=True)), beta1=beta1, share=share)
+
+
+class _TwoPassCodec(Compressor):
+    """Encodes gradients as momenta and decodes averaged momenta to gradients, each in two successive operations."""
+
+    def __init__(self, compressor: Compressor, momenta: _Momenta, *, keeps_mean: bool) -> None:
+        self._compressor = compressor
+        self._momenta = momenta
+        self._keeps_mean = keeps_mean
+
+    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+        return self._compressor.wire_bytes(num_elements, num_blocks, dtype)
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        self._momenta.change(torch.ops.torchbagua.qadam_form_momenta, x_N)
+        self._compressor.encode(x_N, layout, wire_W)
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        self._momenta.change(torch.ops.torchbagua.qadam_form_momenta, x_N)
+        self._compressor.encode_feedback(x_N, residual_N, layout, wire_W, left_out_N)
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        self._compressor.decode(wire_W, layout, x_N)
+        if not self._keeps_mean:
+            self._momenta.change(torch.ops.torchbagua.qadam_form_gradients, x_N)
+
+
+class _OnePassCodec(_TwoPassCodec):
+    """Uses kernels that perform both operations while a group of blocks is in the cache."""
+
+    _compressor: NativeBlockCodec
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        self._compressor.native_op("encode_momenta")(x_N, layout.table, wire_W, *self._momenta)
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        op = self._compressor.native_op("encode_momenta_feedback")
+        op(x_N, residual_N, layout.table, wire_W, left_out_N, *self._momenta)
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        if self._keeps_mean:
+            self._compressor.decode(wire_W, layout, x_N)
+        else:
+            self._compressor.native_op("decode_gradients")(wire_W, layout.table, x_N, *self._momenta)
+
+
+class MomentumMean:
+    """Appends operations to a bucket that average its gradients as momenta.
+
+    A gradient g is sent as b1 m + (1 - b1) g, and `.grad` is set to (mean - b1 m) / (1 - b1), from which the
+    optimizer's step reconstructs the mean. On CPUs, the codec's kernels perform both conversions while they encode and
+    decode.
+
+    Args:
+        runner: the impl's runner, whose codec encodes the momenta.
+        q_adam: the optimizer, which stores the momenta m and the betas.
+        residuals: the residuals of error feedback, or None.
+        hierarchical: whether nodes average in full precision first.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        q_adam: QAdamOptimizer,
+        residuals: ParameterState[TwoPhaseResiduals] | None,
+        *,
+        hierarchical: bool,
+    ) -> None:
+        self._runner = runner
+        self._q_adam = q_adam
+        self._residuals = residuals
+        self._hierarchical = hierarchical
+
+    def append(self, bucket: BaguaBucket) -> None:
+        """Append the operations to `bucket`, a float32 bucket of parameters past their warm-up."""
+        feedback = None
+        if self._residuals is not None:
+            feedback = self._residuals.of_bucket(bucket)
+            bucket.append_local_op(self._residuals.resolve_last_backward)
+        form = MomentumForm(self._runner, self._q_adam, bucket)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self._hierarchical, compression=self._runner.codec, error_feedback=feedback, form=form
+        )
+
+        def adopt_if_joined(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+            if self._runner.has_joined:
+                self._adopt_momenta(bucket, form)
+
+        bucket.append_local_op(adopt_if_joined)
+
+    @torch.no_grad()
+    def _adopt_momenta(self, bucket: BaguaBucket, form: MomentumForm) -> None:
+        """Update the momenta as the steps of the other ranks do.
+
+        This rank has joined and takes no steps, but must not send stale momenta.
+        """
+        if self._residuals is not None:
+            self._residuals.commit_without_step(bucket)
+        if not bool(bucket.flat.isfinite().all()):  # the other ranks skip this step
+            return
+        form.take_step(bucket.flat)
+        for tensor, momentum in bucket.views(bucket.flat):
+            self._q_adam.adopt_momentum(tensor.parameter, momentum)
+
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 

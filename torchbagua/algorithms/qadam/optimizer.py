@@ -2,19 +2,88 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchbagua import native
-from torchbagua._torch import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
-from torchbagua.algorithms.qadam.options import check_group, check_numbers
-from torchbagua.algorithms.qadam.updates import AdamUpdates
+from torchbagua._torch import leave_scaling_to_scaler, mark_as_stepped, num_writes, unhooked_step
 from torchbagua.native.qadam import qadam_update
 from torchbagua.runtime.memory_order import MemoryOrder, flatten_like
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
+
+
+class _Known(NamedTuple):
+    step: Tensor
+    num_writes: int
+    num_updates: int
+
+
+class AdamUpdates:
+    """Caches Adam's "step" of each parameter, which with `fused=True` is on the parameter's device.
+
+    It is read once, and again after other code has replaced it or written to it, for example by loading a state.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}  # by the parameter's id
+
+    def of(self, parameter: Tensor, state: Mapping[str, Any]) -> int:
+        """Return the number of updates. `state` is Adam's state of the parameter, which is empty before the first."""
+        if not state:
+            return 0
+        step = state["step"]
+        known = self._known.get(id(parameter))
+        if known is None or known.step is not step or known.num_writes != num_writes(step):
+            known = self._known[id(parameter)] = _Known(step, num_writes(step), int(step))
+        return known.num_updates
+
+    def set_to(self, num_updates: int, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Record `num_updates`, after Adam has written to the parameter's `state`."""
+        self._known[id(parameter)] = _Known(state["step"], num_writes(state["step"]), num_updates)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError, which names the option, if a param group of QAdamOptimizer is invalid."""
+    warmup_steps = group["warmup_steps"]
+    if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
+        raise TypeError(f"QAdamOptimizer: warmup_steps must be an integer, got {warmup_steps!r}")
+    if warmup_steps < 1:
+        raise ValueError(f"QAdamOptimizer: warmup_steps must be at least 1, got {warmup_steps}")
+    check_numbers(group)
+    for option in ("amsgrad", "capturable", "differentiable"):
+        if group[option]:
+            raise ValueError(f"QAdamOptimizer: {option} must be False, got {group[option]!r}")
+    for option in ("maximize", "decoupled_weight_decay"):
+        if not isinstance(group[option], bool):
+            raise TypeError(f"QAdamOptimizer: {option} must be True or False, got {group[option]!r}")
+    for parameter in group["params"]:
+        if parameter.is_complex():
+            raise ValueError(f"QAdamOptimizer: params must be real, got a parameter of dtype {parameter.dtype}")
+
+
+def check_numbers(options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError if lr, eps, weight_decay or betas are invalid for Adam."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = options[name]
+        if not _is_number(value):
+            raise TypeError(f"QAdamOptimizer: {name} must be a number, got {value!r}")
+        if not value >= 0:  # NaN compares false
+            raise ValueError(f"QAdamOptimizer: {name} must be at least 0, got {value}")
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_number, betas)):
+        raise TypeError(f"QAdamOptimizer: betas must be two numbers, got {betas!r}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"QAdamOptimizer: betas must be two numbers in [0, 1), got {betas}")
+
+
+def _is_number(value: object) -> bool:
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or (
+        isinstance(value, Tensor) and value.numel() == 1
+    )
+
 
 # Key in the state of a parameter: the number of updates since its warm-up. Adam's own "step" is frozen with the second
 # moment, whose bias it corrects, so that Adam can continue from this state.

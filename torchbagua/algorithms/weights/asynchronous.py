@@ -9,11 +9,11 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import check_at_least, check_codecs, register
-from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
 from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
 from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
 from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
+from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.votes import Outcome, Reason
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
@@ -23,7 +23,7 @@ from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 Mode = Literal["warm-up", "running", "stopped", "ended"]
 

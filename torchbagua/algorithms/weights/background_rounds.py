@@ -14,8 +14,7 @@ from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_vot
 from torchbagua.observe.events import Details
 from torchbagua.runtime.load_record import LoadMark, require_same_loads
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket
-from torchbagua.runtime.weight_buckets import WeightBuckets
+from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket, WeightBuckets
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError
 from torchbagua.transport.streams import StreamHandoff
 

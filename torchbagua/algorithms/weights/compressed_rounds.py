@@ -7,7 +7,7 @@ import torch
 from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.runtime.sub_buckets import sub_bucket_of
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 
 class CompressedDifferences:

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import check_at_least, check_flags, register
-from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
-from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
+from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
 from torchbagua.collectives.neighbourhood_mean import check_topology
 from torchbagua.collectives.topology import Topology, topology_of
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.job import Job
+from torchbagua.runtime.lane import Job
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import DIFFERENCE, FLAT, WeightBucket
+from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, WeightBucket
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torchbagua.runtime.bucket import BaguaTensor
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 
 class Fragments:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import check_at_least, check_codecs, check_flags, register
-from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
-from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
+from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
@@ -17,10 +16,10 @@ from torchbagua.collectives.low_precision_ring import check_ring_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.job import Job
+from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import FlatOf, WeightBucket
+from torchbagua.runtime.weight_buckets import FlatOf, WeightBucket
 
 
 @dataclass(frozen=True)

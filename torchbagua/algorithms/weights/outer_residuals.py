@@ -12,7 +12,7 @@ from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.rank_state import check_keys, check_rank_state, owner_of
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBucket
 
 _OWNER_KEYS = {"rank", "num_ranks", "nodes"}
 

@@ -7,8 +7,7 @@ import torch
 
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import FlatOf
-from torchbagua.runtime.weight_buckets import WeightBuckets
+from torchbagua.runtime.weight_buckets import FlatOf, WeightBuckets
 
 
 def pending_state(

@@ -10,8 +10,7 @@ from torchbagua.codecs.base import sum_dtype
 from torchbagua.collectives.agreement import fingerprint_of_values
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.sub_buckets import sub_bucket_of
-from torchbagua.runtime.weight_bucket import WeightBucket
-from torchbagua.runtime.weight_buckets import WeightBuckets
+from torchbagua.runtime.weight_buckets import WeightBucket, WeightBuckets
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 

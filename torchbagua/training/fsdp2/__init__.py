@@ -1,5 +1,5 @@
 """Sharded modules (FSDP2): how an attachment communicates their gradients, replicas and weights.
 
 May import what `training` may, but nothing of `training` outside of this package.
-Begin with communication.py, which lists everything that is installed, then reduce_scatter.py and comm_runner.py.
+Begin with communication.py, which lists everything that is installed, then comm_runner.py.
 """

@@ -17,8 +17,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.torch_reduce_scatter import torch_reduce_scatter
-from torchbagua.runtime.job import Job
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import CommunicatingPart

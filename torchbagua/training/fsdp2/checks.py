@@ -15,8 +15,7 @@ from torchbagua._torch import (
     fsdp_reduce_scatter,
 )
 from torchbagua.algorithms.base import Algorithm, available_algorithms, get
-from torchbagua.codecs.lookup import by_name, needs_feedback
-from torchbagua.codecs.mean_codecs import MeanCodecs
+from torchbagua.codecs.lookup import MeanCodecs, by_name, needs_feedback
 from torchbagua.training.fsdp2.gather import why_in_full_precision
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
@@ -25,8 +24,9 @@ Parts = Mapping[str, Any]
 """The parts on which fully_shard was called, by their names in the module."""
 
 
-def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, sharding: Sharding) -> None:
+def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, given: Sharding | None) -> None:
     """Raise ValueError if `algorithm` cannot be attached to a module with these sharded parts, possibly none."""
+    sharding = given or Sharding()
     if not parts:
         _refuse_options(module, sharding)
         return

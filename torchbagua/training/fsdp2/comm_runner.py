@@ -8,7 +8,7 @@ import torch
 from torchbagua import _concurrency
 from torchbagua._torch import queue_callback
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.job import Job
+from torchbagua.runtime.lane import Job
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.rows import CommunicatingPart
 from torchbagua.training.fsdp2.same_rows import SameRows

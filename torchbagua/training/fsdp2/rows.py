@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchbagua._torch import fsdp_computed_with, fsdp_modules, fsdp_param_groups, fsdp_shards
 from torchbagua._warnings import warn_user
-from torchbagua.codecs.blocks import TensorSpec
-from torchbagua.training.module_hook import ModuleHook
+from torchbagua.codecs.base import TensorSpec
+from torchbagua.training.ddp import ModuleHook
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua.transport.base import COLLECTIVES, Abilities, Members, Transport, TransportMaker
-from torchbagua.transport.private_groups import gloo_group
+from torchbagua.transport.gloo import gloo_group
 from torchbagua.transport.suite import failures
 from torchbagua.transport.suite.collectives import COLLECTIVE_CHECKS, check_collectives_in_turn, check_torch_group
 from torchbagua.transport.suite.member import Member, Mismatch, OtherMemberFailed, SuiteThread, TransportFault

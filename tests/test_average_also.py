@@ -1,9 +1,6 @@
-"""EMA and SWA of weights that differ between ranks: reported with a warning, or averaged over ranks."""
+"""EMA and SWA of weights that differ between ranks are averaged over them."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +30,8 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 3))
 
 
-class MyMean(AveragedModel):
-    """A user's subclass."""
-
-
 class Loop:
-    """The training loop of a rank. Ranks are threads here, so each also finds the running means of other ranks."""
+    """The training loop of a rank."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
         self.group = group
@@ -49,8 +42,8 @@ class Loop:
     def attach(self, algorithm: tb.Algorithm | str) -> tb.Attachment:
         return tb.attach(self.ddp, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(self.group))
 
-    def ema(self, cls: type[AveragedModel] = AveragedModel) -> AveragedModel:
-        return cls(self.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    def ema(self) -> AveragedModel:
+        return AveragedModel(self.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -61,122 +54,6 @@ class Loop:
 def values_of(module: nn.Module) -> torch.Tensor:
     tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-@contextmanager
-def warnings_of(size: int) -> Iterator[list[str]]:
-    """Collect the warnings of torchbagua, one per rank or none."""
-    messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield messages
-    messages += [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
-    assert len(messages) in (0, size), messages
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_running_mean_that_was_created_before_attach_warns(name: str) -> None:
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        loop = Loop(group, model)
-        ema = loop.ema(MyMean)
-        with loop.attach(ALGORITHMS[name]):
-            for _ in range(4):
-                loop.step()
-                ema.update_parameters(loop.ddp.module)
-        return values_of(ema)
-
-    with warnings_of(2) as messages:
-        first, second = run_ranks(2, body)
-    assert not torch.equal(first, second)
-    assert len(messages) == 2
-    assert "MyMean keeps a running mean of this rank's own weights" in messages[0]
-    assert "average_also(model)" in messages[0]
-    assert type(ALGORITHMS[name]).__name__ in messages[0]
-
-
-def test_a_running_mean_that_was_created_late_warns() -> None:
-    """As in SWA, which creates its model after three quarters of the steps."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model)
-        with loop.attach("decentralized"):
-            for _ in range(3):
-                loop.step()
-            swa = AveragedModel(loop.ddp.module)
-            loop.step()
-            swa.update_parameters(loop.ddp.module)
-
-    with warnings_of(2) as messages:
-        run_ranks(2, body)
-    assert len(messages) == 2
-    assert "AveragedModel keeps a running mean" in messages[0]
-
-
-def update_nothing(loop: Loop) -> None:
-    """The running mean exists, for example from an earlier run, but is not updated."""
-    ema = loop.ema()
-    ema.update_parameters(loop.ddp.module)
-    with loop.attach("decentralized"):
-        for _ in range(3):
-            loop.step()
-
-
-def update_by_the_mean(loop: Loop) -> None:
-    ema = loop.ema()
-    with loop.attach("decentralized") as attachment:
-        for _ in range(3):
-            loop.step()
-            with attachment.averaged_weights():
-                ema.update_parameters(loop.ddp.module)
-                loop.group.barrier().wait()
-
-
-def average_gradients(loop: Loop) -> None:
-    ema = loop.ema()
-    with loop.attach("bytegrad") as attachment:
-        attachment.average_also(ema)
-        for _ in range(3):
-            loop.step()
-            ema.update_parameters(loop.ddp.module)
-
-
-def keep_a_mean_of_another_module(loop: Loop) -> None:
-    unrelated = nn.Linear(7, 5)
-    ema = AveragedModel(unrelated)
-    with loop.attach("decentralized"):
-        for _ in range(3):
-            loop.step()
-            ema.update_parameters(unrelated)
-
-
-def keep_the_mean_of_a_part(loop: Loop) -> None:
-    ema = loop.ema()
-    with loop.attach("decentralized") as attachment:
-        attachment.average_also(ema.module)
-        for _ in range(3):
-            loop.step()
-            ema.update_parameters(loop.ddp.module)
-
-
-@pytest.mark.parametrize(
-    "habit",
-    [
-        update_nothing,
-        update_by_the_mean,
-        average_gradients,
-        keep_a_mean_of_another_module,
-        keep_the_mean_of_a_part,
-    ],
-    ids=lambda habit: habit.__name__,
-)
-def test_no_warning(habit: Callable[[Loop], None]) -> None:
-    model = build(Normed)
-    with warnings_of(2) as messages:
-        run_ranks(2, lambda group: habit(Loop(group, model)))
-    assert not messages
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -208,9 +85,7 @@ def test_average_also_gives_the_mean_over_ranks(name: str) -> None:
             last_own = values_of(ema).clone()
         return Seen(own, within, after, last_own, values_of(ema))
 
-    with warnings_of(3) as messages:
-        seen = run_ranks(3, body)
-    assert not messages
+    seen = run_ranks(3, body)
     assert not torch.equal(seen[0].own, seen[1].own)
     for values in seen:
         # The expected sums are in float32 and in rank order, too.
@@ -254,3 +129,20 @@ def test_refused() -> None:
             attachment.average_also(loop.ema())
 
     run_ranks(2, body)
+
+
+def test_a_gradient_algorithm_needs_nothing() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        ema = loop.ema()
+        with loop.attach("bytegrad") as attachment:
+            attachment.average_also(ema)
+            for _ in range(3):
+                loop.step()
+                ema.update_parameters(loop.ddp.module)
+        return torch.cat([parameter.detach().flatten() for parameter in ema.module.parameters()])
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)

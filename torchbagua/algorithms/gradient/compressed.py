@@ -8,18 +8,55 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
-from torchbagua.algorithms.gradient.compressed_mean import CompressedMean
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.lookup import by_name, needs_feedback
-from torchbagua.codecs.mean_codecs import MeanCodecs
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
+from torchbagua.codecs.block_codec import check_block
+from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import MeanCodecs, by_name, codec_for_dtype, needs_feedback
+from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sparse import SparseCodec
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.parameter_state import residual_state
+from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.runner import Runner
+
+
+class CompressedMean:
+    """Appends the mean of compressed gradients to buckets, with or without error feedback.
+
+    Args:
+        codecs: the codecs of the mean.
+        average: divide by the number of ranks.
+        feedback: stores the residuals. None for no error feedback.
+    """
+
+    def __init__(
+        self, codecs: MeanCodecs, average: bool, feedback: ErrorFeedback[ParameterState[TwoPhaseResiduals]] | None
+    ) -> None:
+        self._codecs = codecs
+        self._average = average
+        self._feedback = feedback
+
+    def append(self, bucket: BaguaBucket) -> None:
+        """Append the mean, in full precision if the codec does not encode the bucket's dtype."""
+        codec, feedback = codec_for_dtype(self._codecs.codec, bucket.flat.dtype), self._feedback
+        # A single rank has no residuals, and full precision has none either.
+        if feedback is None or codec is not self._codecs.codec or bucket.group.size == 1:
+            self._append_mean(bucket, codec)
+        else:
+            feedback.append(bucket, lambda part: self._append_mean(part, codec, feedback.state.of_bucket(part)))
+
+    def _append_mean(self, bucket: BaguaBucket, codec: Compressor, residuals: TwoPhaseResiduals | None = None) -> None:
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self._codecs.hierarchical,
+            average=self._average,
+            compression=codec,
+            error_feedback=residuals,
+            intra_compression=self._codecs.for_dtype(bucket.flat.dtype).intra_codec,
+        )
 
 
 class CompressedMeanAlgorithm(Algorithm):
@@ -157,3 +194,38 @@ class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
 
 
 register("compressed_allreduce", CompressedAllReduceAlgorithm, "mean of gradients by any codec, by default in 4 bits")
+
+
+@dataclass(frozen=True)
+class ByteGradAlgorithm(CompressedMeanAlgorithm):
+    """Average gradients in 8 bits. The result is bitwise identical on all ranks (Bagua, arXiv 2107.01499).
+
+    It is `CompressedAllReduceAlgorithm` with MinMaxUInt8, and everything in that docstring applies. It computes
+    Q(mean_j Q(g_j)). A rank sends about 2 (n-1)/n bytes per element and step, a quarter of what a float32 all-reduce
+    sends.
+
+    Args:
+        hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`. Within nodes, gradients are sent in
+            full precision.
+        block: the number of elements that share a quantization range, a multiple of 8. A block does not cross a
+            parameter's boundary. None gives Bagua's single range per chunk.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    hierarchical: bool = True
+    average: bool = True
+    _: KW_ONLY
+    block: int | None = DEFAULT_BLOCK
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(self, "hierarchical", "average", "error_feedback")
+        check_block("ByteGradAlgorithm", self.block)
+
+    def make_codecs(self) -> MeanCodecs:
+        return MeanCodecs(MinMaxUInt8(self.block), Identity() if self.hierarchical else None)
+
+
+register("bytegrad", ByteGradAlgorithm, "mean of gradients in 8 bits")

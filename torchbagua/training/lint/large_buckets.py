@@ -5,6 +5,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import named_bucket_bytes
 from torchbagua._warnings import warn_user
+from torchbagua.codecs.cast import Identity
+from torchbagua.training.setup import TrainingSetup
 
 # The relative increase of the step time per share of the gradients in one bucket. Measured with 8 bits, two ranks and
 # 1 Gbit/s (benchmarks/results/bucket-sizes-20261125.json): shares of 0.16, 0.24, 0.32 and 0.48 cost 4, 7, 9 and 14 %.
@@ -15,11 +17,17 @@ _WORTH_A_WARNING = 0.10
 _FEW_BYTES = 16 << 20
 
 
-def warn_of_large_buckets(algorithm: str, ddp: DistributedDataParallel) -> None:
+def warn_of_large_buckets(setup: TrainingSetup) -> None:
     """Warn of a `bucket_cap_mb` so large that the first bucket of a backward fills up late.
 
     DDP's default causes no warning: its first bucket has 1 MiB.
     """
+    if not isinstance(setup.algorithm.make_codec(), Identity):
+        for ddp in setup.ddps:
+            _warn_of_large_buckets(type(setup.algorithm).__name__, ddp)
+
+
+def _warn_of_large_buckets(algorithm: str, ddp: DistributedDataParallel) -> None:
     bucket_bytes = named_bucket_bytes(ddp)
     total_bytes = sum(_gradient_bytes(parameter) for parameter in ddp.module.parameters())
     if bucket_bytes is None or total_bytes < _FEW_BYTES:
