@@ -179,7 +179,7 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
         "    return Details(opration='all_to_all')\n"
     )
     ours = Path(tb.__file__).parent
-    files = [str(path) for path in (snippet, ours / "transport" / "named_ranks.py", ours / "observe" / "events.py")]
+    files = [str(path) for path in (snippet, ours / "transport" / "communicator.py", ours / "observe" / "events.py")]
     # In a subprocess: here, the garbage collector and attach would visit mypy's objects in every later test.
     command = [sys.executable, "-m", "mypy", "--follow-imports=skip", f"--cache-dir={tmp_path}", *files]
     output = programs.run(command, check=False).stdout

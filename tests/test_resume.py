@@ -210,7 +210,7 @@ def freeze(module: Normed, step: int, event: str) -> None:
         "unfreeze",
         pytest.param("unfreeze late", marks=pytest.mark.slow),
         pytest.param("freeze", marks=pytest.mark.slow),
-        "freeze the next",
+        pytest.param("freeze the next", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

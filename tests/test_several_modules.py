@@ -160,10 +160,10 @@ def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
     ("name", "kind"),
     [
         ("decentralized", "ddps"),
-        ("decentralized", "plain"),
+        pytest.param("decentralized", "plain", marks=pytest.mark.slow),
         ("low precision", "mixed"),
         ("diloco", "mixed"),
-        ("async", "ddps"),
+        pytest.param("async", "ddps", marks=pytest.mark.slow),
         ("async", "plain"),
     ],
 )
