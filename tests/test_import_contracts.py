@@ -22,7 +22,7 @@ CONTRACTS = {
     "only training and fsdp know DDP and FSDP2": (
         BELOW_TRAINING,
         ("DistributedDataParallel", "torch.nn.parallel", "torch.distributed.fsdp", "FSDPModule", "fully_shard"),
-        {"runtime/shards.py": "says whether a module is sharded, without importing FSDP2"},
+        {"runtime/parameters.py": "says whether a module is sharded, without importing FSDP2"},
     ),
     "only training and fsdp know GradScaler": (
         BELOW_TRAINING,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.runtime.memory_order import MemoryOrder
+from torchbagua.runtime.parameters import MemoryOrder
 from training import build
 
 # Builds an algorithm from an optimizer, by name. Rounds of async follow each other immediately.

@@ -23,7 +23,7 @@ from sharded_rank import CASES, OF_FOUR_RANKS, OwnAlgorithm
 from torchbagua._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit
-from torchbagua.runtime.shards import sharded_parts
+from torchbagua.runtime.parameters import sharded_parts
 from torchbagua.training.fsdp2.bounded import BoundedReduceScatter, bound_reduce_scatters
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import communicating_parts

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.runtime.optimizer_steps import _MANY_BACKWARDS, StepsTaken, StepWatch
-from torchbagua.training.step_clock import _UnusedGradients
+from torchbagua.training.steps import _UnusedGradients
 from training import build
 
 X = torch.ones(2, 10)

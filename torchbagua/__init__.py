@@ -12,8 +12,7 @@ from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import CommEvent, Observer
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.weight_buckets import WeightBuckets
-from torchbagua.training.attach import attach
-from torchbagua.training.attachment import Attachment
+from torchbagua.training.attach import Attachment, attach
 from torchbagua.training.ddp import comm_hook
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.version import __version__

@@ -9,10 +9,9 @@ from torchbagua.codecs.base import Compressor, TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.hierarchical import Hierarchical, HierarchicalMean
+from torchbagua.collectives.exchange import OverlappingMean
 from torchbagua.collectives.mean import TwoPhaseMean
 from torchbagua.collectives.nodes import NodeGroups
-from torchbagua.collectives.overlapping import OverlappingMean
 from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import Communicator
 
@@ -61,15 +60,9 @@ def centralized_mean(
         return _average_in_form(AllReduceMean(group.world, spec, divisor), form)
     mean: Mean
     if is_of_nodes:
+        from torchbagua.collectives.hierarchical import mean_over_nodes
 
-        def make_whole() -> Mean:
-            hierarchical = Hierarchical(group, spec, compressor.block_elements, intra_compressor)
-            return _MeanOverNodes(hierarchical, compressor, residuals, divisor)
-
-        if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
-            mean = HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
-        else:
-            mean = make_whole()
+        mean = mean_over_nodes(group, compressor, spec, divisor, intra_compressor, residuals)
         mean = _average_in_form(mean, form)
     elif compressor.wire_is_tensor:  # no codec runs that could change the form
         mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
@@ -81,55 +74,6 @@ def centralized_mean(
     if residuals is None:
         return mean
     return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
-
-
-def mean_of_nodes(
-    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
-) -> Mean:
-    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
-
-    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
-    all nodes.
-
-    Args:
-        group: a group with several nodes, at least one of which has several ranks.
-        compressor: the codec between nodes. It must encode the tensor's dtype.
-        spec: the tensor.
-        residuals: the residuals of the tensor, which must be float32 and averaged in place.
-    """
-    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
-    mean = _MeanOverNodes(hierarchical, compressor, residuals)
-    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
-
-
-class _MeanOverNodes:
-    """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node.
-
-    Args:
-        hierarchical: computes the sums.
-        compressor: the codec between nodes.
-        divisor: the divisor of the sum; by default the number of nodes.
-        residuals: the residuals of the tensor.
-    """
-
-    def __init__(
-        self,
-        hierarchical: Hierarchical,
-        compressor: Compressor,
-        residuals: TwoPhaseResiduals | None,
-        divisor: float | None = None,
-    ) -> None:
-        self._hierarchical = hierarchical
-        self._mean: TwoPhaseMean | None = None
-        if (owners := hierarchical.owners) is not None:
-            spec, start = hierarchical.shard_spec, hierarchical.shard.start
-            divisor = divisor or float(owners.size)
-            self._mean = TwoPhaseMean(owners, compressor, spec, divisor, residuals=residuals, start=start)
-
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        with self._hierarchical.sum_of_shard(x_N, out_N) as sum_L:
-            if self._mean is not None:
-                self._mean(sum_L)
 
 
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:

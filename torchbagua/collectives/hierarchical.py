@@ -7,14 +7,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
 from torchbagua.codecs.cast import Identity, typed
+from torchbagua.collectives.centralized_mean import Mean, RedistributingMean
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import Pipeline
-from torchbagua.collectives.mean import AllGather, FirstRuns, Piece, RankChunks, ReduceScatter, is_long
+from torchbagua.collectives.mean import AllGather, FirstRuns, Piece, RankChunks, ReduceScatter, TwoPhaseMean, is_long
 from torchbagua.collectives.nodes import NodeGroups
 
 
@@ -113,10 +115,6 @@ def memory_of_sum(chunks: RankChunks) -> torch.Tensor:
 _NUM_PIECES = 2
 
 
-class _Mean(Protocol):
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None: ...
-
-
 class HierarchicalMean:
     """The result of `Hierarchical` with the two-phase mean between nodes, bitwise, between CPUs and without residuals.
 
@@ -138,11 +136,11 @@ class HierarchicalMean:
         spec: TensorSpec,
         divisor: float,
         intra_compressor: Compressor,
-        make_whole: Callable[[], _Mean],
+        make_whole: Callable[[], Mean],
     ) -> None:
         assert group.intra_node is not None
         self._make_whole = make_whole
-        self._whole: _Mean | None = None
+        self._whole: Mean | None = None
         self._divisor = divisor
         cuts = _piece_cuts(group, compressor, spec, intra_compressor)
         self._chunks = chunks = RankChunks(group.intra_node, intra_compressor, spec, cuts)
@@ -236,3 +234,71 @@ def _piece_cuts(
 ) -> tuple[int, ...]:
     cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
     return spec.cuts_within(cuts, _NUM_PIECES, math.lcm(compressor.block_elements, intra_compressor.block_elements))
+
+
+def mean_over_nodes(
+    group: NodeGroups,
+    compressor: Compressor,
+    spec: TensorSpec,
+    divisor: float,
+    intra_compressor: Compressor,
+    residuals: TwoPhaseResiduals | None,
+) -> Mean:
+    """Return the function that sums within nodes, and then averages between nodes; see `centralized_mean`."""
+
+    def make_whole() -> Mean:
+        hierarchical = Hierarchical(group, spec, compressor.block_elements, intra_compressor)
+        return _MeanOverNodes(hierarchical, compressor, residuals, divisor)
+
+    if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
+        return HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
+    return make_whole()
+
+
+def mean_of_nodes(
+    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
+) -> Mean:
+    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
+
+    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
+    all nodes.
+
+    Args:
+        group: a group with several nodes, at least one of which has several ranks.
+        compressor: the codec between nodes. It must encode the tensor's dtype.
+        spec: the tensor.
+        residuals: the residuals of the tensor, which must be float32 and averaged in place.
+    """
+    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
+    mean = _MeanOverNodes(hierarchical, compressor, residuals)
+    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
+
+
+class _MeanOverNodes:
+    """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node.
+
+    Args:
+        hierarchical: computes the sums.
+        compressor: the codec between nodes.
+        divisor: the divisor of the sum; by default the number of nodes.
+        residuals: the residuals of the tensor.
+    """
+
+    def __init__(
+        self,
+        hierarchical: Hierarchical,
+        compressor: Compressor,
+        residuals: TwoPhaseResiduals | None,
+        divisor: float | None = None,
+    ) -> None:
+        self._hierarchical = hierarchical
+        self._mean: TwoPhaseMean | None = None
+        if (owners := hierarchical.owners) is not None:
+            spec, start = hierarchical.shard_spec, hierarchical.shard.start
+            divisor = divisor or float(owners.size)
+            self._mean = TwoPhaseMean(owners, compressor, spec, divisor, residuals=residuals, start=start)
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        with self._hierarchical.sum_of_shard(x_N, out_N) as sum_L:
+            if self._mean is not None:
+                self._mean(sum_L)

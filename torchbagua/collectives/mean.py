@@ -10,23 +10,24 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchbagua import _concurrency
 from torchbagua.codecs.base import Compressor, TensorSpec, WireLayout
 from torchbagua.collectives.agreement import all_reduce_max
-from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, report_residuals
-from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
-from torchbagua.collectives.overlapping import Overlap, OverlappingMean, exhaust
+from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, OverlappingMean, Pipeline, exhaust
 from torchbagua.collectives.residuals import Residual
 from torchbagua.collectives.value_form import CodecOf, ValueForm
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
+
+if TYPE_CHECKING:
+    from torchbagua.collectives.encoding_error import EncodingErrorProbe
 
 _NUM_RUNS = 3
 
@@ -86,7 +87,6 @@ class RankChunks:
         are_sent_at_once: whether one collective sends all chunks, which are then padded to equal length. This is so if
             the communicator does not post individual messages.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
-        error_probe: notifies observers of the encoding error of the beginning of the local chunk.
 
     Raises:
         ValueError: `cuts` do not fit this tensor.
@@ -116,13 +116,24 @@ class RankChunks:
         self.layout = compressor.layout(spec, cuts, equal_bytes=self.are_sent_at_once)
         self.own = slice(cuts[self.rank * num_pieces], cuts[(self.rank + 1) * num_pieces])
         self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
-        own_layout = self.pieces[0].layouts[self.rank]
-        self.error_probe = EncodingErrorProbe(communicator.tracer, compressor, own_layout, spec.name)
         # Scratch memory, and views of its parts, which stay valid until the scratch memory changes.
         self._wire_W: torch.Tensor | None = None
         self._wires: list[list[torch.Tensor]] = []
         self._received_W: torch.Tensor | None = None
         self._received: list[torch.Tensor] = []
+
+    @property
+    def reports_error(self) -> bool:
+        """Whether an observer samples this step, and the codec is lossy."""
+        return self.communicator.tracer.samples and not self.compressor.wire_is_tensor
+
+    @cached_property
+    def error_probe(self) -> "EncodingErrorProbe":
+        """Notifies observers of the encoding error of the beginning of the local chunk."""
+        from torchbagua.collectives.encoding_error import EncodingErrorProbe
+
+        own_layout = self.pieces[0].layouts[self.rank]
+        return EncodingErrorProbe(self.communicator.tracer, self.compressor, own_layout, self.name)
 
     @classmethod
     def of_rows(
@@ -372,7 +383,7 @@ class ReduceScatter:
         chunks, x_N = self._chunks, self._x_N
         with chunks.span("encode", "all_to_all", chunks.pieces[0]):
             self._write_wire(x_N, chunks.layout, self._wire_W, slice(0, x_N.numel()))
-        if chunks.error_probe.is_wanted:
+        if chunks.reports_error:
             self._report_error(x_N[chunks.own], chunks.wires(self._wire_W)[0][chunks.rank])
 
     def _encode(self, piece: Piece, owner: int, wire_W: torch.Tensor) -> torch.Tensor:
@@ -383,7 +394,7 @@ class ReduceScatter:
                 self._write_wire(self._x_N[elements], piece.layouts[owner], wire_W, elements)
             except Exception as error:
                 raise EncodingFailure(f"centralized_mean in {chunks.compressor!r}", chunks.name, error) from error
-        if chunks.error_probe.is_wanted and owner == chunks.rank and piece.index == 0:
+        if chunks.reports_error and owner == chunks.rank and piece.index == 0:
             self._report_error(self._x_N[elements], wire_W)
         return wire_W
 

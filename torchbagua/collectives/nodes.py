@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchbagua.collectives.overlapping import Overlap
+from torchbagua.collectives.exchange import Overlap
 from torchbagua.transport.communicator import Communicator
 
 

@@ -21,10 +21,9 @@ from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.agreement import Introduction, Settings, Verdict, agree_over_store, all_reduce_max
 from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
+from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, Pipeline
 from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
 from torchbagua.collectives.nodes import NodeGroups, number_given_nodes
-from torchbagua.collectives.overlapping import Overlap
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer, check_observers
 from torchbagua.observe.tracer import Tracer

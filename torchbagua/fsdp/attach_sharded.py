@@ -10,9 +10,8 @@ from torchbagua.algorithms.base import Algorithm
 from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
-from torchbagua.training.attach import install
+from torchbagua.training.attach import Attachment, install
 from torchbagua.training.attach_checks import check_arguments
-from torchbagua.training.attachment import Attachment
 from torchbagua.training.fsdp2.options import Sharding
 
 

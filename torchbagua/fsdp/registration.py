@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torchbagua._torch import fsdp_reduce_scatter, fsdp_replicate_group
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.fsdp.backend import Announcer, ReplicaGroup
-from torchbagua.runtime.shards import reshard, sharded_parts
+from torchbagua.runtime.parameters import reshard, sharded_parts
 from torchbagua.training.fsdp2.checks import shard_codecs
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
 from torchbagua.training.fsdp2.same_rows import SameRows

@@ -13,14 +13,14 @@ from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
+from torchbagua.collectives.exchange import OverlappingMean, exhaust
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.mean import EncodingFailure
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
-from torchbagua.collectives.overlapping import OverlappingMean, exhaust
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, topology_of
 from torchbagua.collectives.value_form import ValueForm
-from torchbagua.runtime.memory_order import MemoryOrder, flat_length
+from torchbagua.runtime.parameters import MemoryOrder, flat_length
 from torchbagua.transport.errors import CommunicationError, cause_of
 
 B = TypeVar("B", bound="BucketOperations")

@@ -1,6 +1,6 @@
 """Detects parameters whose memory layout has changed since attach. All ranks then raise an error that names one.
 
-An algorithm stores the state of a parameter in the order of the parameter's memory (memory_order.py). It retains the
+An algorithm stores the state of a parameter in the order of the parameter's memory (parameters.py). It retains the
 initial order, so it reads its state correctly. DDP's buckets also retain the initial order, but DDP reads gradients in
 the new order.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.shards import is_shard
+from torchbagua.runtime.parameters import is_shard
 
 OF_WEIGHTS = "Convert the module before attach; or detach, convert it, and attach again"
 OF_GRADIENTS = (

@@ -1,7 +1,7 @@
 """Torch's optimizers: unwraps wrappers of frameworks, and determines which calls of `step` took effect.
 
 `StepWatch` watches the steps of one optimizer. `StepsTaken` commits per-parameter state. `StepClock`, in
-training/step_clock.py, determines the end of the training step. The last two listen to the same watches.
+training/steps.py, determines the end of the training step. The last two listen to the same watches.
 """
 
 import sys

@@ -15,8 +15,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Momentum
 from torchbagua.runtime.averaged_gradients import AverageInGradient, has_average, parameters_with_average
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.memory_order import MemoryOrder, flat_length
-from torchbagua.runtime.shards import local_shard
+from torchbagua.runtime.parameters import MemoryOrder, flat_length, local_shard
 
 
 @runtime_checkable

@@ -18,11 +18,10 @@ from torchbagua.runtime.changed_layout import OF_GRADIENTS, LayoutWatch, check_g
 from torchbagua.runtime.impl import AlgorithmImpl, check_impl
 from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.meeting import Meeting, Meetings
-from torchbagua.runtime.memory_order import MemoryOrder
 from torchbagua.runtime.optimizer_steps import StepCount, StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
+from torchbagua.runtime.parameters import MemoryOrder, local_shard
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
-from torchbagua.runtime.shards import local_shard
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
 

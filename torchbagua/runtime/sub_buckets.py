@@ -6,7 +6,7 @@ import torch
 
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.memory_order import flat_length
+from torchbagua.runtime.parameters import flat_length
 
 
 def sub_bucket_of(bucket: BaguaBucket, tensors: Sequence[BaguaTensor], dtype: torch.dtype) -> BaguaBucket:

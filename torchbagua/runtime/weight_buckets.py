@@ -17,8 +17,7 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor, check_elements
 from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
 from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.load_record import LoadRecord, require_same_loads
-from torchbagua.runtime.memory_order import MemoryOrder, flat_length
-from torchbagua.runtime.shards import local_shard, name_of_shard, reshard, sharded_parts
+from torchbagua.runtime.parameters import MemoryOrder, flat_length, local_shard, name_of_shard, reshard, sharded_parts
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 

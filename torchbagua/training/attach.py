@@ -10,7 +10,7 @@ Execution order:
    steps.
 4. `Attachment` gives all ranks the same weights if no DDP has done so. `Runner.set_module` creates the buckets of a
    weight algorithm. The buckets of a gradient algorithm are created when DDP first passes them (`gradient_bucket`).
-5. `Attachment` installs the step hooks (step_hooks.py). Then it installs DDP's communication hook, `comm_hook` of
+5. `Attachment` installs the step hooks (steps.py). Then it installs DDP's communication hook, `comm_hook` of
    ddp.py; or it disables DDP's communication; or it replaces the collectives of a sharded module
    (fsdp2/communication.py).
 6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
@@ -19,21 +19,464 @@ Execution order:
 7. `detach` finishes the communication in flight, removes the hooks of 5, and closes the lane and the groups of 3 and 2.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+import copy
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms.base import Algorithm, bind
+from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
+from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
-from torchbagua.training.attach_checks import check_arguments, warn_uncompressed
-from torchbagua.training.attachment import Attachment
+from torchbagua.runtime.optimizer_steps import is_sharded, unwrap
+from torchbagua.runtime.parameters import local_shard
+from torchbagua.runtime.runner import Runner
+from torchbagua.training.attach_checks import check_arguments, check_within_nodes, mark_attached, warn_uncompressed
+from torchbagua.training.ddp import comm_hook, disable_ddp_sync, install_hook, limit_ddp_to_nodes, named_tensors
+from torchbagua.training.lint.end_warnings import (
+    warn_of_different_weights,
+    warn_of_missing_detach,
+    warn_of_unused_optimizers,
+)
+from torchbagua.training.outer_ddps import CallerWatch, check_caller, refuse_later_ddps
 from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.steps import install_step_hooks
+
+if TYPE_CHECKING:
+    from torchbagua.training.rank_weights import RankWeights
+
+
+class Attachment:
+    """An algorithm that is attached to modules. `attach` returns it as a context manager that detaches on exit.
+
+    Attributes:
+        algorithm: the algorithm that was passed to `attach`.
+        impl: the object with the algorithm's own code and state. With asynchronous averaging it has additional methods,
+            such as `abort` and `resume`.
+        runner: the object that owns the algorithm's process group, lane (the thread that communicates), buckets and
+            per-parameter state, and calls `impl`.
+    """
+
+    _weights: "RankWeights | None"
+
+    def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
+        self.algorithm = setup.algorithm
+        self.runner = runner
+        self.impl = runner.impl
+        self._summary = summary
+        self._setup = setup
+        self._is_detached = False
+        self._has_mean = False  # True within averaged_weights
+        # Undone in reverse order, by detach or if one of these steps raises: DDP's hook first, runner.close last.
+        with ExitStack() as undo:
+            undo.callback(runner.close)
+            for inner in setup.inners:
+                undo.callback(mark_attached(inner, runner.name).close)
+            within_nodes = runner.open_node_gradients is not None
+            if within_nodes:
+                check_within_nodes(runner, setup)
+            global_ddps = [ddp for ddp in setup.ddps if ddp.process_group.size() == runner.process_group.size]
+            node_gradients = runner.open_node_gradients() if runner.open_node_gradients and global_ddps else None
+            ignored = setup.ignored_names()
+            # Gradient algorithms take the weights of sharded modules as they are, as fully_shard does.
+            needs_same_weights = not setup.is_sharded or runner.averages_weights
+            pairs = list(zip(setup.modules, setup.inners, strict=True))
+            unequal = [inner for module, inner in pairs if module not in global_ddps] if needs_same_weights else []
+            if unequal:
+                members = {id(tensor) for inner in unequal for _, tensor in named_tensors(inner)}
+                named = named_tensors(setup.inner)
+                own = [local_shard(each) for name, each in named if name not in ignored and id(each) in members]
+                broadcast_tensors(runner.process_group.world, own, "the module")
+                self.broadcast_optimizers()
+            runner.grad_scaler = setup.grad_scaler
+            runner.set_module(setup.inner, ignored, parts=setup.inners)
+            if runner.meetings is not None and not setup.is_sharded:
+                runner.meetings.compare_weights(setup.trained())
+            self._weights = None
+            if runner.averages_weights and runner.process_group.size > 1:
+                from torchbagua.training.rank_weights import RankWeights
+
+                self._weights = RankWeights(setup, runner)
+                undo.callback(self._weights.close)
+            silenced = undo.enter_context(ExitStack())
+
+            def silence(ddp: DistributedDataParallel) -> None:
+                if node_gradients is not None and ddp in global_ddps:
+                    silenced.enter_context(limit_ddp_to_nodes(ddp, partial(comm_hook, node_gradients)))
+                else:
+                    silenced.enter_context(limit_ddp_to_nodes(ddp, None) if within_nodes else disable_ddp_sync(ddp))
+
+            def silence_caller(ddp: DistributedDataParallel) -> None:
+                check_caller(runner, setup, ddp)
+                silence(ddp)
+
+            watch: CallerWatch | None = None
+            if runner.averages_weights:
+                # A second DDP may wrap the module of a DDP that attach was given. No DDP may wrap another module later.
+                wrapped = [inner for module, inner in pairs if inner is not module]
+                if wrapped:
+                    undo.callback(CallerWatch(wrapped, setup.ddps, silence_caller).close)
+                if len(wrapped) < len(pairs):
+                    plain = [module for module in setup.called if not isinstance(module, DistributedDataParallel)]
+                    watch = CallerWatch(plain, setup.ddps)
+                    undo.callback(watch.close)
+
+            def after_first_step() -> None:
+                if runner.needs_grad_scaler and setup.grad_scaler is None:
+                    from torchbagua.training.grad_scaler import note_unknown_scaler
+
+                    note_unknown_scaler(setup, runner)
+                if watch is not None:
+                    refuse_later_ddps(setup, watch)
+
+            step_hooks, self._clock = install_step_hooks(
+                setup,
+                runner,
+                after_first_step=after_first_step,
+            )
+            undo.enter_context(step_hooks)
+            if runner.averages_weights:
+                if setup.is_sharded:
+                    from torchbagua.training.fsdp2.communication import bound_waits
+
+                    bound_waits(undo, runner, setup.inner, setup.sharded_parts)
+                for ddp in setup.ddps:
+                    silence(ddp)
+            elif setup.is_sharded:
+                from torchbagua.training.fsdp2.communication import install_communication
+
+                parts = setup.sharded_parts
+                install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
+            else:
+                for ddp in setup.ddps:
+                    undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
+            self._undo = undo.pop_all()
+        self._forgotten = _concurrency.finalize(
+            self, warn_of_missing_detach, weakref.ref(runner), weakref.ref(self._clock)
+        )
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether `detach` was called or the `with` block has ended."""
+        return self._is_detached
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DistributedDataParallel whose gradients are communicated; None if there is none, or several."""
+        ddps = [] if self.runner.averages_weights else self._setup.ddps
+        return ddps[0] if len(ddps) == 1 else None
+
+    def detach(self) -> None:
+        """Finish the communication in flight and return the module to plain DDP. Collective.
+
+        With a gradient algorithm and DDP, ranks compare how many backward passes and steps they have run, and a digest
+        of their weights; a warning names weights that differ.
+
+        With a weight algorithm, all ranks then have the same weights, and rank 0's optimizer and GradScaler state, in
+        which tensors that hold weights are averaged: see `average_also`. They also have the same floating-point
+        buffers, if the algorithm averages buffers. With `final_average=False` none of this is done. Learning rates and
+        schedulers are left to you: they differ between ranks that have taken different numbers of steps.
+
+        A second call does nothing.
+
+        Raises:
+            RuntimeError: the communication in flight failed; the module is returned to plain DDP anyway. Or `detach`
+                was called within `averaged_weights`.
+            CommunicationError: with a gradient algorithm, a rank still trains; names both ranks and their progress.
+        """
+        self._check_no_mean("detach")
+        self.runner.lane.check_process()
+        self._end(failed=False)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._is_detached or self.runner.lane.is_of_other_process:
+            return
+        self._is_detached = True
+        self._forgotten.detach()
+        # Both must be determined before the final average of the weights.
+        unused = [] if failed else self._clock.unused_optimizers()
+        differ = failed and self.runner.replicas_diverge() and self._clock.has_trained
+        with self._undo:
+            if self._weights is not None and not failed:
+                self._weights.before_end()
+            # An exception is about to leave the caller: other ranks may not come.
+            is_leaving = failed or sys.exc_info()[0] is not None
+            if self._setup.ddps and not (is_leaving or self.runner.averages_weights):
+                self.runner.meet_at_end()
+            if self.runner.finish(failed=failed):
+                with nullcontext() if self._weights is None else self._weights.last_means():
+                    self.broadcast_optimizers()
+            if not failed and self.runner.process_group.compares_clocks:
+                with suppress(RuntimeError):  # a rank has left: the clock comparison from the start must suffice
+                    self.runner.lane.submit(self.runner.process_group.compare_clocks).result()
+        if unused:
+            warn_of_unused_optimizers(unused)
+        if differ:
+            warn_of_different_weights(self.algorithm)
+
+    def broadcast_optimizers(self) -> None:
+        """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
+
+        The state includes numbers that an optimizer counts or learns in its parameter groups, such as Prodigy's `d`.
+        The state of a ZeroRedundancyOptimizer is not changed.
+        """
+        from torchbagua.training.optimizer_weights import broadcast_optimizer_state
+
+        world = self.runner.process_group.world
+        for optimizer in self._setup.optimizers:
+            if not is_sharded(optimizer):
+                broadcast_optimizer_state(world, optimizer)
+        scaler = self._setup.grad_scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give all ranks the mean of their weights within a `with` block, to evaluate or save the model. Collective.
+
+        After the block each rank has its own weights again, and training continues as if there had been no block.
+        Buffers are averaged too if the algorithm averages them, and so are the weights that an optimizer keeps in its
+        state: see `average_also`. Such an optimizer remains in the mode in which you left it by its `eval` or `train`
+        within the block. It does nothing with a gradient algorithm, since all ranks hold the same weights, and nothing
+        after `detach`. It takes the memory of one more copy of the weights.
+
+        Asynchronous averaging pauses: finished rounds are applied before the block, and no rank may leave the block
+        later than the timeout of `attach` after the first rank has left it. A nested block has no effect.
+
+        Raises:
+            NotImplementedError: the algorithm is not from this package and does not support it.
+            RuntimeError: communication failed, or a rank has left.
+        """
+        if self._is_detached or self._has_mean:
+            yield
+            return
+        with self.runner.averaged_weights() if self._weights is None else self._weights.averaged():
+            self._has_mean = True
+            try:
+                yield
+            finally:
+                self._has_mean = False
+
+    def average_also(self, module: torch.nn.Module | torch.optim.Optimizer, state: str | None = None) -> None:
+        """Average another module, or an optimizer's state tensors that hold weights, over the ranks too.
+
+        A module is, for instance, a running mean (EMA, SWA). The call is then collective. The module's parameters and
+        its floating-point and complex buffers are replaced by their mean over the ranks: now, at the start of each
+        `averaged_weights` block, and in `detach` if it makes weights equal. The averaged values remain after the block.
+        If all ranks have made the same number of updates, they equal the running mean of the averaged weights.
+
+        With an optimizer, its state tensors with the name `state` are averaged: within each `averaged_weights` block,
+        after which each rank has its own again, and in `detach` if it makes weights equal. In the rounds of the
+        algorithm they remain each rank's own. Optimizers whose class has "ScheduleFree" in its name, and ASGD, need no
+        call. Call it on all ranks.
+
+        This method does nothing with a gradient algorithm, since all ranks hold the same weights.
+
+        Args:
+            module: for instance an AveragedModel, with the same parameters on all ranks; or an attached optimizer.
+            state: with an optimizer, the name of its state tensors, which have the shapes of the parameters.
+
+        Raises:
+            TypeError: `module` is neither a module nor an optimizer, or `state` is not given for an optimizer alone.
+            ValueError: the optimizer is not attached, or it has stepped but has no such state.
+            RuntimeError: it was called after `detach` or within `averaged_weights`, or communication failed.
+            NotImplementedError: the algorithm is not from this package.
+            CommunicationError: ranks gave different modules, or a rank did not call it. For an optimizer, it is raised
+                by the next `averaged_weights` or `detach`.
+        """
+        given = unwrap(module)
+        if not isinstance(given, torch.nn.Module | torch.optim.Optimizer):
+            raise TypeError(
+                "average_also: module must be a torch.nn.Module or an attached torch.optim.Optimizer, got "
+                f"{type(module).__name__}"
+            )
+        if isinstance(state, str) != isinstance(given, torch.optim.Optimizer):
+            raise TypeError(
+                "average_also: state must be the name of an optimizer's state tensors, and is for optimizers only, got "
+                f"{state!r} for a {type(module).__name__}"
+            )
+        if self._is_detached:
+            raise RuntimeError("average_also: the algorithm was detached; call it before detach")
+        self._check_no_mean("average_also")
+        if self._weights is None:
+            return
+        if isinstance(given, torch.nn.Module):
+            with self.averaged_weights():
+                self._weights.add_module(given)
+        elif state is not None:
+            self._weights.add_state(given, state)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Return everything that this rank needs to continue as if it had never stopped. Every rank has its own state.
+
+        The key "attachment" has the result of `state_dict`, with the names of the optimizers' parameters. With a weight
+        algorithm, ranks hold different weights. The result then also has the state dicts of this rank's module,
+        optimizers and GradScaler. These state dicts are not copies, except within `averaged_weights`: there, the
+        module's and those of optimizers whose weights are averaged are copies of this rank's own. The result can be
+        loaded with `weights_only=True`.
+
+        Raises:
+            NotImplementedError: it was called within `averaged_weights`, and the algorithm is not from this package and
+                does not support it.
+        """
+        optimizers = {"optimizers": self._setup.optimizer_parameters()}
+        state: dict[str, Any] = {"attachment": self._save(optimizers)}
+        if self.runner.averages_weights:
+            scaler = self._setup.grad_scaler
+            with self._own_weights() if self._has_mean else nullcontext():
+                module = self._setup.inner.state_dict()
+                state["module"] = copy.deepcopy(module) if self._has_mean else module
+                state["optimizers"] = [self._state_of(optimizer) for optimizer in self._setup.optimizers]
+            state["grad_scaler"] = None if scaler is None else scaler.state_dict()
+        return state
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        is_averaged = self._has_mean and self._weights is not None and self._weights.are_in(optimizer)
+        return copy.deepcopy(state) if is_averaged else state
+
+    def _own_weights(self) -> AbstractContextManager[None]:
+        """Within `averaged_weights`, give this rank its own weights and optimizer state in a nested context."""
+        return self.runner.own_weights() if self._weights is None else self._weights.own()
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
+
+        A weight algorithm then averages the layers that the saved run averaged, whichever are trained now.
+
+        With a gradient algorithm, load the module, the optimizers and the GradScaler yourself, as with DDP.
+
+        Raises:
+            ValueError: `state` is not such a state, or was saved with other optimizers or in another order. Also raised
+                by `load_state_dict`.
+            RuntimeError: it was called within `averaged_weights`. Also raised by the `load_state_dict` of the module or
+                of the GradScaler.
+            CommunicationError: see `load_state_dict`.
+        """
+        self._check_no_mean("load_rank_state_dict")
+        keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.runner.averages_weights else [])]
+        loop = {}
+        if isinstance(state, Mapping) and "attachment" in state:
+            loop = check_saved(self.runner, state["attachment"])  # before anything is overwritten
+        if not isinstance(state, Mapping) or not set(keys) <= state.keys():
+            raise ValueError(
+                f"Attachment.load_rank_state_dict: state must be what rank_state_dict returned, with the keys {keys}, "
+                f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
+            )
+        if self.runner.averages_weights:
+            self._setup.check_saved_optimizers(loop.get("optimizers"), len(state["optimizers"]))
+            self._setup.inner.load_state_dict(state["module"])
+            for optimizer, saved in zip(self._setup.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            if self._setup.grad_scaler is not None and state["grad_scaler"] is not None:
+                self._setup.grad_scaler.load_state_dict(state["grad_scaler"])
+        self.load_state_dict(state["attachment"])
+
+    def _check_no_mean(self, method: str) -> None:
+        if self._has_mean and self.runner.averages_weights:
+            raise RuntimeError(
+                f"torchbagua: Attachment.{method} was called within averaged_weights, which restores the weights at "
+                "its end; call it outside of the block"
+            )
+
+    def weights_changed(self) -> None:
+        """Continue training from the current weights, which must be the same on all ranks.
+
+        Call it on all ranks, between two steps, after you have edited the weights: after merging a LoRA adapter,
+        resetting a layer, or broadcasting weights that one rank has loaded. A `load_state_dict` of the module is
+        detected without this call. If a `load_state_dict` was detected since the last step, it counts as part of the
+        same edit.
+
+        It reads all parameters. The state that a weight algorithm derives from the weights starts again from them:
+        shadow weights, their momentum and residuals, and replicas. A round in flight no longer changes the weights.
+        Buffers, the inner optimizer's state and the state of gradient algorithms are not changed.
+
+        Without this call such an edit counts as an update by this rank: it is averaged into the other ranks' weights in
+        the next round, and an outer optimizer carries it forward.
+
+        Ranks compare their weights when they next communicate: in a round, in `averaged_weights`, or in `detach`. This
+        method does nothing with a gradient algorithm, in a group of one rank, and after `detach`.
+
+        Raises:
+            RuntimeError: it was called within `averaged_weights`, or the communication in flight failed.
+            CommunicationError: raised later, on all ranks, if ranks hold different values or a rank did not call it.
+        """
+        self._check_no_mean("weights_changed")
+        if self._weights is not None and not self._is_detached:
+            self._weights.loads.take_all()
+
+    def summary(self) -> Summary:
+        """Return the cost of communication on this rank so far. `print` shows it as a table.
+
+        On a GPU it waits until the GPU has finished the last step.
+
+        Raises:
+            RuntimeError: `attach` was given no observer, so nothing was recorded.
+        """
+        if self._summary is None:
+            raise RuntimeError(
+                "torchbagua: there is nothing to summarize: without observers nothing is recorded; "
+                "attach(..., observers=[torchbagua.observe.Summary()])"
+            )
+        self.runner.tracer.deliver()
+        return self._summary
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that this rank needs to resume the algorithm. Save it alongside model and optimizer.
+
+        It contains plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also contains, as
+        JSON, the version of its format, the arguments of the algorithm that it depends on, and the optimizers that have
+        stepped since the last training step ended.
+        """
+        return self._save({})
+
+    def _save(self, loop: Mapping[str, Any]) -> dict[str, Any]:
+        if self._weights is not None:
+            self._weights.loads.settle()
+        return save_state(self.runner, {**loop, "unfinished_step": self._clock.state()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state that `state_dict` returned on this rank. Load the matching weights first.
+
+        Collective if the algorithm averages weights or has error feedback.
+        The algorithm's documentation lists the arguments that may differ from those of the saved run.
+
+        Raises:
+            ValueError: the state is of another algorithm, has a later format, or was saved with other values of
+                arguments that may not change.
+            RuntimeError: it was called within `averaged_weights`.
+            CommunicationError: ranks have states of different parameters, or communication failed.
+        """
+        self._check_no_mean("load_state_dict")
+        with nullcontext() if self._weights is None else self._weights.loads.discard_loads():
+            loop = load_state(self.runner, state)
+        self._clock.load_state(loop.get("unfinished_step", []))
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(failed=exception_type is not None)
+        if isinstance(exception, NotImplementedError):  # DDP raises it without naming the parameter (torch 2.13)
+            self._setup.check_gradients()
 
 
 def attach(

@@ -20,8 +20,8 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
+from torchbagua.runtime.parameters import reshard, sharded_parts
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.shards import reshard, sharded_parts
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
 from torchbagua.training.lint import lint_arguments
 from torchbagua.training.outer_ddps import ddps_of

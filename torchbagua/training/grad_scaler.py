@@ -11,7 +11,7 @@ from torchbagua._torch import FindInf, FoundInf, loss_scale_of, num_writes, repl
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.setup import TrainingSetup
-from torchbagua.training.step_clock import StepClock
+from torchbagua.training.steps import StepClock
 
 
 class LossScale:

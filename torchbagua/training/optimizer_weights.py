@@ -12,8 +12,8 @@ from torchbagua._torch import num_writes
 from torchbagua._warnings import warn_user
 from torchbagua.collectives.broadcast import broadcast_state
 from torchbagua.runtime.optimizer_steps import parameters_of, state_of
+from torchbagua.runtime.parameters import is_shard, local_shard
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.shards import is_shard, local_shard
 from torchbagua.transport.communicator import Communicator
 
 # The values of parameter groups that belong to the loop and its schedulers: not broadcast.

@@ -6,8 +6,8 @@ from itertools import chain
 
 import torch
 
+from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.shards import local_shard
 from torchbagua.training.lint.unaveraged_state import UnaveragedState
 from torchbagua.training.optimizer_weights import OptimizerWeights
 from torchbagua.training.setup import TrainingSetup

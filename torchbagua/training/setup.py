@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import names_to_ignore
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.runtime.memory_order import MemoryOrder
 from torchbagua.runtime.optimizer_steps import parameters_of
-from torchbagua.runtime.shards import sharded_parts
+from torchbagua.runtime.parameters import MemoryOrder, sharded_parts
 from torchbagua.training.ddp import named_tensors
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchbagua._warnings import warn_user
+from torchbagua.runtime.parameters import local_shard, name_of_shard, reshard
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.shards import local_shard, name_of_shard, reshard
 from torchbagua.training.ddp import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 

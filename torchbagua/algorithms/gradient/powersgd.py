@@ -19,8 +19,8 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.parameter_state import ParameterState
+from torchbagua.runtime.parameters import MemoryOrder, flat_length
 from torchbagua.runtime.runner import Runner
 
 _COMPRESSIONS = (None, "bfloat16")

@@ -28,9 +28,9 @@ from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.lane import Job
-from torchbagua.runtime.memory_order import flat_length
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
+from torchbagua.runtime.parameters import flat_length
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 

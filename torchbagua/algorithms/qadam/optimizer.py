@@ -11,8 +11,8 @@ from torch import Tensor
 from torchbagua import native
 from torchbagua._torch import leave_scaling_to_scaler, mark_as_stepped, num_writes, unhooked_step
 from torchbagua.native.qadam import qadam_update
-from torchbagua.runtime.memory_order import MemoryOrder, flatten_like
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
+from torchbagua.runtime.parameters import MemoryOrder, flatten_like
 
 
 class _Known(NamedTuple):

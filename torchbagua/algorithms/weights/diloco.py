@@ -20,7 +20,6 @@ from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
-from torchbagua.collectives.centralized_mean import mean_of_nodes
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import Tracer
@@ -407,6 +406,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if not self._is_of_nodes:
             gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
+        from torchbagua.collectives.hierarchical import mean_of_nodes
+
         mean = mean_of_nodes(self.runner.process_group, codec, gradient.spec, residuals=residuals)
 
         def average_over_nodes(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:

@@ -4,7 +4,7 @@ import torch
 
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.shards import local_shard
+from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
 

@@ -15,8 +15,8 @@ from torchbagua.codecs.lookup import MeanCodecs
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.shards import local_shard
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
 from torchbagua.training.fsdp2.same_rows import SameRows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.step_clock import StepClock
+from torchbagua.training.steps import StepClock
 
 
 def warn_of_missing_detach(runner_reference: weakref.ref[Runner], clock_reference: weakref.ref[StepClock]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of, state_of
-from torchbagua.runtime.shards import local_shard
+from torchbagua.runtime.parameters import local_shard
 
 # The steps of an optimizer after which its state is examined. In the first step a momentum is still parallel to the
 # gradient, and a copy of the weights still close to them.

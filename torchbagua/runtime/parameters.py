@@ -1,11 +1,54 @@
-"""The order of a parameter's elements in a bucket: its memory order, as in DDP, for example channels_last.
+"""Parameters: the order of their elements in a bucket, which is that of their memory, and the shards of fully_shard.
 
-For a DTensor, elements and shape are those of the shard that this rank holds.
+DDP's buckets have the memory order too, for example channels_last. For a DTensor, elements and shape are those of the
+shard that this rank holds.
 """
+
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from torchbagua.runtime.shards import local_shard
+
+def sharded_parts(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the parts of `module`, which may include the module itself, to which fully_shard was applied, by name."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes a second, and fully_shard has imported it
+    if fsdp is None:
+        return {}
+    return {name: part for name, part in module.named_modules() if isinstance(part, fsdp.FSDPModule)}
+
+
+def reshard(parts: Iterable[Any]) -> None:
+    """Free the gathered parameters that a forward without backward may have left in these parts.
+
+    While gathered parameters exist, the module lists them and computes with them, and ignores writes to its shards.
+    """
+    for part in parts:
+        part.reshard()
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a DTensor, of which this rank holds a shard."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, as a view of its memory. Return any other tensor unchanged."""
+    if not is_shard(tensor):
+        return tensor
+    with torch.no_grad():
+        shard: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return shard
+
+
+def name_of_shard(name: str, tensor: torch.Tensor) -> str:
+    """Return `name`, and for a DTensor also the number of this rank's shard."""
+    if not is_shard(tensor):
+        return name
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return f"{name}, shard {mesh.get_local_rank()} of {mesh.size()}"
 
 
 def flat_length(parameter: torch.Tensor) -> int:
