@@ -24,7 +24,7 @@ MODULES = (
     "torchbagua.fsdp",
     "torchbagua.observe",
     "torchbagua.transport",
-    "torchbagua.transport.suite",
+    "torchbagua.testing.transports",
 )
 # Also public: users receive their objects, or write custom algorithms with them.
 FURTHER = (

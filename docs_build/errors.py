@@ -19,9 +19,9 @@ import torchbagua as tb
 from markers import fill
 from torchbagua.observe.events import Run, TraceError
 from torchbagua.observe.files import RankFileWriter
+from torchbagua.testing.transports import check_transport
 from torchbagua.transport import Members, Transport
 from torchbagua.transport.gloo import GlooTransport
-from torchbagua.transport.suite import check_transport
 
 PAGE = Path(__file__).parent.parent / "docs" / "api" / "errors.md"
 PROGRAM = "docs_build/errors.py"  # as markers name it
@@ -221,7 +221,7 @@ EXAMPLES: Sequence[Example] = (
         _transport_lacks_a_method,
     ),
     Example(
-        "torchbagua.transport.suite.TransportFault",
+        "torchbagua.testing.transports.TransportFault",
         "`check_transport` found that a transport of yours breaks its contract.",
         "Fix the named operation.",
         _transport_breaks_a_promise,

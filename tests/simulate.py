@@ -26,10 +26,10 @@ from environment import write_record
 from past_bugs import PAST_BUGS
 from simulated import SUBJECTS, case, without_fault
 from torchbagua._text_table import table as text_table
-from torchbagua.simulation.faults import FAULTS, Fault
-from torchbagua.simulation.scheduler import Deadlock
-from torchbagua.simulation.trace import SimulationTrace
-from torchbagua.simulation.trial import Trial, run_trial, simulate
+from torchbagua.testing.simulation.faults import FAULTS, Fault
+from torchbagua.testing.simulation.scheduler import Deadlock
+from torchbagua.testing.simulation.trace import SimulationTrace
+from torchbagua.testing.simulation.trial import Trial, run_trial, simulate
 
 Result = tuple[str, str, str, list[str]]
 """The subject, the column of the table, the arguments that repeat the run, and its violations."""

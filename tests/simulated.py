@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 import torchbagua as tb
-from torchbagua.simulation.faults import FAULTS
-from torchbagua.simulation.program import train_sharded
-from torchbagua.simulation.trial import Subject, Trial, draw_trial
+from torchbagua.testing.simulation.faults import FAULTS
+from torchbagua.testing.simulation.program import train_sharded
+from torchbagua.testing.simulation.trial import Subject, Trial, draw_trial
 
 
 def q_adam(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""`torchbagua.simulation.check` reports what must not happen; a trace shows what did."""
+"""`torchbagua.testing.simulation.check` reports what must not happen; a trace shows what did."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ import torch
 import torchbagua as tb
 from simulated import without_fault
 from torchbagua import _concurrency
-from torchbagua.simulation import (
+from torchbagua.testing.simulation import (
     Fault,
     SimulationTrace,
     Subject,

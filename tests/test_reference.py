@@ -33,9 +33,10 @@ PUBLIC_MODULES = (
     ".compat.mlbench",
     ".fsdp",
     ".observe",
-    ".simulation",
+    ".testing",
+    ".testing.simulation",
     ".transport",
-    ".transport.suite",
+    ".testing.transports",
 )
 
 

@@ -13,8 +13,8 @@ from torchbagua.codecs.base import TensorSpec
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.lane import Lane
-from torchbagua.simulation.cluster import Cluster
-from torchbagua.simulation.run import Rank, Simulation
+from torchbagua.testing.simulation.cluster import Cluster
+from torchbagua.testing.simulation.run import Rank, Simulation
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
 from torchbagua.training.fsdp2.same_rows import SameRows

@@ -11,7 +11,7 @@ from past_bugs import job_is_queued_after_the_stop
 from simulated import without_fault
 from torchbagua import _concurrency
 from torchbagua.runtime.lane import Lane
-from torchbagua.simulation import (
+from torchbagua.testing.simulation import (
     Cluster,
     Deadlock,
     Rank,
@@ -19,8 +19,8 @@ from torchbagua.simulation import (
     run_trial,
     simulate,
 )
-from torchbagua.simulation.cluster import Streams
-from torchbagua.simulation.faults import Fault
+from torchbagua.testing.simulation.cluster import Streams
+from torchbagua.testing.simulation.faults import Fault
 
 # Trainings with faults give all of the package's warnings.
 pytestmark = [pytest.mark.usefixtures("on_one_core"), pytest.mark.filterwarnings("ignore")]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchbagua.testing.transports import TransportFault, check_transport
 from torchbagua.transport import Abilities, Members, TransportError, TransportMaker, gloo
 from torchbagua.transport.gloo import GlooTransport
-from torchbagua.transport.suite import TransportFault, check_transport
 from transports import PlayedNccl, QueueTransport, StagedOnCpu, StagedOverGloo, play_pinned_memory
 
 DEADLINE = timedelta(seconds=1)

@@ -16,7 +16,7 @@ from past_bugs import PAST_BUGS, pending_load_counts_as_another_one
 from ranks import run_ranks
 from simulated import SUBJECTS, case, without_fault
 from source_tree import REPOSITORY, run_python
-from torchbagua.simulation import (
+from torchbagua.testing.simulation import (
     Fault,
     Program,
     Rank,
@@ -25,8 +25,8 @@ from torchbagua.simulation import (
     run_trial,
     simulate,
 )
-from torchbagua.simulation.faults import FAULTS, UserCode
-from torchbagua.simulation.program import Record, ThreeLayers, sgd
+from torchbagua.testing.simulation.faults import FAULTS, UserCode
+from torchbagua.testing.simulation.program import Record, ThreeLayers, sgd
 from transports import group_like_the_oracle
 
 # Trainings with faults give all of the package's warnings.
@@ -193,7 +193,7 @@ def test_the_error_of_one_operation_reaches_all_ranks() -> None:
 @pytest.mark.slow
 def test_a_seed_determines_all_events_in_another_process() -> None:
     _, trial = case(1000)
-    code = "from simulated import case; from torchbagua.simulation.trial import run_trial; "
+    code = "from simulated import case; from torchbagua.testing.simulation.trial import run_trial; "
     code += "print(run_trial(case(1000)[1]).digest)"
     runs = [
         run_python(code, REPOSITORY, PYTHONPATH=str(REPOSITORY / "tests"), PYTHONHASHSEED=seed) for seed in ("1", "2")

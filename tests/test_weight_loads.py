@@ -17,7 +17,7 @@ import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, weights_of
 from pairwise import pairwise
 from ranks import run_ranks
-from torchbagua.simulation.run import Rank, Simulation
+from torchbagua.testing.simulation.run import Rank, Simulation
 from training import build
 
 DiLoCo = tb.DiLoCoAlgorithm

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from rank_cases import run_cases
+from torchbagua.testing.transports import check_member
 from torchbagua.transport.base import Members, TransportMaker
-from torchbagua.transport.suite import check_member
 from torchbagua.transport.torch_backend import TorchBackendTransport
 
 NUM_STEPS = 4

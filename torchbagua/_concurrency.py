@@ -1,7 +1,7 @@
 """Threads, locks, waits, clocks, finalizers and exit handlers of the whole package; a simulation replaces them.
 
-Use them as `_concurrency.Lock()`, and never import them by name: `torchbagua.simulation` sets the attributes of this
-module for the duration of a run, so that one thread runs at a time and time is virtual.
+Use them as `_concurrency.Lock()`, and never import them by name: `torchbagua.testing.simulation` sets the attributes of
+this module for the duration of a run, so that one thread runs at a time and time is virtual.
 """
 
 import atexit

@@ -122,7 +122,7 @@ class Transport(Protocol):
     A communicator owns the transport, and adds the operation and the ranks to its errors. One thread at a time calls
     it, except for `abort`, which any thread may call. Methods identify members by their index in `Members.ranks`. All
     members call collective methods in the same order. Every method raises `TransportError` on failure, and the
-    communicator then calls `abort`; the error of a message names the peer. `torchbagua.transport.suite` tests these
+    communicator then calls `abort`; the error of a message names the peer. `torchbagua.testing.transports` tests these
     requirements.
 
     A class omits the message methods, or the collectives, that its `abilities` do not include.

@@ -9,12 +9,12 @@ import torch
 
 import torchbagua as tb
 from torchbagua import _concurrency
-from torchbagua.simulation.cluster import Cluster
-from torchbagua.simulation.faults import FAULTS, PLACES, Fault, UserCode
-from torchbagua.simulation.invariants import find_violations
-from torchbagua.simulation.program import MakeAlgorithm, MakeOptimizer, Program, Record, Train, sgd, train
-from torchbagua.simulation.run import Outcome, Rank, Simulation
-from torchbagua.simulation.scheduler import Deadlock
+from torchbagua.testing.simulation.cluster import Cluster
+from torchbagua.testing.simulation.faults import FAULTS, PLACES, Fault, UserCode
+from torchbagua.testing.simulation.invariants import find_violations
+from torchbagua.testing.simulation.program import MakeAlgorithm, MakeOptimizer, Program, Record, Train, sgd, train
+from torchbagua.testing.simulation.run import Outcome, Rank, Simulation
+from torchbagua.testing.simulation.scheduler import Deadlock
 
 TIMEOUT = timedelta(seconds=10)
 

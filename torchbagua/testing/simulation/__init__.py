@@ -5,16 +5,25 @@ Begin with run.py, then scheduler.py. network.py and transport.py have the netwo
 train. trial.py draws training runs with faults, program.py trains, and invariants.py checks what must hold.
 """
 
-from torchbagua.simulation.cluster import Cluster
-from torchbagua.simulation.ddp import SimulatedDdp
-from torchbagua.simulation.faults import Fault
-from torchbagua.simulation.network import Network
-from torchbagua.simulation.program import Program
-from torchbagua.simulation.run import Outcome, Rank, Simulation
-from torchbagua.simulation.scheduler import Deadlock, Scheduler
-from torchbagua.simulation.store import SimulatedStore
-from torchbagua.simulation.trace import SimulationTrace
-from torchbagua.simulation.trial import Report, Subject, Trial, Violation, check, draw_trial, run_trial, simulate
+from torchbagua.testing.simulation.cluster import Cluster
+from torchbagua.testing.simulation.ddp import SimulatedDdp
+from torchbagua.testing.simulation.faults import Fault
+from torchbagua.testing.simulation.network import Network
+from torchbagua.testing.simulation.program import Program
+from torchbagua.testing.simulation.run import Outcome, Rank, Simulation
+from torchbagua.testing.simulation.scheduler import Deadlock, Scheduler
+from torchbagua.testing.simulation.store import SimulatedStore
+from torchbagua.testing.simulation.trace import SimulationTrace
+from torchbagua.testing.simulation.trial import (
+    Report,
+    Subject,
+    Trial,
+    Violation,
+    check,
+    draw_trial,
+    run_trial,
+    simulate,
+)
 
 __all__ = [
     "Cluster",

@@ -7,8 +7,8 @@ from itertools import count
 from typing import Any
 
 from torchbagua.codecs.base import Compressor
-from torchbagua.simulation.cluster import Cluster, Link, Streams
-from torchbagua.simulation.scheduler import Scheduler
+from torchbagua.testing.simulation.cluster import Cluster, Link, Streams
+from torchbagua.testing.simulation.scheduler import Scheduler
 
 
 class Processors:

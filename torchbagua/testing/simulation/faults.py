@@ -11,7 +11,7 @@ import torch
 
 import torchbagua as tb
 from torchbagua import _concurrency
-from torchbagua.simulation.run import Rank, Simulation
+from torchbagua.testing.simulation.run import Rank, Simulation
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchbagua.simulation.scheduler import Scheduler
+from torchbagua.testing.simulation.scheduler import Scheduler
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
 

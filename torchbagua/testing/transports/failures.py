@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from torchbagua.testing.transports.member import Member, Mismatch, SuiteThread
 from torchbagua.transport.base import COLLECTIVES, Transport, TransportError
-from torchbagua.transport.suite.member import Member, Mismatch, SuiteThread
 
 _EARLIEST = 0.8  # a fraction of the timeout: socket clocks are coarse
 _THREADS_END_WITHIN_S = 2.0

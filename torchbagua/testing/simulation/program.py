@@ -10,10 +10,10 @@ import torch
 
 import torchbagua as tb
 from torchbagua import _concurrency
-from torchbagua.simulation.faults import UserCode
-from torchbagua.simulation.residuals import GradientSums
-from torchbagua.simulation.run import Rank
-from torchbagua.simulation.shards import SimulatedShards
+from torchbagua.testing.simulation.faults import UserCode
+from torchbagua.testing.simulation.residuals import GradientSums
+from torchbagua.testing.simulation.run import Rank
+from torchbagua.testing.simulation.shards import SimulatedShards
 from torchbagua.training.fsdp2.checks import shard_codecs
 
 BUCKET_ELEMENTS = 100

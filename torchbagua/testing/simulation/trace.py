@@ -5,8 +5,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from torchbagua.simulation.run import Simulation
-from torchbagua.simulation.scheduler import SimulatedThread
+from torchbagua.testing.simulation.run import Simulation
+from torchbagua.testing.simulation.scheduler import SimulatedThread
 
 _US_PER_S = 1e6
 

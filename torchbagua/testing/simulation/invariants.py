@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import torchbagua as tb
-from torchbagua.simulation.faults import FROM_THE_START, HARMLESS, UserError
-from torchbagua.simulation.program import Record, train
-from torchbagua.simulation.residuals import lost_gradients
-from torchbagua.simulation.run import Outcome, Simulation
+from torchbagua.testing.simulation.faults import FROM_THE_START, HARMLESS, UserError
+from torchbagua.testing.simulation.program import Record, train
+from torchbagua.testing.simulation.residuals import lost_gradients
+from torchbagua.testing.simulation.run import Outcome, Simulation
 from torchbagua.transport.store_requests import REQUEST_THREAD
 
 if TYPE_CHECKING:
-    from torchbagua.simulation.trial import Trial
+    from torchbagua.testing.simulation.trial import Trial
 
 # A whole run without faults takes less. A rank that notices the failure of another one at once does so in this time.
 AT_ONCE_S = 3.0

@@ -12,7 +12,7 @@ from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.runner import Runner
-from torchbagua.simulation.ddp import Compute
+from torchbagua.testing.simulation.ddp import Compute
 from torchbagua.training.fsdp2.bounded import GatherRunner
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart, Row

@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchbagua.testing.transports import failures
+from torchbagua.testing.transports.collectives import COLLECTIVE_CHECKS, check_collectives_in_turn, check_torch_group
+from torchbagua.testing.transports.member import Member, Mismatch, OtherMemberFailed, SuiteThread, TransportFault
+from torchbagua.testing.transports.messages import MESSAGE_CHECKS
 from torchbagua.transport.base import COLLECTIVES, Abilities, Members, Transport, TransportMaker
 from torchbagua.transport.gloo import gloo_group
-from torchbagua.transport.suite import failures
-from torchbagua.transport.suite.collectives import COLLECTIVE_CHECKS, check_collectives_in_turn, check_torch_group
-from torchbagua.transport.suite.member import Member, Mismatch, OtherMemberFailed, SuiteThread, TransportFault
-from torchbagua.transport.suite.messages import MESSAGE_CHECKS
 
 Check = Callable[[Member], None]
 

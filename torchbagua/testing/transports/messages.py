@@ -4,8 +4,8 @@ import time
 
 import torch
 
+from torchbagua.testing.transports.member import Member, SuiteThread
 from torchbagua.transport.base import Transport, TransportError
-from torchbagua.transport.suite.member import Member, SuiteThread
 
 _DTYPES = (
     torch.uint8,

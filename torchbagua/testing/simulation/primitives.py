@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchbagua.simulation.scheduler import Scheduler, SimulatedThread
+from torchbagua.testing.simulation.scheduler import Scheduler, SimulatedThread
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchbagua.simulation.network import Channel, Network
+from torchbagua.testing.simulation.network import Channel, Network
 from torchbagua.transport.base import Abilities, Members, Transport, TransportError, TransportMaker, bytes_of
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.store_requests import SilentStoreError, StoreRequests

@@ -17,14 +17,14 @@ import torchbagua as tb
 from torchbagua import _concurrency
 from torchbagua._torch import group_without_effect
 from torchbagua.observe.events import Observer
-from torchbagua.simulation.cluster import Cluster
-from torchbagua.simulation.ddp import SimulatedDdp
-from torchbagua.simulation.network import Network
-from torchbagua.simulation.primitives import Primitives
-from torchbagua.simulation.processors import Processors
-from torchbagua.simulation.scheduler import Deadlock, Ended, Scheduler
-from torchbagua.simulation.store import SimulatedStore
-from torchbagua.simulation.transport import transports_over
+from torchbagua.testing.simulation.cluster import Cluster
+from torchbagua.testing.simulation.ddp import SimulatedDdp
+from torchbagua.testing.simulation.network import Network
+from torchbagua.testing.simulation.primitives import Primitives
+from torchbagua.testing.simulation.processors import Processors
+from torchbagua.testing.simulation.scheduler import Deadlock, Ended, Scheduler
+from torchbagua.testing.simulation.store import SimulatedStore
+from torchbagua.testing.simulation.transport import transports_over
 
 T = TypeVar("T")
 

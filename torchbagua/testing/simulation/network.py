@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from torchbagua.simulation.cluster import Cluster, Link, Streams
-from torchbagua.simulation.scheduler import Scheduler
+from torchbagua.testing.simulation.cluster import Cluster, Link, Streams
+from torchbagua.testing.simulation.scheduler import Scheduler
 from torchbagua.transport.base import TransportError, bytes_of
 
 Key = tuple[int, int, int]

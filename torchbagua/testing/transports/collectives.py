@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from torchbagua.transport.suite.member import Member, Mismatch
+from torchbagua.testing.transports.member import Member, Mismatch
 
 
 def check_all_to_all(member: Member) -> None:
