@@ -70,7 +70,7 @@ class Training:
             width=size.width, num_layers=size.num_layers, num_heads=size.num_heads, vocabulary=size.vocabulary
         ).to(device)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._runner: tb.Runner | None = None
+        self._runner: tb.extend.Runner | None = None
         if is_ddp:
             group = dist.group.WORLD
             assert group is not None

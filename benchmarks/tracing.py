@@ -39,7 +39,7 @@ STEPS_PER_POINT = 10
 WIDTH, NUM_LAYERS, BUCKET_CAP_MB = 512, 24, 8  # 6.3 M parameters
 
 
-def contestants(folder: Path) -> dict[str, list[tb.Observer]]:
+def contestants(folder: Path) -> dict[str, list[tb.observe.Observer]]:
     """Return the observers of each copy of the model."""
     traces = [tb.observe.TensorBoardTrace(folder, STEPS_PER_POINT), tb.observe.PerfettoTrace(folder)]
     return {
@@ -53,7 +53,7 @@ def contestants(folder: Path) -> dict[str, list[tb.Observer]]:
 class Trainer:
     """One copy of the model, and its training."""
 
-    def __init__(self, observers: Sequence[tb.Observer]) -> None:
+    def __init__(self, observers: Sequence[tb.observe.Observer]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)

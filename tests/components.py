@@ -14,10 +14,10 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 
 T = TypeVar("T")
-Append = Callable[[Any, tb.BaguaBucket], object]
+Append = Callable[[Any, tb.extend.BaguaBucket], object]
 
 
-def append_nothing(component: object, bucket: tb.BaguaBucket) -> None:
+def append_nothing(component: object, bucket: tb.extend.BaguaBucket) -> None:
     """Leave the bucket without operations."""
 
 
@@ -25,14 +25,14 @@ def append_nothing(component: object, bucket: tb.BaguaBucket) -> None:
 class GradientComponent(tb.Algorithm):
     """A gradient algorithm whose impl has one component, from `make`; `append` appends its operations to buckets."""
 
-    make: Callable[[tb.Runner], Any] = field(repr=False)
+    make: Callable[[tb.extend.Runner], Any] = field(repr=False)
     append: Append = field(default=append_nothing, repr=False)
     codec: Compressor = field(default_factory=Identity)
 
     def make_codec(self) -> Compressor:
         return self.codec
 
-    def make_impl(self, runner: tb.Runner) -> "ComponentImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "ComponentImpl":
         return ComponentImpl(runner)
 
 
@@ -40,7 +40,7 @@ class GradientComponent(tb.Algorithm):
 class WeightComponent(ModelAveragingAlgorithm):
     """A weight algorithm whose impl has one component, with the arguments of `GradientComponent`."""
 
-    make: Callable[[tb.Runner], Any] = field(repr=False)
+    make: Callable[[tb.extend.Runner], Any] = field(repr=False)
     append: Append = field(default=append_nothing, repr=False)
     codec: Compressor = field(default_factory=Identity)
     compression: str | None = None
@@ -48,18 +48,18 @@ class WeightComponent(ModelAveragingAlgorithm):
     def make_codec(self) -> Compressor:
         return self.codec
 
-    def make_impl(self, runner: tb.Runner) -> "ComponentImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "ComponentImpl":
         return ComponentImpl(runner)
 
 
 class ComponentImpl(tb.AlgorithmImpl):
     """The impl of an algorithm with one component."""
 
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
         self.component = self.algorithm.make(runner)
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         self.algorithm.append(self.component, bucket)
 
 
@@ -70,8 +70,8 @@ def running(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     module: torch.nn.Module | None = None,
-    observers: Sequence[tb.Observer] = (),
-) -> Iterator[tuple[tb.Runner, Any]]:
+    observers: Sequence[tb.observe.Observer] = (),
+) -> Iterator[tuple[tb.extend.Runner, Any]]:
     """Yield a runner and its component until the block ends; weight algorithms have the buckets of `module`."""
     runner = algorithm.reify(group, optimizer=optimizer, observers=observers)
     try:
@@ -83,12 +83,12 @@ def running(
 
 
 def backward(
-    runner: tb.Runner,
+    runner: tb.extend.Runner,
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     *,
     has_joined: bool = False,
-) -> tb.BaguaBucket:
+) -> tb.extend.BaguaBucket:
     """Do what a synchronized backward of a DDP with one bucket of these gradients does; averages become `.grad`."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     for parameter in parameters:

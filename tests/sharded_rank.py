@@ -53,7 +53,7 @@ class OwnAlgorithm(tb.Algorithm):
     def make_shard_codecs(self) -> MeanCodecs:
         return MeanCodecs(self.make_codec(), Identity())
 
-    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
         return tb.AlgorithmImpl(runner)
 
 

@@ -270,7 +270,7 @@ def test_a_failure_on_one_rank_ends_the_others(make: Make) -> None:
 def test_traces_and_the_summary(by_layer: bool) -> None:
     """Each call is a step, with its buckets, bytes and times."""
 
-    def body(group: dist.ProcessGroup) -> tuple[list[tb.CommEvent], tb.observe.Summary]:
+    def body(group: dist.ProcessGroup) -> tuple[list[tb.observe.CommEvent], tb.observe.Summary]:
         recorder, summary = tb.observe.Recorder(), tb.observe.Summary()
         with all_reduce(group, observers=[recorder, summary]) as aggregation:
             for _ in range(3):

@@ -146,7 +146,9 @@ def test_the_mean_of_snapshots_is_the_backends_sum_divided() -> None:
     def body(group: dist.ProcessGroup) -> None:
         snapshot = torch.randn(3000, generator=torch.Generator().manual_seed(group.rank()))
         parameter = torch.zeros(3000)
-        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter)
+        bucket = tb.extend.BaguaBucket(
+            "b", [tb.extend.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter
+        )
         copied = snapshot.clone()
         bucket.append_asynchronous_model_average_op(snapshot=snapshot).run()
         assert torch.equal(snapshot, copied)
@@ -161,7 +163,9 @@ def test_weights_in_bfloat16_are_summed_in_float32() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         values = torch.tensor([4.0 if group.rank() == 0 else 2**-6], dtype=torch.bfloat16)
-        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", values)], tb.BaguaProcessGroup(group), values.clone())
+        bucket = tb.extend.BaguaBucket(
+            "b", [tb.extend.BaguaTensor("w", values)], tb.BaguaProcessGroup(group), values.clone()
+        )
         bucket.append_asynchronous_model_average_op().run()
         assert bucket.flat.item() == torch.tensor((4.0 + 3 * 2**-6) / 4).bfloat16().item() != 1.0
 

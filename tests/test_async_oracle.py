@@ -58,7 +58,7 @@ class ControlledClock:
 class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
     """AsyncModelAverage with a clock that the test controls."""
 
-    def make_impl(self, runner: tb.Runner) -> AsyncModelAverageAlgorithmImpl:
+    def make_impl(self, runner: tb.extend.Runner) -> AsyncModelAverageAlgorithmImpl:
         return AsyncModelAverageAlgorithmImpl(runner, clock=ControlledClock())
 
 

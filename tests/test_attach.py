@@ -360,16 +360,16 @@ def test_a_copy_of_an_attached_module_is_independent() -> None:
 
     @dataclass(frozen=True)
     class Counting(tb.Algorithm):
-        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
             return CountingImpl(runner)
 
     class CountingImpl(tb.AlgorithmImpl):
         num_buckets = 0
 
-        def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
             bucket.append_python_op(self.count)
 
-        def count(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def count(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             self.num_buckets += 1
 
     init_default_group()

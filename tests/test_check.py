@@ -28,34 +28,34 @@ pytestmark = [pytest.mark.usefixtures("on_one_core"), pytest.mark.filterwarnings
 class OneOperation(tb.Algorithm):
     """A mean of gradients, and an operation that follows it. Without fields, ranks compare nothing of it."""
 
-    def __init__(self, operation: Callable[[tb.BaguaBucket, tb.BaguaProcessGroup], object]) -> None:
+    def __init__(self, operation: Callable[[tb.extend.BaguaBucket, tb.BaguaProcessGroup], object]) -> None:
         self.operation = operation
 
-    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
         return OneOperationImpl(runner)
 
 
 class OneOperationImpl(tb.AlgorithmImpl):
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
         bucket.append_python_op(self.algorithm.operation)
 
 
-def diverge(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def diverge(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     bucket.flat.add_(group.rank)
 
 
-def leave_a_thread(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def leave_a_thread(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     _concurrency.Thread(target=lambda: _concurrency.sleep(1000), name="forgotten").start()
 
 
-def send_to_nobody(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def send_to_nobody(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     if group.rank == 0:
         group.world.post("sending to", 1, bucket.flat, tag=99, purpose="a test")
         group.world.wait("sending to", 1, tag=99, purpose="a test")
 
 
-def send_too_much(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def send_too_much(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     received = torch.empty(7 + group.rank, dtype=torch.uint8)
     group.world.post("receiving from", 1 - group.rank, received, tag=99, purpose="a test")
     group.world.post("sending to", 1 - group.rank, received.clone(), tag=99, purpose="a test")
@@ -63,21 +63,21 @@ def send_too_much(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     group.world.wait("sending to", 1 - group.rank, tag=99, purpose="a test")
 
 
-def take_long(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def take_long(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     _concurrency.sleep(1)
 
 
-def fail(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def fail(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     raise ValueError("a test")
 
 
-def wait_for_ever(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def wait_for_ever(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     lock = _concurrency.Lock()
     lock.acquire()
     lock.acquire()
 
 
-def look_again_and_again(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def look_again_and_again(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     while True:
         _concurrency.sleep(0)
 
@@ -96,7 +96,7 @@ def look_again_and_again(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) ->
     ],
 )
 def test_check_reports_what_must_not_happen(
-    operation: Callable[[tb.BaguaBucket, tb.BaguaProcessGroup], object], message: str
+    operation: Callable[[tb.extend.BaguaBucket, tb.BaguaProcessGroup], object], message: str
 ) -> None:
     subject = Subject(lambda _: OneOperation(operation), sizes=(2,), faults=("none",))
     with pytest.raises(Violation, match=message) as raised:

@@ -58,7 +58,7 @@ def test_long_tensor_if_a_node_has_one_rank() -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         bagua_group = tb.BaguaProcessGroup(group, nodes=[0, 0, 1])
         flat = torch.full((300_000,), 3.0 * group.rank())
-        bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", flat)], bagua_group, flat)
+        bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", flat)], bagua_group, flat)
         return bucket.append_centralized_synchronous_op(hierarchical=True).run()
 
     assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
@@ -68,7 +68,9 @@ def test_long_tensor_if_a_node_has_one_rank() -> None:
 def test_tensor_of_fewer_blocks_than_ranks(compression: str | None) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         flat = torch.full((3,), 3.0 * group.rank())
-        bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", flat)], tb.BaguaProcessGroup(group), flat)
+        bucket = tb.extend.BaguaBucket(
+            "numbers", [tb.extend.BaguaTensor("weight", flat)], tb.BaguaProcessGroup(group), flat
+        )
         return bucket.append_centralized_synchronous_op(compression=compression).run()
 
     assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
@@ -200,8 +202,10 @@ def test_compressed_mean_equals_the_oracle(
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         flat = rows[group.rank()].clone()
-        tensors = [tb.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)]
-        bucket = tb.BaguaBucket("numbers", tensors, tb.BaguaProcessGroup(group, nodes=nodes), flat)
+        tensors = [
+            tb.extend.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)
+        ]
+        bucket = tb.extend.BaguaBucket("numbers", tensors, tb.BaguaProcessGroup(group, nodes=nodes), flat)
         return bucket.append_centralized_synchronous_op(
             hierarchical=True, compression=compression, intra_compression=intra_compression
         ).run()
@@ -219,11 +223,13 @@ def test_the_ring_in_4_bits_equals_the_oracle() -> None:
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         flat = torch.zeros(sum(segments))
-        tensors = [tb.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)]
+        tensors = [
+            tb.extend.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)
+        ]
         bagua_group = tb.BaguaProcessGroup(group)
-        bucket = tb.BaguaBucket("weights", tensors, bagua_group, flat)
+        bucket = tb.extend.BaguaBucket("weights", tensors, bagua_group, flat)
         replicas = [torch.zeros_like(flat) for _ in range(3)]
-        first = tb.BaguaBucket("weights", tensors, bagua_group, flat)
+        first = tb.extend.BaguaBucket("weights", tensors, bagua_group, flat)
         first.append_low_precision_decentralized_synchronous_op(*replicas, compression=None)
         bucket.append_low_precision_decentralized_synchronous_op(*replicas, compression="minmax_uint4")
         results = []
@@ -245,7 +251,7 @@ def test_events_count_the_payload() -> None:
     """ByteGrad's volume: 2 (n-1)/n bytes an element, and headers. All fields of the events agree on it."""
     num_elements, size = 3 * 2048 * 4, 3
 
-    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+    def body(group: dist.ProcessGroup) -> list[tb.observe.CommEvent]:
         recorder = tb.observe.Recorder()
         bagua_group = tb.BaguaProcessGroup(group, observers=[recorder])
         spec = TensorSpec((num_elements,), torch.float32, torch.device("cpu"), "gradients")
@@ -380,7 +386,7 @@ def test_a_rank_that_fails_between_the_phases_ends_the_other_ranks_at_once() -> 
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=40))
         flat = torch.ones(3000)
-        bucket = tb.BaguaBucket("gradients", [tb.BaguaTensor("weight", flat)], bagua_group, flat)
+        bucket = tb.extend.BaguaBucket("gradients", [tb.extend.BaguaTensor("weight", flat)], bagua_group, flat)
         bucket.append_centralized_synchronous_op(compression=FailsInTheMiddle(fails=group.rank() == 1))
         lane = Lane("failing", on_failure=bagua_group.close)
         start = time.monotonic()

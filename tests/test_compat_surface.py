@@ -11,7 +11,10 @@ import pytest
 import torchbagua
 
 COMPAT = Path(torchbagua.__file__).parent / "compat"
-PUBLIC = ["torchbagua", *(f"torchbagua.{name}" for name in ("algorithms", "codecs", "collectives", "fsdp", "observe"))]
+PUBLIC = [
+    "torchbagua",
+    *(f"torchbagua.{name}" for name in ("algorithms", "codecs", "collectives", "extend", "fsdp", "observe")),
+]
 OWN = "torchbagua.compat"
 
 

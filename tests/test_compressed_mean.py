@@ -39,7 +39,7 @@ def means(
 ) -> tuple[list[torch.Tensor], Any, list[str]]:
     """Return the mean that all ranks receive in each step, and rank 0's state and names of operations."""
 
-    def make(runner: tb.Runner) -> CompressedMean:
+    def make(runner: tb.extend.Runner) -> CompressedMean:
         feedback = ErrorFeedback(runner, residual_state("a test")) if has_feedback else None
         return CompressedMean(codecs, average, feedback)
 

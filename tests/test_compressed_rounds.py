@@ -27,12 +27,12 @@ CODEC = "minmax_uint8"
 class Component:
     """The means and the weights; `is_compressed`: whether differences are compressed."""
 
-    def __init__(self, runner: tb.Runner, *, is_compressed: bool) -> None:
+    def __init__(self, runner: tb.extend.Runner, *, is_compressed: bool) -> None:
         self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
         self.means = SnapshotMeans()
         self.is_compressed = is_compressed
 
-    def append(self, bucket: tb.BaguaBucket) -> None:
+    def append(self, bucket: tb.extend.BaguaBucket) -> None:
         assert isinstance(bucket, WeightBucket)
         bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
         if self.is_compressed:
@@ -42,7 +42,7 @@ class Component:
 class Rounds:
     """Rounds of one rank over one bucket."""
 
-    def __init__(self, rank: int, runner: tb.Runner, component: Component) -> None:
+    def __init__(self, rank: int, runner: tb.extend.Runner, component: Component) -> None:
         self.rank = rank
         self.runner = runner
         self.means = component.means
@@ -62,7 +62,7 @@ def snapshot(rank: int, number: int) -> torch.Tensor:
 
 
 def on_ranks(size: int, body: Any, *, is_compressed: bool = True) -> list[Any]:
-    def make(runner: tb.Runner) -> Component:
+    def make(runner: tb.extend.Runner) -> Component:
         return Component(runner, is_compressed=is_compressed)
 
     algorithm = WeightComponent(make=make, append=Component.append, codec=MinMaxUInt8())

@@ -115,7 +115,7 @@ def test_each_rank_sends_its_shard() -> None:
     """A rank sends half of its node's data to the other node, and only in steps with a round."""
     on, num_elements = NODES["2 x 2"], 1 << 15
 
-    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+    def body(group: dist.ProcessGroup) -> list[tb.observe.CommEvent]:
         ddp = DistributedDataParallel(nn.Linear(128, num_elements // 128, bias=False), process_group=group)
         optimizer, recorder = torch.optim.SGD(ddp.parameters(), lr=0.01), Recorder()
         algorithm = tb.DiLoCoAlgorithm(H, final_average=False)

@@ -277,12 +277,12 @@ def test_other_dtypes_are_refused_by_name(name: str, dtype: torch.dtype) -> None
 def test_buckets_refuse_dtypes_that_they_cannot_send() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
-        tensors = [tb.BaguaTensor("weight", torch.zeros(4, dtype=torch.float64))]
-        bucket = tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.float64))
+        tensors = [tb.extend.BaguaTensor("weight", torch.zeros(4, dtype=torch.float64))]
+        bucket = tb.extend.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.float64))
         with pytest.raises(ValueError, match=r"must be a codec that encodes torch\.float64, or None .* MinMax"):
             bucket.append_centralized_synchronous_op(compression="minmax_uint8")
         with pytest.raises(ValueError, match=r"flat must be real, with complex numbers as pairs, got torch\.complex64"):
-            tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
+            tb.extend.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
 
     run_ranks(1, body)
 

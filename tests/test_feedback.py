@@ -20,8 +20,8 @@ from torchbagua.runtime.parameter_state import residual_state
 SHAPES = [(5, 7), (11,)]
 
 
-def append_mean(feedback: ErrorFeedback[Any], bucket: tb.BaguaBucket) -> None:
-    def append(part: tb.BaguaBucket) -> None:
+def append_mean(feedback: ErrorFeedback[Any], bucket: tb.extend.BaguaBucket) -> None:
+    def append(part: tb.extend.BaguaBucket) -> None:
         residuals = feedback.state.of_bucket(part)
         part.append_centralized_synchronous_op(hierarchical=False, compression=Cast(), error_feedback=residuals)
 
@@ -36,7 +36,9 @@ ALGORITHM = GradientComponent(
 class Rank:
     """Parameters of one rank, and a runner that averages their gradients with error feedback."""
 
-    def __init__(self, group: dist.ProcessGroup, runner: tb.Runner, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, runner: tb.extend.Runner, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
         self.number = group.rank()
         self.runner = runner
         self.parameters = parameters

@@ -34,12 +34,12 @@ class Parts(nn.Module):
 class Component:
     """The warm-up, and the weights whose gradients it averages."""
 
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
         self.warm_up = GradientWarmUp(self.weights, runner.process_group)
 
 
-def append(component: Component, bucket: tb.BaguaBucket) -> None:
+def append(component: Component, bucket: tb.extend.BaguaBucket) -> None:
     assert isinstance(bucket, WeightBucket)
     bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
 

@@ -125,8 +125,8 @@ def test_the_order_of_a_sum_over_nodes() -> None:
 
     def body(group: tb.BaguaProcessGroup) -> list[torch.Tensor]:
         own = given[group.rank]
-        bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", own)], group, own.clone())
-        flat_bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", own)], group, own.clone())
+        bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", own)], group, own.clone())
+        flat_bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", own)], group, own.clone())
         return [
             group.all_reduce(own.clone()),
             bucket.append_centralized_synchronous_op(average=False).run(),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import torchbagua as tb
 from source_tree import REPOSITORY
 
 PACKAGE = REPOSITORY / "torchbagua"
@@ -127,9 +128,20 @@ def test_nothing_imports_compat() -> None:
 
 def test_the_root_has_packages_and_few_small_modules() -> None:
     modules = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py")}
-    assert {name for name in modules if not name.startswith("_")} == {"version.py"}
+    assert {name for name in modules if not name.startswith("_")} == {"extend.py", "version.py"}
     small = {name: length for name, length in modules.items() if name not in ("__init__.py", "_torch.py")}
     assert max(small.values()) <= 80, small
+
+
+def test_the_root_has_few_names() -> None:
+    named = {name: getattr(tb, name) for name in tb.__all__}
+    algorithms = {
+        name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, tb.Algorithm)
+    }
+    others = named.keys() - algorithms.keys() - {"QAdamOptimizer", "__version__"} | {"Algorithm"}
+    assert len(others) <= 14, others
+    full_names = [name for name in algorithms if name.endswith("Algorithm") and name != "Algorithm"]
+    assert [name for name in full_names if algorithms[name.removesuffix("Algorithm")] is not algorithms[name]] == []
 
 
 def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:

@@ -19,7 +19,7 @@ MOMENTUM = 0.9
 SHAPES = [(5, 7), (11,)]
 
 
-def append(feedback: ErrorFeedback[Any], bucket: tb.BaguaBucket) -> None:
+def append(feedback: ErrorFeedback[Any], bucket: tb.extend.BaguaBucket) -> None:
     feedback.append(bucket, partial(append_local_momentum, feedback.state))
 
 

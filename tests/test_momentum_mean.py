@@ -59,7 +59,7 @@ def on_ranks(
     def run(group: dist.ProcessGroup) -> Any:
         rank = Rank()
 
-        def make(runner: tb.Runner) -> MomentumMean:
+        def make(runner: tb.extend.Runner) -> MomentumMean:
             runner.needs_grad_scaler = True
             residuals = None
             if has_feedback:
@@ -110,7 +110,7 @@ class Formula:
 @pytest.mark.parametrize("has_feedback", [False, True])
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
 def test_it_equals_the_formula(size: int, nodes: list[int] | None, has_feedback: bool) -> None:
-    def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[tuple[Any, Any]]:
+    def body(number: int, rank: Rank, runner: tb.extend.Runner, average: Any) -> list[tuple[Any, Any]]:
         seen = []
         for step in range(3):
             before = rank.momenta
@@ -135,7 +135,7 @@ def test_one_pass_is_bitwise_equal_to_separate_operations(monkeypatch: pytest.Mo
     def gradients_of_steps(longest_block: int) -> Any:
         monkeypatch.setattr(q_adam, "_LONGEST_BLOCK", longest_block)
 
-        def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[torch.Tensor]:
+        def body(number: int, rank: Rank, runner: tb.extend.Runner, average: Any) -> list[torch.Tensor]:
             runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
             seen = []
             for step in range(3):
@@ -153,7 +153,7 @@ def test_the_loss_scale_is_in_gradients_and_not_in_momenta() -> None:
     """A power of two changes no bit of the sent values."""
 
     def with_scale(scale: float) -> Any:
-        def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[torch.Tensor]:
+        def body(number: int, rank: Rank, runner: tb.extend.Runner, average: Any) -> list[torch.Tensor]:
             runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
             found = average([gradient * scale for gradient in gradients(number, 0)])
             return [gradient / scale for gradient in found]
@@ -169,7 +169,7 @@ def test_the_loss_scale_is_in_gradients_and_not_in_momenta() -> None:
 def test_a_rank_that_has_joined_adopts_the_momenta_of_the_others(has_feedback: bool) -> None:
     """It adopts the momenta of the steps that the others take: they skip a step that is not finite."""
 
-    def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[Any]:
+    def body(number: int, rank: Rank, runner: tb.extend.Runner, average: Any) -> list[Any]:
         seen = []
         for step in range(4):
             has_joined = number == 1 and step > 0

@@ -26,7 +26,7 @@ class Failing:
     def __init__(self) -> None:
         self.num_heard = 0
 
-    def on_comm(self, event: tb.CommEvent) -> None:
+    def on_comm(self, event: tb.observe.CommEvent) -> None:
         self.num_heard += 1
         if self.num_heard == 3:
             raise KeyError("of the user's")
@@ -95,7 +95,7 @@ def test_observers_are_called_one_at_a_time() -> None:
             self.lock = threading.Lock()
             self.threads: set[str] = set()
 
-        def on_comm(self, event: tb.CommEvent) -> None:
+        def on_comm(self, event: tb.observe.CommEvent) -> None:
             assert self.lock.acquire(blocking=False), "called while it is called"
             self.threads.add(threading.current_thread().name)
             self.lock.release()
@@ -141,7 +141,7 @@ def test_a_trace_of_a_user_need_not_override_anything() -> None:
         compares_clocks = on_start = on_end = "mine"
         num_heard = 0
 
-        def on_comm(self, event: tb.CommEvent) -> None:
+        def on_comm(self, event: tb.observe.CommEvent) -> None:
             self.num_heard += 1
 
     odd = [Odd(), Odd()]

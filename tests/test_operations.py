@@ -8,13 +8,15 @@ import torchbagua as tb
 from ranks import run_ranks
 
 
-def halve(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def halve(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
     bucket.flat.div_(2)
 
 
-def bucket_of(group: dist.ProcessGroup, num_elements: int = 6) -> tb.BaguaBucket:
+def bucket_of(group: dist.ProcessGroup, num_elements: int = 6) -> tb.extend.BaguaBucket:
     parameter = torch.full((num_elements,), float(group.rank() + 1))
-    return tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone())
+    return tb.extend.BaguaBucket(
+        "b", [tb.extend.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone()
+    )
 
 
 def test_operations_are_named_in_reprs_and_profiles() -> None:
@@ -71,7 +73,7 @@ def test_the_ring_runs_in_two_parts() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("topology", ["all", "shift_one", tb.topology.Ring()])
-def test_a_mean_may_be_written_in_place(topology: str | tb.Topology, in_place: bool) -> None:
+def test_a_mean_may_be_written_in_place(topology: str | tb.extend.Topology, in_place: bool) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         bucket = bucket_of(group, num_elements=5000)
         mean = bucket.flat if in_place else torch.zeros(5000)
@@ -88,7 +90,9 @@ def test_a_mean_may_be_written_in_place(topology: str | tb.Topology, in_place: b
 def test_replicas_and_peer_weights_that_do_not_fit() -> None:
     def body(group: dist.ProcessGroup) -> None:
         parameter = torch.zeros(6)
-        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone())
+        bucket = tb.extend.BaguaBucket(
+            "b", [tb.extend.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone()
+        )
         with pytest.raises(
             ValueError, match=r"peer_weight must be contiguous, torch\.float32, \[6\], got torch\.float16"
         ):

@@ -33,12 +33,12 @@ BFLOAT16 = InFloat32()
 class Component:
     """Residuals of weights; a flat tensor contains the outer gradients, sent in bfloat16 if they are float32."""
 
-    def __init__(self, runner: tb.Runner, nodes: Sequence[int] | None, *, has_feedback: bool) -> None:
+    def __init__(self, runner: tb.extend.Runner, nodes: Sequence[int] | None, *, has_feedback: bool) -> None:
         self.runner = runner
         self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
         self.residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
 
-    def append(self, bucket: tb.BaguaBucket) -> None:
+    def append(self, bucket: tb.extend.BaguaBucket) -> None:
         assert isinstance(bucket, WeightBucket)
         residuals = self.residuals.of_bucket(bucket, bucket)
         codec = self.runner.codec_for(bucket)
@@ -75,7 +75,7 @@ def on_ranks(
     codec: str | None = "bfloat16",
     bucket_cap_mb: float = SMALL,
 ) -> list[Any]:
-    def make(runner: tb.Runner) -> Component:
+    def make(runner: tb.extend.Runner) -> Component:
         return Component(runner, nodes, has_feedback=has_feedback)
 
     algorithm = WeightComponent(

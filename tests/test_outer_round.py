@@ -42,7 +42,7 @@ class Shared(nn.Module):
 class Component:
     """A round, and the objects it works with."""
 
-    def __init__(self, runner: tb.Runner, *, overlaps: bool, num_fragments: int, has_feedback: bool) -> None:
+    def __init__(self, runner: tb.extend.Runner, *, overlaps: bool, num_fragments: int, has_feedback: bool) -> None:
         self.tracer = runner.tracer
         self.recorder = Recorder()
         self.rounds = SynchronousRounds(runner, runner.algorithm)
@@ -55,7 +55,7 @@ class Component:
             self.rounds, self.shadow, self.residuals, self.fragments, runner.tracer, overlaps=overlaps
         )
 
-    def append(self, bucket: tb.BaguaBucket) -> None:
+    def append(self, bucket: tb.extend.BaguaBucket) -> None:
         assert isinstance(bucket, WeightBucket)
         if not self.shadow.tensors:  # this is the first bucket
             self.fragments.assign([tensor for each in self.weights if not each.are_buffers for tensor in each.tensors])
@@ -72,7 +72,7 @@ class Component:
 
 
 def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False) -> list[Any]:
-    def make(runner: tb.Runner) -> Component:
+    def make(runner: tb.extend.Runner) -> Component:
         return Component(runner, overlaps=overlaps, num_fragments=num_fragments, has_feedback=has_feedback)
 
     codec = Cast() if has_feedback else Identity()

@@ -80,13 +80,13 @@ def test_attach_and_the_standalone_hook_train_the_same_weights() -> None:
 
 def test_impl_and_registered_algorithm_are_checked() -> None:
     class Forgetful(tb.Algorithm):
-        def make_impl(self, runner: tb.Runner) -> None:
+        def make_impl(self, runner: tb.extend.Runner) -> None:
             tb.AlgorithmImpl(runner)
 
     with pytest.raises(TypeError, match=r"Forgetful.make_impl must return an AlgorithmImpl, got None"):
         run_ranks(1, lambda group: Forgetful().reify(group))
     with pytest.raises(TypeError, match="register: algorithm must be a class or a function that returns one, got 5"):
-        tb.register("five", 5)
+        tb.extend.register("five", 5)
 
 
 @pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm, tb.GradientAllReduceAlgorithm])
@@ -98,19 +98,21 @@ def test_flags_must_be_booleans(algorithm: type[tb.Algorithm]) -> None:
 
 
 def test_flat_tensor_of_another_length_is_refused() -> None:
-    tensors = [tb.BaguaTensor("weight", torch.zeros(5))]
+    tensors = [tb.extend.BaguaTensor("weight", torch.zeros(5))]
     for flat, got in ((torch.zeros(8), r"\[8\]"), (torch.zeros(10)[::2], r"non-contiguous \[5\]")):
         with pytest.raises(ValueError, match=rf"flat must be contiguous, .* length of its tensors, \[5\], got {got}"):
-            run_ranks(1, lambda group, flat=flat: tb.BaguaBucket("b", tensors, tb.BaguaProcessGroup(group), flat))
+            run_ranks(
+                1, lambda group, flat=flat: tb.extend.BaguaBucket("b", tensors, tb.BaguaProcessGroup(group), flat)
+            )
 
 
 def test_python_op_that_raises_fails_the_step() -> None:
     class FailingImpl(SignSGDImpl):
-        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def vote(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             raise ZeroDivisionError("in the user's operation")
 
     class FailingAlgorithm(tb.Algorithm):
-        def make_impl(self, runner: tb.Runner) -> FailingImpl:
+        def make_impl(self, runner: tb.extend.Runner) -> FailingImpl:
             return FailingImpl(runner)
 
     model = build(Tower)
@@ -123,7 +125,7 @@ def test_python_op_that_fails_after_communicating_fails_the_other_ranks_at_once(
     """Objects that its frames reference must not keep the connections open until the timeout."""
 
     class FailingImpl(SignSGDImpl):
-        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def vote(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             private = group.world.torch_group
             dist.all_reduce(bucket.flat, group=private)
             if private.rank() == 1:
@@ -131,7 +133,7 @@ def test_python_op_that_fails_after_communicating_fails_the_other_ranks_at_once(
             dist.all_reduce(bucket.flat, group=private)
 
     class FailingAlgorithm(tb.Algorithm):
-        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
             return FailingImpl(runner)
 
     seconds: dict[int, float] = {}
@@ -153,16 +155,16 @@ def test_failure_closes_the_group_of_every_operation() -> None:
     """Also a group that the impl does not own: peers that wait on it fail at once."""
 
     class TwoGroupsImpl(SignSGDImpl):
-        def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
             bucket.append_python_op(self.fail_on_one_rank)
             bucket.append_centralized_synchronous_op(group=self.second_group)
 
-        def fail_on_one_rank(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def fail_on_one_rank(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             if group.rank == 1:
                 raise ZeroDivisionError("on one rank")
 
     class TwoGroupsAlgorithm(tb.Algorithm):
-        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
             impl = TwoGroupsImpl(runner)
             impl.second_group = runner.process_group.duplicate()
             return impl
@@ -190,9 +192,9 @@ def test_registry() -> None:
     with pytest.raises(KeyError, match=r"no algorithm is named 'bytegrade'; .*\[.*'bytegrad', 'compressed_allreduce'"):
         tb.Algorithm.init("bytegrade")
     with pytest.raises(ValueError, match="an algorithm named 'bytegrad' is already registered"):
-        tb.register("bytegrad", SignSGDAlgorithm)
+        tb.extend.register("bytegrad", SignSGDAlgorithm)
     with pytest.raises(TypeError, match="register: name must be a string, got 3"):
-        tb.register(3, SignSGDAlgorithm)
+        tb.extend.register(3, SignSGDAlgorithm)
 
 
 def test_descriptions_are_values() -> None:

@@ -42,8 +42,8 @@ def test_the_mean_of_kept_elements_is_encoded_again(size: int) -> None:
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
-        tensors = [tb.BaguaTensor(str(length), torch.zeros(length)) for length in SEGMENTS]
-        bucket = tb.BaguaBucket("bucket", tensors, own, values[group.rank()].clone())
+        tensors = [tb.extend.BaguaTensor(str(length), torch.zeros(length)) for length in SEGMENTS]
+        bucket = tb.extend.BaguaBucket("bucket", tensors, own, values[group.rank()].clone())
         mean = bucket.append_centralized_synchronous_op(compression=codec).run()
         own.close()
         return mean

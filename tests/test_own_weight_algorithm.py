@@ -52,7 +52,7 @@ def check_local_sgd(traces: list[Trace], algorithm: tb.Algorithm) -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
 @pytest.mark.parametrize("make_model", [Normed, Wide])
-def test_equals_the_oracle(make_model: type[torch.nn.Module], topology: tb.Topology) -> None:
+def test_equals_the_oracle(make_model: type[torch.nn.Module], topology: tb.extend.Topology) -> None:
     """Bitwise in every step, for buffers and all dtypes; after detach, all ranks have equal weights."""
     model, algorithm = build(make_model), LocalSGD(2, topology)
     check_local_sgd(run_ranks(4, lambda group: train(group, model, algorithm, num_steps=6)), algorithm)

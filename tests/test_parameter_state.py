@@ -30,14 +30,14 @@ class LowRankAlgorithm(tb.Algorithm):
 
     rank: int = 2
 
-    def make_impl(self, runner: tb.Runner) -> "LowRankImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "LowRankImpl":
         return LowRankImpl(runner)
 
 
 class LowRankImpl(tb.AlgorithmImpl):
     algorithm: LowRankAlgorithm
 
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
         shapes = {"residual": None, "factor": self.factor_shape}
         self.parameter_state = runner.keep(ParameterState("LowRankAlgorithm", self.make_state, shapes))
@@ -47,7 +47,9 @@ class LowRankImpl(tb.AlgorithmImpl):
         columns = parameter.numel() // max(1, parameter.shape[0]) if parameter.dim() > 1 else 0
         return (columns if min(columns, *parameter.shape[:1]) >= self.algorithm.rank else 0), self.algorithm.rank
 
-    def make_state(self, bucket: tb.BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> "LowRankState":
+    def make_state(
+        self, bucket: tb.extend.BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None
+    ) -> "LowRankState":
         if held is None:
             flats = [part for _, part in bucket.parts(bucket.flat)]
             shapes = [self.factor_shape(tensor.parameter) for tensor in bucket.tensors]
@@ -57,11 +59,11 @@ class LowRankImpl(tb.AlgorithmImpl):
             ]
         return LowRankState(held)
 
-    def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         state = self.parameter_state.of_bucket(bucket)
         bucket.append_python_op(self.parameter_state.resolve_last_backward)
 
-        def average(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def average(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             for number, (tensor, part) in enumerate(bucket.parts(bucket.flat)):
                 columns, rank = self.factor_shape(tensor.parameter)
                 residual, factor = state.last[number]

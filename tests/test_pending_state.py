@@ -24,7 +24,7 @@ def on_ranks(size: int, body: Any, num_features: int = 3) -> list[Any]:
     return run_ranks(size, run)
 
 
-def save(rank: int, runner: tb.Runner, weights: tb.WeightBuckets) -> dict[str, Any]:
+def save(rank: int, runner: tb.extend.Runner, weights: tb.extend.WeightBuckets) -> dict[str, Any]:
     for number, bucket in enumerate(weights):
         bucket.difference.fill_(10 * rank + number)
         bucket.snapshot.fill_(100 + 10 * rank + number)
@@ -44,7 +44,7 @@ def test_a_loaded_state_equals_the_saved_state() -> None:
         assert state["differences"].keys() == {"weight", "bias", "running_mean", "running_var"}
         assert state["buffer_snapshots"].keys() == {"running_mean", "running_var"}
 
-    def load(rank: int, runner: tb.Runner, weights: tb.WeightBuckets) -> None:
+    def load(rank: int, runner: tb.extend.Runner, weights: tb.extend.WeightBuckets) -> None:
         load_pending_state(runner, weights, states[rank], DIFFERENCE, SNAPSHOT)
         for number, bucket in enumerate(weights):
             assert bool((bucket.difference == 10 * rank + number).all())
@@ -57,7 +57,7 @@ def test_a_loaded_state_equals_the_saved_state() -> None:
 def test_a_state_of_another_rank_or_of_other_weights_is_refused() -> None:
     states = on_ranks(2, save)
 
-    def load(rank: int, runner: tb.Runner, weights: tb.WeightBuckets) -> None:
+    def load(rank: int, runner: tb.extend.Runner, weights: tb.extend.WeightBuckets) -> None:
         own = states[rank]
         without = {key: value for key, value in own.items() if key != "buffer_snapshots"}
         fewer = {**own, "differences": {"weight": own["differences"]["weight"]}}
@@ -73,7 +73,7 @@ def test_a_state_of_another_rank_or_of_other_weights_is_refused() -> None:
 
     on_ranks(2, load)
 
-    def load_other_shapes(rank: int, runner: tb.Runner, weights: tb.WeightBuckets) -> None:
+    def load_other_shapes(rank: int, runner: tb.extend.Runner, weights: tb.extend.WeightBuckets) -> None:
         with pytest.raises(ValueError, match="weights of this module, 4 tensors, got 4; they differ in shapes"):
             load_pending_state(runner, weights, states[rank], DIFFERENCE, SNAPSHOT)
 

@@ -35,7 +35,7 @@ def begin(phases: Phases) -> tuple[bool, int | None]:
 
 
 def test_each_phase_begins_once() -> None:
-    def body(rank: int, runner: tb.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
+    def body(rank: int, runner: tb.extend.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
         assert phases.current is None
         seen = []
         for _ in range(8):
@@ -51,7 +51,7 @@ def test_each_phase_begins_once() -> None:
 def test_a_step_counts_once_for_each_optimizer_that_takes_it_together() -> None:
     """It does not count without a synchronized backward, or if GradScaler skips it without a notification."""
 
-    def body(rank: int, runner: tb.Runner, phases: Phases) -> list[int]:
+    def body(rank: int, runner: tb.extend.Runner, phases: Phases) -> list[int]:
         counts = []
         for num_passes, num_calls in ((1, 1), (1, 2), (2, 1), (1, 0), (0, 1), (1, 1)):
             for _ in range(num_passes):
@@ -70,7 +70,7 @@ def test_it_is_notified_of_the_steps_of_an_optimizer() -> None:
         parameters = [torch.nn.Parameter(torch.zeros(3))]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
 
-        def make(runner: tb.Runner) -> Phases:
+        def make(runner: tb.extend.Runner) -> Phases:
             return Phases(runner, phase_after)
 
         counts = []
@@ -88,7 +88,7 @@ def test_it_is_notified_of_the_steps_of_an_optimizer() -> None:
 def test_phases_follow_the_rank_with_the_highest_count() -> None:
     """Rank 0 misses two steps, and rank 2 one; no phase begins before a rank has counted enough steps."""
 
-    def body(rank: int, runner: tb.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
+    def body(rank: int, runner: tb.extend.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
         seen = []
         for step in range(8):
             seen.append(begin(phases))
@@ -122,7 +122,7 @@ def test_ranks_communicate_only_when_a_phase_may_begin() -> None:
 def test_a_loaded_state_continues(stop: int) -> None:
     """With the highest count of all ranks: a rank that had joined has counted fewer steps."""
 
-    def steps(rank: int, runner: tb.Runner, phases: Phases, numbers: range) -> list[tuple[bool, int | None]]:
+    def steps(rank: int, runner: tb.extend.Runner, phases: Phases, numbers: range) -> list[tuple[bool, int | None]]:
         seen = []
         for number in numbers:
             seen.append(begin(phases))
@@ -130,14 +130,14 @@ def test_a_loaded_state_continues(stop: int) -> None:
                 runner.step_taken()
         return seen
 
-    def first(rank: int, runner: tb.Runner, phases: Phases) -> tuple[Any, Any]:
+    def first(rank: int, runner: tb.extend.Runner, phases: Phases) -> tuple[Any, Any]:
         seen = steps(rank, runner, phases, range(stop))
         state = phases.state_dict()
         return state, seen + steps(rank, runner, phases, range(stop, 9))
 
     states, whole = zip(*on_ranks(2, first), strict=True)
 
-    def second(rank: int, runner: tb.Runner, phases: Phases) -> Any:
+    def second(rank: int, runner: tb.extend.Runner, phases: Phases) -> Any:
         phases.load_state_dict(states[rank])
         assert phases.num_steps == max(state["num_steps"] for state in states) == stop
         return steps(rank, runner, phases, range(stop, 9))
@@ -150,7 +150,7 @@ def test_a_loaded_state_continues(stop: int) -> None:
 
 
 def test_states_of_different_backward_passes_are_an_error_on_all_ranks() -> None:
-    def body(rank: int, runner: tb.Runner, phases: Phases) -> str:
+    def body(rank: int, runner: tb.extend.Runner, phases: Phases) -> str:
         state = {"num_backward_passes": 5 if rank == 1 else 4, "num_steps": 4}
         with pytest.raises(tb.CommunicationError, match="loading the state") as caught:
             phases.load_state_dict(state)

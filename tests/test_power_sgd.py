@@ -143,7 +143,7 @@ class Loop:
         nodes: Sequence[int] | None = None,
         scale: float | None = None,
         lr: float = 0.1,
-        observers: Sequence[tb.Observer] = (),
+        observers: Sequence[tb.observe.Observer] = (),
         **ddp_options: Any,
     ) -> None:
         self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
@@ -392,9 +392,9 @@ def test_wire_bytes(size: int, compression: str | None) -> None:
 
 class Recorder:
     def __init__(self) -> None:
-        self.events: list[tb.CommEvent] = []
+        self.events: list[tb.observe.CommEvent] = []
 
-    def on_comm(self, event: tb.CommEvent) -> None:
+    def on_comm(self, event: tb.observe.CommEvent) -> None:
         self.events.append(event)
 
 

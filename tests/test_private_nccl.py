@@ -153,8 +153,8 @@ class TorchOnCpu:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Fake NCCL, and pass the first GPU to runners as the device of every tensor."""
     fake = Nccl()
-    use_device = tb.Runner.use_device
-    monkeypatch.setattr(tb.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
+    use_device = tb.extend.Runner.use_device
+    monkeypatch.setattr(tb.extend.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
     monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device, wait: None)
     monkeypatch.setattr(choice, "has_nccl", lambda group: True)
@@ -572,7 +572,7 @@ def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_grou
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=TIMEOUT)
-        lane = tb.Runner(own, tb.ByteGradAlgorithm()).lane
+        lane = tb.extend.Runner(own, tb.ByteGradAlgorithm()).lane
         lane._side = Stream(nccl)
         flat = torch.ones(3)
         bucket = BaguaBucket("gradient bucket 0", [BaguaTensor("x", torch.nn.Parameter(flat))], own, flat)

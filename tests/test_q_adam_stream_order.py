@@ -56,13 +56,13 @@ def training(group: dist.ProcessGroup, model: torch.nn.Module, **arguments: Any)
         runner.close()
 
 
-def agreement_of(runner: tb.Runner) -> WarmupAgreement:
+def agreement_of(runner: tb.extend.Runner) -> WarmupAgreement:
     agreement = runner.impl._agreement  # type: ignore[attr-defined]
     assert isinstance(agreement, WarmupAgreement)
     return agreement
 
 
-def let_ranks_agree(runner: tb.Runner) -> None:
+def let_ranks_agree(runner: tb.extend.Runner) -> None:
     """Wait between step and backward, as a forward would, until ranks have agreed on the announcement of the step."""
     announced = agreement_of(runner)._announced
     assert announced is not None, "at the end of the step"

@@ -31,6 +31,7 @@ PUBLIC_MODULES = (
     ".codecs",
     ".collectives",
     ".compat.mlbench",
+    ".extend",
     ".fsdp",
     ".observe",
     ".testing",

@@ -23,12 +23,12 @@ from torchbagua.runtime.runner import GradientBuckets, Runner
 NO_PROGRESS: dict[str, int] = {}
 
 
-def append_mean(component: object, bucket: tb.BaguaBucket) -> None:
+def append_mean(component: object, bucket: tb.extend.BaguaBucket) -> None:
     bucket.append_centralized_synchronous_op()
 
 
-def append_feedback(feedback: ErrorFeedback[Any], bucket: tb.BaguaBucket) -> None:
-    def append(part: tb.BaguaBucket) -> None:
+def append_feedback(feedback: ErrorFeedback[Any], bucket: tb.extend.BaguaBucket) -> None:
+    def append(part: tb.extend.BaguaBucket) -> None:
         residuals = feedback.state.of_bucket(part)
         part.append_centralized_synchronous_op(compression="bfloat16", error_feedback=residuals)
 
@@ -107,7 +107,9 @@ def test_close_calls_them_once_even_if_one_raises() -> None:
 
 
 def test_a_new_bucket_replaces_those_that_share_parameters_with_it() -> None:
-    first, second, third = (tb.BaguaTensor(name, nn.Parameter(torch.ones(1))) for name in ("first", "second", "third"))
+    first, second, third = (
+        tb.extend.BaguaTensor(name, nn.Parameter(torch.ones(1))) for name in ("first", "second", "third")
+    )
     buckets: list[Any] = [SimpleNamespace(tensors=tensors) for tensors in ([first, second], [third], [second, first])]
     found = GradientBuckets()
     for bucket in buckets:

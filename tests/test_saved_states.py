@@ -255,14 +255,14 @@ class Counting(tb.Algorithm):
     start: int = 0
     names: tuple[str, ...] = ("one",)
 
-    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
         return CountingImpl(runner)
 
 
 class CountingImpl(tb.AlgorithmImpl):
     num_loads = 0
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
     def state_dict(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_the_refusal_names_the_registered_algorithms_that_take_sharded_modules(
     with pytest.raises(ValueError, match=f"{refused}ByteGradAlgorithm and CompressedAllReduceAlgorithm do$"):
         tb.attach(module, optimizer_of(module), "powersgd")
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    tb.register("own", OwnAlgorithm)
+    tb.extend.register("own", OwnAlgorithm)
     with pytest.raises(ValueError, match=r"ByteGradAlgorithm and CompressedAllReduceAlgorithm and OwnAlgorithm do$"):
         tb.attach(module, optimizer_of(module), "powersgd")
 

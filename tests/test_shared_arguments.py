@@ -10,7 +10,7 @@ from torchbagua.algorithms.base import get
 CONSTRUCTORS = [get(name) for name in tb.available_algorithms()]
 METHODS = [
     method
-    for cls in (tb.BaguaBucket, tb.BaguaProcessGroup)
+    for cls in (tb.extend.BaguaBucket, tb.BaguaProcessGroup)
     for _, method in inspect.getmembers(cls, inspect.isfunction)
 ]
 

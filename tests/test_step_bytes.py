@@ -96,7 +96,7 @@ def test_a_round_is_reported_at_the_end_of_its_step(name: str) -> None:
     def body(run: Run) -> list[int]:
         runner = run.attachment.runner
 
-        def slow(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def slow(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             time.sleep(SLOW_S)  # so that the round lasts longer than forward and backward
 
         add = runner.weights.add

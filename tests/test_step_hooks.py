@@ -19,12 +19,12 @@ from training import build
 class LoggingAlgorithm(tb.Algorithm):
     """Plain averaging that logs the calls of each method of the interface."""
 
-    def make_impl(self, runner: tb.Runner) -> "LoggingImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "LoggingImpl":
         return LoggingImpl(runner)
 
 
 class LoggingImpl(tb.AlgorithmImpl):
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
         self.log: list[str] = []
         self.resets = 0
@@ -34,7 +34,7 @@ class LoggingImpl(tb.AlgorithmImpl):
         self.resets += 1
         return self.resets == 4
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         assert module is not None
         names = [tensor.name for tensor in bucket.tensors]
         assert set(names) <= {name for name, _ in module.named_parameters()}

@@ -26,17 +26,17 @@ X = torch.ones(2, 10)
 class CountingAlgorithm(tb.Algorithm):
     """Plain averaging that records the parameters of each step."""
 
-    def make_impl(self, runner: tb.Runner) -> "CountingImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "CountingImpl":
         return CountingImpl(runner)
 
 
 class CountingImpl(tb.AlgorithmImpl):
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
         self.steps: list[list[tuple[int, ...]]] = []
         runner.on_step_taken(self.note)
 
-    def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -179,7 +179,7 @@ LOOPS = [
 def test_once_for_each_step_that_is_taken(loop: Callable[..., int], is_attached: bool) -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
-        runners: list[tb.Runner] = []
+        runners: list[tb.extend.Runner] = []
 
         def attach(optimizer: Any) -> None:
             if is_attached:
@@ -215,14 +215,16 @@ def test_a_weight_algorithm_is_notified_of_steps_too() -> None:
     class Steps(tb.Algorithm):
         averages_weights = True
 
-        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
             return StepsImpl(runner)
 
     class StepsImpl(CountingImpl):
-        def init_tensors(self, module: nn.Module) -> list[tb.BaguaTensor]:
+        def init_tensors(self, module: nn.Module) -> list[tb.extend.BaguaTensor]:
             return []
 
-        def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
+        def tensors_to_buckets(
+            self, tensors: list[tb.extend.BaguaTensor], do_flatten: bool
+        ) -> list[tb.extend.BaguaBucket]:
             return []
 
     def body(group: dist.ProcessGroup) -> None:

@@ -29,7 +29,7 @@ def error_of(rounds: SynchronousRounds) -> str:
 
 
 def test_a_round_is_counted_and_runs_on_the_lane() -> None:
-    def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> tuple[int, int]:
+    def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> tuple[int, int]:
         assert len(list(rounds.weights)) == 1
         assert rounds.submit(lambda: 3 + rank).result() == 3 + rank
         assert rounds.num_rounds == 0
@@ -41,7 +41,7 @@ def test_a_round_is_counted_and_runs_on_the_lane() -> None:
 
 @pytest.mark.parametrize(("size", "due_after"), [(1, []), (2, [0, 3, 6])])
 def test_one_step_in_an_interval_is_due(size: int, due_after: list[int]) -> None:
-    def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> list[int]:
+    def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> list[int]:
         due = []
         for rounds.step in range(7):
             if rounds.is_due(3):
@@ -62,7 +62,7 @@ def test_one_step_in_an_interval_is_due(size: int, due_after: list[int]) -> None
 def test_ranks_that_differ_all_raise(attribute: str, name: str) -> None:
     """The purpose in the error contains the number of steps of this rank."""
 
-    def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> str:
+    def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> str:
         runner.has_unknown_scaler = True  # only then do ranks compare their backward passes
         setattr(rounds, attribute, 4 + rank)
         return error_of(rounds)
@@ -76,7 +76,7 @@ def test_ranks_that_differ_all_raise(attribute: str, name: str) -> None:
 def test_an_inf_of_one_rank_is_known_to_all() -> None:
     """A rank may run more backward passes than another."""
 
-    def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> list[bool]:
+    def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> list[bool]:
         assert runner.needs_grad_scaler
         for _ in range(1 + rank):
             rounds.count_backward()
@@ -88,7 +88,7 @@ def test_an_inf_of_one_rank_is_known_to_all() -> None:
 
 
 def test_all_ranks_raise_if_only_one_searches_for_inf() -> None:
-    def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> str:
+    def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> str:
         if rank == 0:
             return error_of(rounds)
         with pytest.raises(tb.CommunicationError) as caught:
@@ -100,7 +100,7 @@ def test_all_ranks_raise_if_only_one_searches_for_inf() -> None:
 
 
 def test_a_single_rank_needs_no_agreement() -> None:
-    def body(rank: int, runner: tb.Runner, rounds: SynchronousRounds) -> None:
+    def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> None:
         assert rounds.is_single_rank
         assert not runner.needs_grad_scaler
         assert [runner.agree_on_overflow(found) for found in (False, True)] == [False, True]

@@ -31,7 +31,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {scalar.step: scalar.value for scalar in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def steps_of(events: list[tb.CommEvent]) -> list[list[tb.CommEvent]]:
+def steps_of(events: list[tb.observe.CommEvent]) -> list[list[tb.observe.CommEvent]]:
     """Cut events after the end of each step."""
     ends = [index + 1 for index, event in enumerate(events) if event.phase == "step"]
     return [events[start:end] for start, end in itertools.pairwise([0, *ends])]

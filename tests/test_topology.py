@@ -218,7 +218,7 @@ def test_one_message_at_a_time_does_not_deadlock() -> None:
         own = tb.BaguaProcessGroup(group)
         own.world.link_bytes_per_s = Slow([1.0] * size)
         flat = torch.full((num_elements,), float(group.rank()))
-        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", flat.clone())], own, flat)
+        bucket = tb.extend.BaguaBucket("b", [tb.extend.BaguaTensor("w", flat.clone())], own, flat)
         mean = torch.zeros_like(flat)
         bucket.append_decentralized_synchronous_op(mean, peer_selection_mode=Graph(random_graph, num_rounds))
         return [(bucket.run(), mean.clone())[1] for _ in range(num_rounds)]
@@ -259,7 +259,7 @@ class Scheduled(tb.Algorithm):
     schedule: Any = hypercube
     more: Any = ()
 
-    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
         return tb.AlgorithmImpl(runner)
 
 
@@ -270,7 +270,7 @@ def test_functions_are_recorded_by_name() -> None:
         def on_start(self, run: Any) -> None:
             recorded.append(run.description)
 
-        def on_comm(self, event: tb.CommEvent) -> None:
+        def on_comm(self, event: tb.observe.CommEvent) -> None:
             pass
 
     algorithm = Scheduled(more=[num_bits, {"graph": HYPERCUBE}, (1, 2.5), "text"])
@@ -326,7 +326,7 @@ def test_a_topology_is_checked_once_for_all_buckets() -> None:
 
         own, topology, flat = tb.BaguaProcessGroup(group), Checked(), torch.zeros(4)
         for _ in range(3):
-            bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", flat)], own, flat)
+            bucket = tb.extend.BaguaBucket("b", [tb.extend.BaguaTensor("w", flat)], own, flat)
             bucket.append_decentralized_synchronous_op(flat, peer_selection_mode=topology)
         return len(checks)
 

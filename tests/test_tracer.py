@@ -151,7 +151,7 @@ def test_sampled_values_are_right() -> None:
 def test_the_standalone_hook_counts_averaged_backward_passes_as_steps() -> None:
     model = build(Tower)
 
-    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+    def body(group: dist.ProcessGroup) -> list[tb.observe.CommEvent]:
         recorder = tb.observe.Recorder()
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         impl = tb.ByteGradAlgorithm().reify(group, observers=[recorder])
@@ -192,7 +192,7 @@ class Checkpointed(nn.Module):
     ids=["static", "unused", "view", "reentrant", "checkpoint"],
 )
 def test_step_and_wait_in_every_kind_of_ddp(model: nn.Module, options: dict[str, bool]) -> None:
-    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+    def body(group: dist.ProcessGroup) -> list[tb.observe.CommEvent]:
         recorder = tb.observe.Recorder()
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -334,7 +334,7 @@ class WithDataclass(nn.Module):
 
 
 def test_backward_from_a_dataclass() -> None:
-    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+    def body(group: dist.ProcessGroup) -> list[tb.observe.CommEvent]:
         recorder = tb.observe.Recorder()
         ddp = DistributedDataParallel(WithDataclass(), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)

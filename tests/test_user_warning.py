@@ -27,7 +27,7 @@ def line_of(warned: pytest.WarningsRecorder) -> str:
 class Failing:
     """An observer that raises."""
 
-    def on_comm(self, event: tb.CommEvent) -> None:
+    def on_comm(self, event: tb.observe.CommEvent) -> None:
         raise KeyError("of the user's")
 
 

@@ -64,7 +64,7 @@ class Loop:
     def attach(self) -> tb.Attachment:
         return tb.attach(self.ddp, self.optimizer, self.algorithm, grad_scaler=self.scaler)
 
-    def backward(self, runner: tb.Runner, factor: float = 1.0) -> None:
+    def backward(self, runner: tb.extend.Runner, factor: float = 1.0) -> None:
         if isinstance(runner.impl, tb.algorithms.AsyncModelAverageAlgorithmImpl):
             self.modes.append(runner.impl.mode)
         self.scaler.scale(self.ddp(torch.full((4, 96), 1.0 + self.rank)).square().mean() * factor).backward()
@@ -72,7 +72,7 @@ class Loop:
             [operation.name for bucket in runner.gradient_buckets for operation in bucket.operations]
         )
 
-    def train(self, runner: tb.Runner, steps: Sequence[Step]) -> None:
+    def train(self, runner: tb.extend.Runner, steps: Sequence[Step]) -> None:
         for num_passes, is_skipped in steps:
             self.optimizer.zero_grad()
             for _ in range(num_passes):

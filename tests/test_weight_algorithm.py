@@ -22,19 +22,19 @@ class AveragingAlgorithm(tb.Algorithm):
 
     averages_weights = True
 
-    def make_impl(self, runner: tb.Runner) -> "AveragingImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "AveragingImpl":
         return AveragingImpl(runner)
 
 
 class AveragingImpl(tb.AlgorithmImpl):
-    def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
-        return [tb.BaguaTensor(name, parameter) for name, parameter in module.named_parameters()]
+    def init_tensors(self, module: torch.nn.Module) -> list[tb.extend.BaguaTensor]:
+        return [tb.extend.BaguaTensor(name, parameter) for name, parameter in module.named_parameters()]
 
-    def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
+    def tensors_to_buckets(self, tensors: list[tb.extend.BaguaTensor], do_flatten: bool) -> list[tb.extend.BaguaBucket]:
         flat = torch.empty(sum(tensor.parameter.numel() for tensor in tensors))
-        return [tb.BaguaBucket("weights", tensors, self.runner.process_group, flat)]
+        return [tb.extend.BaguaBucket("weights", tensors, self.runner.process_group, flat)]
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
@@ -106,7 +106,7 @@ def test_half_a_weight_algorithm_is_refused() -> None:
         init_tensors = tb.AlgorithmImpl.init_tensors
 
     class HalfAlgorithm(tb.Algorithm):
-        def make_impl(self, runner: tb.Runner) -> HalfImpl:
+        def make_impl(self, runner: tb.extend.Runner) -> HalfImpl:
             return HalfImpl(runner)
 
     with pytest.raises(TypeError, match="HalfImpl overrides tensors_to_buckets without init_tensors"):
@@ -143,7 +143,7 @@ def test_ranks_compare_the_codec_of_an_algorithm() -> None:
 
 def test_an_impl_must_call_the_constructor_of_its_base() -> None:
     class Hasty(AveragingAlgorithm):
-        def make_impl(self, runner: tb.Runner) -> "HastyImpl":
+        def make_impl(self, runner: tb.extend.Runner) -> "HastyImpl":
             return HastyImpl()
 
     class HastyImpl(AveragingImpl):

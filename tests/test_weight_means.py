@@ -52,7 +52,7 @@ def check_mean(found: list[Weights], size: int) -> None:
 
 
 def test_the_mean_at_the_end() -> None:
-    def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> Weights:
+    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> Weights:
         weights.means.take()
         return weights_of(module)
 
@@ -62,7 +62,7 @@ def test_the_mean_at_the_end() -> None:
 def test_averaged_and_own_restore_the_weights() -> None:
     """Both restore the module and the flat tensors, even after an exception."""
 
-    def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> Weights:
+    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> Weights:
         means: WeightMeans = weights.means
         for number, bucket in enumerate(weights):
             bucket.flat.fill_(number)
@@ -101,7 +101,7 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
 
 
 def test_the_mean_of_tensors_outside_the_module() -> None:
-    def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> list[torch.Tensor]:
+    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> list[torch.Tensor]:
         before, tensors = weights_of(module), tensors_of(rank)
         weights.means.average_tensors(tensors, "running means")
         assert_same_weights([weights_of(module), before])
@@ -115,7 +115,7 @@ def test_the_mean_of_tensors_outside_the_module() -> None:
 
 
 def test_tensors_of_different_shapes_raise_on_all_ranks() -> None:
-    def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> None:
+    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> None:
         tensors = [torch.full((2, 3), 1.0 + rank), torch.zeros(2 + rank)]
         with pytest.raises(tb.CommunicationError, match=r"in the mean of running means: .* as fingerprint of"):
             weights.means.average_tensors(tensors, "running means")
@@ -125,7 +125,7 @@ def test_tensors_of_different_shapes_raise_on_all_ranks() -> None:
 
 
 def test_all_ranks_raise_if_one_ends_while_others_continue() -> None:
-    def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> None:
+    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> None:
         before = weights_of(module)
 
         def meet() -> None:
@@ -143,7 +143,7 @@ def test_all_ranks_raise_if_one_ends_while_others_continue() -> None:
 
 
 def test_a_single_rank_already_has_the_mean() -> None:
-    def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> None:
+    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> None:
         before, tensors = weights_of(module), tensors_of(rank)
         with weights.means.averaged(), weights.means.own():
             assert_same_weights([weights_of(module), before])

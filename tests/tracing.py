@@ -53,7 +53,7 @@ NAMES = (
 def train_traced(
     size: int,
     name: str,
-    make_observers: Callable[[dist.ProcessGroup], Sequence[tb.Observer]],
+    make_observers: Callable[[dist.ProcessGroup], Sequence[tb.observe.Observer]],
     *,
     nodes: Sequence[int] | None = None,
     num_steps: int = NUM_STEPS,
@@ -78,7 +78,7 @@ def train_traced(
     return run_ranks(size, body)
 
 
-def record(size: int, name: str, **options: Any) -> list[list[tb.CommEvent]]:
+def record(size: int, name: str, **options: Any) -> list[list[tb.observe.CommEvent]]:
     """Train, and return each rank's events."""
     recorders = [tb.observe.Recorder() for _ in range(size)]
     train_traced(size, name, lambda group: [recorders[group.rank()]], **options)
@@ -106,7 +106,7 @@ def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> 
         open_ends.append(end)
 
 
-def check_two_at_a_time(events: Iterable[tb.CommEvent]) -> None:
+def check_two_at_a_time(events: Iterable[tb.observe.CommEvent]) -> None:
     """Check that no event, in the order of starts, starts before the event two before it has ended."""
     spans = sorted((event.start_ns, event.end_ns) for event in events)
     for before, later in zip(spans, spans[2:], strict=False):

@@ -3,15 +3,11 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchbagua import algorithms, observe
+from torchbagua import algorithms, codecs, extend, observe
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms import *  # noqa: F403
 from torchbagua.collectives import topology
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.topology import Topology
-from torchbagua.observe.events import CommEvent, Observer
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.weight_buckets import WeightBuckets
 from torchbagua.training.attach import Attachment, attach
 from torchbagua.training.ddp import comm_hook
 from torchbagua.transport.errors import CommunicationError
@@ -22,18 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attachment",
-    "BaguaBucket",
     "BaguaProcessGroup",
-    "BaguaTensor",
-    "CommEvent",
     "CommunicationError",
-    "Observer",
-    "Topology",
     "UncompressedParametersWarning",
-    "WeightBuckets",
     "__version__",
     "attach",
+    "codecs",
     "comm_hook",
+    "extend",
     "fsdp",
     "observe",
     "topology",

@@ -4,9 +4,10 @@ May import runtime and the packages below it. Nothing here imports DDP or FSDP2.
 Begin with base.py, which defines algorithms; then gradient/compressed.py, and runtime/impl.py, which defines impls.
 """
 
-from torchbagua.algorithms.base import Algorithm, available_algorithms, register
+from torchbagua.algorithms.base import Algorithm, available_algorithms
 from torchbagua.algorithms.base import get as get
 from torchbagua.algorithms.base import init_for as init_for
+from torchbagua.algorithms.base import register as register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithmImpl as GradientAllReduceAlgorithmImpl
 from torchbagua.algorithms.gradient.compressed import ByteGradAlgorithm, CompressedAllReduceAlgorithm
@@ -30,26 +31,47 @@ from torchbagua.algorithms.weights.low_precision_ring import (
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm as ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.rounds import SynchronousRounds as SynchronousRounds
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.runner import Runner
+
+# The same classes by short names; Bagua's names end in Algorithm.
+AsyncModelAverage = AsyncModelAverageAlgorithm
+ByteGrad = ByteGradAlgorithm
+CompressedAllReduce = CompressedAllReduceAlgorithm
+Decentralized = DecentralizedAlgorithm
+DiLoCo = DiLoCoAlgorithm
+GradientAllReduce = GradientAllReduceAlgorithm
+LocalSGD = LocalSGDAlgorithm
+LowPrecisionDecentralized = LowPrecisionDecentralizedAlgorithm
+PowerSGD = PowerSGDAlgorithm
+QAdam = QAdamAlgorithm
+TopK = TopKAlgorithm
 
 # The package root exports these names; this is the only place that lists them. Names imported `as` themselves above are
 # public too, for the APIs of other projects (compat), which name the impl classes.
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
+    "AsyncModelAverage",
     "AsyncModelAverageAlgorithm",
+    "ByteGrad",
     "ByteGradAlgorithm",
+    "CompressedAllReduce",
     "CompressedAllReduceAlgorithm",
+    "Decentralized",
     "DecentralizedAlgorithm",
+    "DiLoCo",
     "DiLoCoAlgorithm",
+    "GradientAllReduce",
     "GradientAllReduceAlgorithm",
+    "LocalSGD",
     "LocalSGDAlgorithm",
+    "LowPrecisionDecentralized",
     "LowPrecisionDecentralizedAlgorithm",
+    "PowerSGD",
     "PowerSGDAlgorithm",
+    "QAdam",
     "QAdamAlgorithm",
     "QAdamOptimizer",
-    "Runner",
+    "TopK",
     "TopKAlgorithm",
     "available_algorithms",
-    "register",
 ]

@@ -46,7 +46,7 @@ class _BaguaStrategy(_Base):
         precision_plugin: Any = None,
         *,
         averaged_weights: bool = True,
-        observers: Sequence[tb.Observer] = (),
+        observers: Sequence[tb.observe.Observer] = (),
         **bagua_kwargs: Any,
     ) -> None:
         arguments = take_arguments("BaguaStrategy", algorithm, bagua_kwargs, _PASSED_ON)

@@ -4,7 +4,7 @@ May import only the modules whose names begin with _. Observers depend on events
 Begin with events.py, then summary.py.
 """
 
-from torchbagua.observe.events import Details, Run, Trace
+from torchbagua.observe.events import CommEvent, Details, Observer, Run, Trace
 from torchbagua.observe.events import check_observers as check_observers
 from torchbagua.observe.perfetto import PerfettoTrace
 from torchbagua.observe.recorder import Recorder
@@ -12,4 +12,15 @@ from torchbagua.observe.summary import Summary
 from torchbagua.observe.tensorboard import TensorBoardTrace
 from torchbagua.observe.tracer import Tracer
 
-__all__ = ["Details", "PerfettoTrace", "Recorder", "Run", "Summary", "TensorBoardTrace", "Trace", "Tracer"]
+__all__ = [
+    "CommEvent",
+    "Details",
+    "Observer",
+    "PerfettoTrace",
+    "Recorder",
+    "Run",
+    "Summary",
+    "TensorBoardTrace",
+    "Trace",
+    "Tracer",
+]

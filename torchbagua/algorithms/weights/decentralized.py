@@ -35,7 +35,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
             with other nodes. With "all", the result is the mean of all ranks, even if nodes have different numbers of
             ranks.
         peer_selection_mode: "all"; "shift_one" for a single peer, different in each round, with an even number of ranks
-            (or nodes); or a `torchbagua.Topology`.
+            (or nodes); or a `torchbagua.extend.Topology`.
         communication_interval: the number k of steps between rounds. The mean of the weights after steps 0, k, 2k and
             so on is computed during the next step, and applied after steps 1, k + 1, 2k + 1 and so on.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.

@@ -107,7 +107,7 @@ def train_rank(settings: Settings) -> list[Run]:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         plain = _train("plain DDP", None, (), text, settings)
-        traces: list[tb.Observer] = [tb.observe.PerfettoTrace(settings.traces)]
+        traces: list[tb.observe.Observer] = [tb.observe.PerfettoTrace(settings.traces)]
         if settings.with_tensorboard:
             traces.append(tb.observe.TensorBoardTrace(settings.traces))
         return [plain, _train("ByteGrad", tb.ByteGradAlgorithm(), traces, text, settings)]
@@ -116,7 +116,7 @@ def train_rank(settings: Settings) -> list[Run]:
 
 
 def _train(
-    name: str, algorithm: tb.Algorithm | None, traces: Sequence[tb.Observer], text: Tensor, settings: Settings
+    name: str, algorithm: tb.Algorithm | None, traces: Sequence[tb.observe.Observer], text: Tensor, settings: Settings
 ) -> Run:
     torch.manual_seed(settings.seed)
     rank = dist.get_rank()

@@ -7,7 +7,8 @@ As in Bagua, the import adds methods to torch.nn.Module and torch.Tensor, such a
 alone does not.
 
 Four of Bagua's names are also names of classes in this package. Here they refer to BucketFacade, ProcessGroupFacade,
-TensorFacade and ImplFacade: for instance, `bucket.BaguaBucket` is BucketFacade, but `torchbagua.BaguaBucket` is not.
+TensorFacade and ImplFacade: for instance, `bucket.BaguaBucket` is BucketFacade, but `torchbagua.extend.BaguaBucket`
+is not.
 """
 
 from torchbagua.compat.bagua import algorithms, communication, data_parallel, distributed, env, tensor

@@ -30,7 +30,7 @@ class BucketFacade:
     """Bagua's BaguaBucket: Bagua tensors that are communicated together. `AlgorithmImpl.tensors_to_buckets`
     creates them.
 
-    Each wraps a `torchbagua.BaguaBucket`, which runs the operations.
+    Each wraps a `torchbagua.extend.BaguaBucket`, which runs the operations.
 
     Args:
         tensors: Bagua tensors of one dtype, on one device.
@@ -62,16 +62,18 @@ class BucketFacade:
         self.flatten = flatten
         self.padding_tensor: torch.Tensor | None = None
         # The memory layout of the tensors, without their values.
-        likes = [tb.BaguaTensor(proxy_of(t).name, effective(t).detach().to("meta")) for t in self.tensors]
+        likes = [tb.extend.BaguaTensor(proxy_of(t).name, effective(t).detach().to("meta")) for t in self.tensors]
         num_elements = sum(_num_reals(like.parameter) for like in likes)
         if padding := -num_elements % alignment:
-            likes.append(tb.BaguaTensor(f"bagua_padding_tensor_bucket_{name}", torch.empty(padding, device="meta")))
+            likes.append(
+                tb.extend.BaguaTensor(f"bagua_padding_tensor_bucket_{name}", torch.empty(padding, device="meta"))
+            )
         self._likes = likes
         flat = torch.zeros(num_elements + padding, dtype=dtype.to_real(), device=device)
         if padding:
             self.padding_tensor = flat[num_elements:]
         self._flat = flat
-        self._core: tb.BaguaBucket | None = None
+        self._core: tb.extend.BaguaBucket | None = None
         self._runner: OwnImpl | None = None
         self._writes_back = False
         self._ready: set[int] = set()
@@ -79,14 +81,14 @@ class BucketFacade:
             proxy_of(tensor).bucket = self
         self.read()
 
-    def bind(self, runner: "OwnImpl", group: tb.BaguaProcessGroup) -> tb.BaguaBucket:
+    def bind(self, runner: "OwnImpl", group: tb.BaguaProcessGroup) -> tb.extend.BaguaBucket:
         """Have `runner` run the bucket over `group`; return the core's bucket, which contains the operations."""
         self._runner = runner
-        self._core = tb.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)
+        self._core = tb.extend.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)
         return self._core
 
     @property
-    def core(self) -> tb.BaguaBucket:
+    def core(self) -> tb.extend.BaguaBucket:
         """The core's bucket. Raises RuntimeError before `bind`."""
         if self._core is None:
             raise RuntimeError(
@@ -135,7 +137,7 @@ class BucketFacade:
         """
 
         @wraps(python_function)
-        def run(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def run(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             if not self.flatten:
                 self.write(bucket.flat)
             python_function(self.name)
@@ -152,7 +154,7 @@ class BucketFacade:
         compression: str | None = None,
         group: ProcessGroupFacade | None = None,
     ) -> "BucketFacade":
-        """Append the mean or sum over all ranks; see `torchbagua.BaguaBucket`."""
+        """Append the mean or sum over all ranks; see `torchbagua.extend.BaguaBucket`."""
         method = "append_centralized_synchronous_op"
         return self._append(method, hierarchical, average, scattergather, compression, group=group)
 
@@ -163,7 +165,7 @@ class BucketFacade:
         peer_selection_mode: str = "all",
         group: ProcessGroupFacade | None = None,
     ) -> DecentralizedOp:
-        """Append the mean with this rank's peers, in `peer_weight`; see `torchbagua.BaguaBucket`.
+        """Append the mean with this rank's peers, in `peer_weight`; see `torchbagua.extend.BaguaBucket`.
 
         Args:
             peer_weight: a tensor from `flattened_tensor`.
@@ -188,7 +190,7 @@ class BucketFacade:
         compression: str = "MinMaxUInt8",
         group: ProcessGroupFacade | None = None,
     ) -> "BucketFacade":
-        """Append one round of the ring of compressed differences; see `torchbagua.BaguaBucket`.
+        """Append one round of the ring of compressed differences; see `torchbagua.extend.BaguaBucket`.
 
         The three replicas are tensors from `flattened_tensor`. As in Bagua, with `hierarchical` on a single node, the
         operation is the mean in full precision, and does not change the replicas.
@@ -202,7 +204,7 @@ class BucketFacade:
     def append_asynchronous_model_average_op(
         self, peer_selection_mode: str, group: ProcessGroupFacade | None = None
     ) -> "BucketFacade":
-        """Append the mean over all ranks, for a round concurrent with training; see `torchbagua.BaguaBucket`.
+        """Append the mean over all ranks, for a round concurrent with training; see `torchbagua.extend.BaguaBucket`.
 
         In Bagua, the returned operation can lock weights. This package's asynchronous averaging needs no lock, so this
         method returns none; see `torchbagua.AsyncModelAverageAlgorithm`.

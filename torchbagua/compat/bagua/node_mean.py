@@ -35,7 +35,7 @@ class LowPrecisionDecentralizedAlgorithm(tb.LowPrecisionDecentralizedAlgorithm):
     class has the same name, because states and errors contain the name.
     """
 
-    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
         return NodeMeanImpl(runner) if is_single_node(runner.process_group) else super().make_impl(runner)
 
 
@@ -44,11 +44,11 @@ class NodeMeanImpl(tb.AlgorithmImpl):
 
     algorithm: LowPrecisionDecentralizedAlgorithm
 
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
         self._rounds = algorithms.SynchronousRounds(runner, self.algorithm)
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:

@@ -46,7 +46,7 @@ class OwnAlgorithm(tb.Algorithm):
         own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
         return {"algorithm": type(self.algorithm).__qualname__, **own}
 
-    def make_impl(self, runner: tb.Runner) -> "OwnImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "OwnImpl":
         """Return the impl that runs the result of the user's `reify`."""
         impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
         if not isinstance(impl, ImplFacade):
@@ -66,7 +66,7 @@ class OwnImpl(tb.AlgorithmImpl):
 
     algorithm: OwnAlgorithm
 
-    def __init__(self, runner: tb.Runner, impl: ImplFacade) -> None:
+    def __init__(self, runner: tb.extend.Runner, impl: ImplFacade) -> None:
         super().__init__(runner)
         self.own = impl
         self.own_buckets: list[BucketFacade] = []
@@ -75,32 +75,32 @@ class OwnImpl(tb.AlgorithmImpl):
         self._are_weights = False
         self._num_steps = 0
         runner.name = type(impl).__name__
-        self._weights = runner.average(tb.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}))
+        self._weights = runner.average(tb.extend.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}))
         runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
         runner.needs_grad_scaler, runner.agree_on_overflow = False, self._agree_on_overflow
         runner.on_close(self._forget_tensors)
-        self._facades: dict[tb.BaguaBucket, BucketFacade] = {}
+        self._facades: dict[tb.extend.BaguaBucket, BucketFacade] = {}
         self._order: deque[BucketFacade] = deque()
         self._running: list[tuple[BucketFacade, Any]] = []
         self._groups: list[tuple[ProcessGroupFacade, tb.BaguaProcessGroup]] = []
         self._reached: set[str] = set()  # the parameters with a gradient computed in this backward
         self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
-    def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
+    def init_tensors(self, module: torch.nn.Module) -> list[tb.extend.BaguaTensor]:
         self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.runner.ignored_names})
         tensors = self.own.init_tensors(self.ddp)
         parameters = {id(parameter) for parameter in module.parameters()}
         self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
-        return [tb.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
+        return [tb.extend.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
 
-    def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
+    def tensors_to_buckets(self, tensors: list[tb.extend.BaguaTensor], do_flatten: bool) -> list[tb.extend.BaguaBucket]:
         suggested = _suggest_buckets([tensor.parameter for tensor in tensors])
         self.own_buckets = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
         self._facades = {facade.bind(self, self.runner.process_group): facade for facade in self.own_buckets}
         self._order = deque(self.own_buckets)
         return list(self._facades)
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         self.own.init_operations(self.ddp, self._facades[bucket])
 
     def reset(self) -> None:

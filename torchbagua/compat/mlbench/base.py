@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchbagua import BaguaProcessGroup, CommunicationError, Observer
+from torchbagua import BaguaProcessGroup, CommunicationError
 from torchbagua.collectives import all_reduce_max
 from torchbagua.compat.mlbench.arguments import check_values
-from torchbagua.observe import Details, Run, Tracer, check_observers
+from torchbagua.observe import Details, Observer, Run, Tracer, check_observers
 
 Denominator = float | torch.Tensor | None
 AggregationFunction = Callable[..., None]

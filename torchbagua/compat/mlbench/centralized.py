@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua import BaguaProcessGroup, Observer
+from torchbagua import BaguaProcessGroup
 from torchbagua.codecs import sum_dtype
 from torchbagua.compat.mlbench.base import Aggregation, Denominator
+from torchbagua.observe import Observer
 
 AVG_WORLD = "avg_world"
 """The op that divides by the number of ranks."""

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua import Algorithm, BaguaProcessGroup, Observer, PowerSGDAlgorithm, Runner, TopKAlgorithm
+from torchbagua import Algorithm, BaguaProcessGroup, PowerSGDAlgorithm, TopKAlgorithm
 from torchbagua.compat.mlbench.base import Aggregation, AggregationFunction, Denominator, Member
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op, check_world_size, check_world_size_argument
 from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
+from torchbagua.extend import Runner
+from torchbagua.observe import Observer
 
 
 class AlgorithmAggregation(Aggregation):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchbagua import BaguaBucket, BaguaProcessGroup, BaguaTensor, Observer, Topology
+from torchbagua import BaguaProcessGroup
 from torchbagua.compat.mlbench.base import Aggregation, Denominator
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op
+from torchbagua.extend import BaguaBucket, BaguaTensor, Topology
+from torchbagua.observe import Observer
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua import BaguaProcessGroup, Observer
+from torchbagua import BaguaProcessGroup
 from torchbagua.collectives import broadcast_tensors
 from torchbagua.compat.mlbench.base import Denominator
 from torchbagua.compat.mlbench.centralized import AllReduceAggregation, divide
-from torchbagua.observe import Details, Run, Tracer
+from torchbagua.observe import Details, Observer, Run, Tracer
 
 _RECIPE = (
     "horovod 0.28.1 does not build with a torch newer than 2.0 without a patch: unpack its source package, write "

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua import BaguaProcessGroup, Observer
+from torchbagua import BaguaProcessGroup
 from torchbagua.compat.mlbench._torch import unhooked_step
 from torchbagua.compat.mlbench.base import Aggregation
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, AllReduceAggregation
 from torchbagua.compat.mlbench.compressed import PowerAggregation
 from torchbagua.compat.mlbench.decentralized import DecentralizedAggregation
+from torchbagua.observe import Observer
 
 Closure = Callable[[], float] | None
 Group = dist.ProcessGroup | BaguaProcessGroup | None

@@ -31,7 +31,7 @@ class RandomElementsAlgorithm(tb.Algorithm):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"{type(self).__name__}: ratio must be above 0 and at most 1, got {self.ratio!r}")
 
-    def make_impl(self, runner: tb.Runner) -> "RandomElementsAlgorithmImpl":
+    def make_impl(self, runner: tb.extend.Runner) -> "RandomElementsAlgorithmImpl":
         return RandomElementsAlgorithmImpl(runner)
 
 
@@ -40,7 +40,7 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
 
     algorithm: RandomElementsAlgorithm
 
-    def __init__(self, runner: tb.Runner) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
         self.num_backward_passes = 0
         self._residuals: dict[str, torch.Tensor] = {}
@@ -50,10 +50,10 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
         self.num_backward_passes += 1
         return False
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_python_op(self._average_drawn)
 
-    def _average_drawn(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+    def _average_drawn(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
         sums = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32), copy=True)
         for tensor, values in bucket.views(sums):
             if (residual := self._residuals.get(tensor.name)) is not None:

@@ -213,7 +213,7 @@ def train_sharded(
     network = ThreeLayers()
     parts = [network.first, network.middle, network.last]
 
-    def attach() -> tuple[tb.Runner, SimulatedShards]:
+    def attach() -> tuple[tb.extend.Runner, SimulatedShards]:
         algorithm = make(sgd(list(network.parameters())))
         runner = algorithm.reify(rank.group())
         codecs = shard_codecs("a simulation", algorithm)

@@ -90,7 +90,7 @@ AlgorithmImpl = ImplFacade
 
 
 class _Registry:
-    """The names of registered algorithms; see `torchbagua.register`."""
+    """The names of registered algorithms; see `torchbagua.extend.register`."""
 
     def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
         """Register an algorithm by a name."""

@@ -1,0 +1,35 @@
+"""For authors of algorithms: the parts of which an algorithm consists. Most programs need none of these names.
+
+Codecs are in `torchbagua.codecs`, transports in `torchbagua.transport`, observers in `torchbagua.observe`, and tests of
+all of them in `torchbagua.testing`.
+"""
+
+from torchbagua.algorithms.base import Algorithm, register
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback
+from torchbagua.collectives.topology import Topology
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.parameter_state import BucketState, ParameterState, residual_state
+from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_buckets import Lockstep, WeightBucket, WeightBuckets, WeightMeans
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "BaguaBucket",
+    "BaguaTensor",
+    "BucketState",
+    "ErrorFeedback",
+    "Job",
+    "Lane",
+    "Lockstep",
+    "ParameterState",
+    "Runner",
+    "Topology",
+    "WeightBucket",
+    "WeightBuckets",
+    "WeightMeans",
+    "register",
+    "residual_state",
+]
