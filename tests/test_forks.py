@@ -101,6 +101,9 @@ def test_a_fork(algorithm: str) -> None:
         for _ in range(3):
             training.step()
         if group.rank() == 0:
+            if algorithm != "async":
+                training.attachment.runner.lane.submit(lambda: None).result()  # its thread refers to a job it runs
+                time.sleep(0.05)
             gc.collect()  # groups of earlier tests, whose destruction in a forked process would hang, as torch's does
             leaving = (partial(leave_the_block, error) for error in (None, KeyError()))
             for child in (communicate, exit_interpreter, *leaving, drop):
