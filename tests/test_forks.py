@@ -87,7 +87,6 @@ def test_a_fork(algorithm: str) -> None:
             nonlocal training, attachment
             lane = weakref.ref(attachment.runner.lane)
             del training, attachment
-            DistributedDataParallel._active_ddp_module = None  # one for all threads: it may be left at a rank's DDP
             gc.collect()
             assert lane() is None or algorithm == "async"  # its thread, which does not exist there, refers to it
 
@@ -101,7 +100,15 @@ def test_a_fork(algorithm: str) -> None:
 
         for _ in range(3):
             training.step()
+        group.barrier().wait()
         if group.rank() == 0:
+            # All threads share it: after forwards of two threads, it may refer to the DDP of this rank.
+            DistributedDataParallel._active_ddp_module = None
+        group.barrier().wait()
+        if group.rank() == 0:
+            if algorithm != "async":
+                attachment.runner.lane.submit(lambda: None).result()  # its thread refers to a job that it runs
+                time.sleep(0.1)
             gc.collect()  # groups of earlier tests, whose destruction in a forked process would hang, as torch's does
             leaving = (partial(leave_the_block, error) for error in (None, KeyError()))
             for child in (communicate, exit_interpreter, *leaving, drop):
