@@ -11,13 +11,8 @@ PUBLIC_MODULES = (
     "codecs",
     "collectives.topology",
     "observe",
-    "runtime.parameter_state",
-    "runtime.weight_bucket",
-    "runtime.lockstep",
-    "runtime.weight_means",
-    "runtime.weight_buckets",
+    "extend",
     "algorithms",
-    "algorithms.gradient.feedback",
 )
 
 
