@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from caught import torchbagua_warnings
 from ranks import run_ranks
 from torchbagua.runtime import meeting
 from torchbagua.runtime.meeting import Meetings
@@ -225,10 +226,8 @@ def test_weights_that_one_rank_changes_are_reported_once(
                     change(loop)
                 loop.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with torchbagua_warnings() as messages:
         run_ranks(2, body)
-    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
     assert len(messages) == 2, messages
     for message in messages:
         assert f"rank 0 and rank 1 hold different weights after {seen_after} optimizer steps: {names}" in message

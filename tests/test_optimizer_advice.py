@@ -1,6 +1,5 @@
 """attach warns of combinations that the algorithms' pages advise against: one warning per rank, or none."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from caught import torchbagua_warnings
 from ranks import run_ranks
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -68,10 +68,9 @@ def messages_of(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer, *, is_at
             optimizer.step()
         runner.close()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with torchbagua_warnings() as messages:
         run_ranks(2, body)
-    return [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    return messages
 
 
 SPARSE: list[Any] = [

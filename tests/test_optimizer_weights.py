@@ -1,9 +1,8 @@
 """Optimizers whose state or parameter groups are part of the model: weights in the state, modes, learnt numbers."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from caught import torchbagua_warnings
 from ranks import run_ranks
 from training import build
 
@@ -158,15 +158,6 @@ class Loop:
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
-@contextmanager
-def torchbagua_warnings() -> Iterator[list[str]]:
-    messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield messages
-    messages += [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

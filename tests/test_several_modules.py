@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import torchbagua as tb
 from averaging import RARELY
+from caught import torchbagua_warnings
 from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.observe.events import CommEvent
 from training import build
@@ -614,9 +614,7 @@ def test_the_flag_of_accumulation_set_late_in_the_second_of_three_modules() -> N
                     loss.backward()
                 optimizer.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with torchbagua_warnings() as messages:
         run_ranks(2, body)
-    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
     assert len(messages) == 2, messages
     assert all("before the forward, not between forward and backward" in message for message in messages)

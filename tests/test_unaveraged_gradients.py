@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 import torchbagua.compat.bagua
+from caught import torchbagua_warnings
 from ranks import run_ranks
 from training import build
 
@@ -68,10 +69,8 @@ def weights_of_ranks(body: Callable[[dist.ProcessGroup], torch.Tensor], size: in
 
 def check_one_warning(body: Callable[[dist.ProcessGroup], torch.Tensor], *parts: str) -> None:
     """Check that each rank warns once, with all parts, and that the ranks' weights do differ."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with torchbagua_warnings() as messages:
         first, second = weights_of_ranks(body)
-    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
     assert len(messages) == 2, messages  # one per rank
     for message in messages:
         assert all(part in message for part in parts), message
