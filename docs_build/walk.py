@@ -56,45 +56,56 @@ class Case:
     """A training to count.
 
     Attributes:
-        algorithm: returns the algorithm for an optimizer.
+        make: returns an optimizer of these parameters, and the algorithm.
         num_ranks: the number of processes.
         nodes: the node of each rank.
         is_sharded: whether the module is sharded by `fully_shard`, and not wrapped in a DistributedDataParallel.
         pause_s: a wait after each step, in which rounds of a timer take place.
     """
 
-    algorithm: Callable[[torch.optim.Optimizer], tb.Algorithm]
+    make: Callable[[list[nn.Parameter]], tuple[torch.optim.Optimizer, tb.Algorithm]]
     num_ranks: int = 2
     nodes: tuple[int, ...] | None = None
     is_sharded: bool = False
     pause_s: float = 0.0
 
 
+def _with_sgd(algorithm: tb.Algorithm) -> Callable[[list[nn.Parameter]], tuple[torch.optim.Optimizer, tb.Algorithm]]:
+    return lambda parameters: (torch.optim.SGD(parameters, lr=1e-3), algorithm)
+
+
+def _qadam(parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, tb.Algorithm]:
+    optimizer = tb.QAdamOptimizer(parameters, lr=1e-3, warmup_steps=2)
+    return optimizer, tb.QAdamAlgorithm(optimizer)
+
+
 CASES: dict[str, Case] = {
-    "gradient_allreduce": Case(lambda _: tb.GradientAllReduceAlgorithm()),
-    "bytegrad": Case(lambda _: tb.ByteGradAlgorithm()),
-    "bytegrad, error feedback": Case(lambda _: tb.ByteGradAlgorithm(error_feedback=True)),
-    "bytegrad, two nodes": Case(lambda _: tb.ByteGradAlgorithm(), num_ranks=4, nodes=(0, 0, 1, 1)),
-    "bytegrad, fully_shard": Case(lambda _: tb.ByteGradAlgorithm(), is_sharded=True),
-    "top_k": Case(lambda _: tb.TopKAlgorithm()),
-    "power_sgd": Case(lambda _: tb.PowerSGDAlgorithm()),
-    "qadam": Case(lambda optimizer: tb.QAdamAlgorithm(optimizer)),  # type: ignore[arg-type]
-    "decentralized": Case(lambda _: tb.DecentralizedAlgorithm()),
-    "low_precision_decentralized": Case(lambda _: tb.LowPrecisionDecentralizedAlgorithm()),
-    "local_sgd": Case(lambda _: tb.LocalSGDAlgorithm(2)),
-    "diloco": Case(lambda _: tb.DiLoCoAlgorithm(2)),
-    "async": Case(lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), pause_s=0.02),
+    "gradient_allreduce": Case(_with_sgd(tb.GradientAllReduceAlgorithm())),
+    "bytegrad": Case(_with_sgd(tb.ByteGradAlgorithm())),
+    "bytegrad, error feedback": Case(_with_sgd(tb.ByteGradAlgorithm(error_feedback=True))),
+    "bytegrad, two nodes": Case(_with_sgd(tb.ByteGradAlgorithm()), num_ranks=4, nodes=(0, 0, 1, 1)),
+    "bytegrad, fully_shard": Case(_with_sgd(tb.ByteGradAlgorithm()), is_sharded=True),
+    "top_k": Case(_with_sgd(tb.TopKAlgorithm())),
+    "power_sgd": Case(_with_sgd(tb.PowerSGDAlgorithm())),
+    "qadam": Case(_qadam),
+    "decentralized": Case(_with_sgd(tb.DecentralizedAlgorithm())),
+    "low_precision_decentralized": Case(_with_sgd(tb.LowPrecisionDecentralizedAlgorithm())),
+    "local_sgd": Case(_with_sgd(tb.LocalSGDAlgorithm(2))),
+    "diloco": Case(_with_sgd(tb.DiLoCoAlgorithm(2))),
+    "async": Case(_with_sgd(tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)), pause_s=0.02),
 }
 
 
 _FSDP2 = ("torchbagua.fsdp", "torchbagua.training.fsdp2")
 _OF_GPUS = ("torchbagua.transport.nccl", "torchbagua.transport.staged", "torchbagua.transport.torch_backend")
 _OF_WEIGHTS = ("torchbagua.training.rank_weights", "torchbagua.training.weight_loads")
+_OF_TRACES = ("torchbagua.collectives.clock", "torchbagua.collectives.encoding_error")
+_UNUSED_BY_GRADIENTS = (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, *_OF_TRACES, "torchbagua.training.grad_scaler")
 
 # The modules that a training does not import, since it does not use them, by case.
 GUARDS: dict[str, tuple[str, ...]] = {
-    "gradient_allreduce": (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, "torchbagua.training.grad_scaler"),
-    "bytegrad": (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, "torchbagua.training.grad_scaler"),
+    "gradient_allreduce": _UNUSED_BY_GRADIENTS,
+    "bytegrad": _UNUSED_BY_GRADIENTS,
     "bytegrad, fully_shard": (*_OF_GPUS, *_OF_WEIGHTS),
     "decentralized": (*_FSDP2, *_OF_GPUS, "torchbagua.training.lint.unaveraged_gradients"),
 }
@@ -179,11 +190,7 @@ def train(case: Case, rank: int, folder: Path) -> None:
     else:
         module = DistributedDataParallel(module, bucket_cap_mb=0.03)  # several buckets
     parameters = list(module.parameters())
-    needs_own = case is CASES["qadam"]
-    optimizer: torch.optim.Optimizer = (
-        tb.QAdamOptimizer(parameters, lr=1e-3, warmup_steps=2) if needs_own else torch.optim.SGD(parameters, lr=1e-3)
-    )
-    algorithm = case.algorithm(optimizer)
+    optimizer, algorithm = case.make(parameters)
     group = None if case.nodes is None else tb.BaguaProcessGroup(dist.group.WORLD, nodes=case.nodes)
     inputs = torch.randn(8, 64)
     tracer = LineTracer()
