@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua import _concurrency
 from torchbagua.cli import trace
-from torchbagua.collectives import process_group
+from torchbagua.collectives import clock, process_group
 from torchbagua.observe.events import ClockOffset, Trace
 from torchbagua.observe.files import RankFile, RankFileWriter, find_files
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
@@ -187,7 +186,7 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     ranks_of_threads: dict[str, int] = {f"rank {rank}": rank for rank in range(3)}
     skewed = SkewedTime({0: 1.0, 1: 1.001, 2: 0.999}, {0: 0.0, 1: 1000.0, 2: -3.5})
-    monkeypatch.setattr(_concurrency, "perf_counter_ns", skewed.perf_counter_ns)
+    monkeypatch.setattr(clock, "_concurrency", skewed)
     monkeypatch.setattr(process_group, "clock_of_machine", lambda: threading.current_thread().name)
 
     def body(group: dist.ProcessGroup) -> tuple[int, list[ClockOffset]]:

@@ -21,6 +21,11 @@ from torchbagua.native.ops import ELEMENT_TYPES
 
 ALIGNMENT_BYTES = 32
 
+DEFAULT_BLOCK = 2048
+
+# Bagua's name for its only codec.
+ALIASES = {"MinMaxUInt8": "minmax_uint8"}
+
 
 def pad_bytes(num_bytes: int) -> int:
     """Return the next multiple of 32, so that every chunk of a wire is aligned."""
@@ -165,9 +170,6 @@ def blocks_of_chunks(bounds_B: torch.Tensor, cuts: Sequence[int], name: str, *, 
         raise ValueError(f"the cuts of {name} must lie between its blocks, got {within[0]}, which is within a block")
     indices: list[int] = chunk_blocks.tolist()
     return indices
-
-
-DEFAULT_BLOCK = 2048
 
 
 class Compressor(ABC):
@@ -337,8 +339,6 @@ def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
 
 # By name. Filled at import: each codec's file registers its codec, and __init__.py imports the files.
 REGISTRY: dict[str, Callable[..., Compressor]] = {}
-# Bagua's name for its only codec.
-ALIASES = {"MinMaxUInt8": "minmax_uint8"}
 
 
 def register_compressor(name: str, make: Callable[..., Compressor]) -> None:

@@ -26,15 +26,22 @@ from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.store_requests import StoreRequests
 
 Settings = Mapping[str, bool | int | float | str | list[int] | None]
+
 Runs = list[list[Any]]
 """Values in rank order, run-length encoded: [value, number of consecutive ranks] each."""
 
 _FAN_OUT = 4
+
 _POLL_S = 0.01
+
 _LAST_POLL_S = 0.5
 
 # Replaces the introduction of a rank that timed out, and may retry.
 _WITHDRAWN = ""
+
+_MOST_PIECES = 1024
+
+_WORD_BYTES = 7  # of text, in a number
 
 
 class Introduction(NamedTuple):
@@ -310,10 +317,6 @@ def _decode(text: str) -> dict[str, Any]:
 
 def _shorten(value: Any) -> Any:
     return {"runs": _runs(value)} if isinstance(value, list) else value
-
-
-_MOST_PIECES = 1024
-_WORD_BYTES = 7  # of text, in a number
 
 
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:

@@ -27,11 +27,6 @@ class EncodingErrorProbe:
         self._layout = layout
         self._name = name
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether an observer samples this step and the codec is lossy."""
-        return self._tracer.samples and not self._compressor.wire_is_tensor
-
     @cached_property
     def _beginning(self) -> WireLayout:
         """The layout of the chunk's first blocks. On a GPU, the host waits once for its table."""

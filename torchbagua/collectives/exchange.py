@@ -25,6 +25,12 @@ _MAX_ROUNDS = 2
 # 5 Gbit/s. Exchanges over faster links, such as those between ranks of one machine, wait for CPUs and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
 
+# The largest number of pieces in which a mean sends its chunks. The piece numbers of consecutive parts differ by this.
+_MAX_PIECES = 2
+
+# One mean is in flight, and a second one has begun.
+_NUM_PARTS = 2
+
 
 def tag_of(operation: str, piece: int) -> int:
     """Return the tag of a message."""
@@ -319,13 +325,6 @@ class _Round(NamedTuple):
     @property
     def turns(self) -> Sequence[tuple[int, int]]:
         return self.exchange.rounds[self.number]
-
-
-# The largest number of pieces in which a mean sends its chunks. The piece numbers of consecutive parts differ by this.
-_MAX_PIECES = 2
-
-# One mean is in flight, and a second one has begun.
-_NUM_PARTS = 2
 
 
 def exhaust(steps: Iterator[None]) -> None:

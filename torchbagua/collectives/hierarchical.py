@@ -19,6 +19,8 @@ from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.mean import AllGather, FirstRuns, Piece, RankChunks, ReduceScatter, TwoPhaseMean, is_long
 from torchbagua.collectives.nodes import NodeGroups
 
+_NUM_PIECES = 2
+
 
 class Hierarchical:
     """The two intra-node parts of a hierarchical collective. The caller runs any collective between nodes in between.
@@ -110,9 +112,6 @@ def memory_of_sum(chunks: RankChunks) -> torch.Tensor:
     dtype = sum_dtype(chunks.layout.dtype)
     num_bytes = (chunks.own.stop - chunks.own.start) * dtype.itemsize
     return typed(chunks.communicator.scratch("sum", num_bytes, chunks.device), dtype)
-
-
-_NUM_PIECES = 2
 
 
 class HierarchicalMean:

@@ -6,13 +6,14 @@ Shape suffixes: N elements, L elements of a piece, W wire bytes.
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, divide
 from torchbagua.codecs.lookup import check_compression, needs_feedback
 from torchbagua.collectives.clamp import clamp_to_mean
-from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -20,6 +21,9 @@ from torchbagua.native import ring
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import Span
 from torchbagua.transport.communicator import Communicator
+
+if TYPE_CHECKING:
+    from torchbagua.collectives.encoding_error import EncodingErrorProbe
 
 # The memory that one piece needs fits into the caches. A GPU uses a single piece, for few launches. With a codec that
 # has one range per piece, a longer piece has a larger residual.
@@ -98,7 +102,7 @@ class LowPrecisionRing:
         layout = compressor.layout(spec, spec.even_cuts(num_pieces, compressor.block_elements))
         self._elements, self._byte_slices = layout.elements, layout.byte_slices
         self._layouts = [layout.chunk(index) for index in range(num_pieces)]
-        self._error_probe = EncodingErrorProbe(communicator.tracer, compressor, self._layouts[0], spec.name)
+        self._tracer, self._name = communicator.tracer, spec.name
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         of_all = [len(replicas.weight)] * communicator.size
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
@@ -109,13 +113,19 @@ class LowPrecisionRing:
         operations = torch.ops.torchbagua if dtype_of_weights == torch.float32 else ring
         self._ring_difference, self._ring_advance = operations.ring_difference, operations.ring_advance
 
+    @cached_property
+    def _error_probe(self) -> "EncodingErrorProbe":
+        from torchbagua.collectives.encoding_error import EncodingErrorProbe
+
+        return EncodingErrorProbe(self._tracer, self._compressor, self._layouts[0], self._name)
+
     def update(self, x_N: torch.Tensor) -> None:
         """Replace `x_N`, of any dtype, by this rank's replica after its compressed difference; nothing is sent."""
         with self._span("encode"):
             self._update(x_N)
 
     def _update(self, x_N: torch.Tensor) -> None:
-        is_sampled = self._error_probe.is_wanted
+        is_sampled = self._tracer.samples and not self._compressor.wire_is_tensor
         for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):
             own, x_L = self._replicas[elements], x_N[elements]
             d_L = self._difference_L[: len(x_L)]

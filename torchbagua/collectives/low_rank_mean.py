@@ -17,6 +17,8 @@ from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.native.low_rank import PIECE_ELEMENTS, num_entries
 from torchbagua.observe.events import Details
 
+_PRODUCT_ELEMENTS = 8192  # approximate number of elements in a part of a product
+
 
 class FactorPlace(NamedTuple):
     """The place of a factor in a flat tensor: `rank` vectors of `length` elements, one after the other."""
@@ -202,9 +204,6 @@ class LowRankState:
 
 def _is_within(own: slice, parts: Sequence[slice]) -> bool:
     return any(part.start <= own.start and own.stop <= part.stop for part in parts)
-
-
-_PRODUCT_ELEMENTS = 8192  # approximate number of elements in a part of a product
 
 
 def first_factor(seed: str, num_elements: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -37,6 +37,18 @@ from torchbagua.version import __version__
 
 # A wait for the GPU ends this much later than the lane's `poll` of its operations, whose error names the operation.
 _POLL_MARGIN_S = 1.0
+
+T = TypeVar("T")
+
+_MAX_CACHED = 64
+
+# The key in the group's store of the reason for which a rank has closed its groups.
+_REASON = "reason"
+
+# A key, and the word under it if no rank has failed.
+_ALL_ARE_OPEN = "all are open"
+
+_OPEN = "open"
 
 
 class PrivateCommunicators(NodeGroups):
@@ -167,11 +179,6 @@ class PrivateCommunicators(NodeGroups):
     def _communicators(self) -> list[Communicator]:
         all_or_none = (self.world, self.intra_node, self.inter_node, self._gradients)
         return [communicator for communicator in all_or_none if communicator is not None]
-
-
-T = TypeVar("T")
-
-_MAX_CACHED = 64
 
 
 class GroupOperations(NodeGroups):
@@ -359,61 +366,12 @@ def _spec(flat: torch.Tensor, name: str) -> TensorSpec:
     return TensorSpec((flat.numel(),), flat.dtype, flat.device, name)
 
 
-# The fastest of several round trips met the least foreign traffic.
-_NUM_QUESTIONS = 64
-_TAG = 4  # exchanges do not use it
-_PURPOSE = "comparing clocks"
-
-
 def clock_of_machine() -> str | None:
     """Return a name for the clock that this process reads; None if unknown. Processes of one kernel share the clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-
-
-def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOffset:
-    """Return the offset from this rank's `time.perf_counter_ns` to rank 0's; add it to get rank 0's time. Collective.
-
-    Every rank in `askers` asks rank 0 for its time; the other ranks share rank 0's clock. The estimate assumes that the
-    answer takes half of the round trip (Cristian, "Probabilistic clock synchronization", 1989). The error is therefore
-    at most half of the shortest round trip.
-
-    Raises:
-        CommunicationError: a peer disconnected or did not take part within the group's timeout.
-    """
-    if communicator.rank == 0:
-        for asker in askers:
-            communicator.connect([asker], _PURPOSE)
-            for _ in range(_NUM_QUESTIONS):
-                _receive(communicator, asker)
-                _send(communicator, asker)
-    if communicator.rank not in askers:
-        return ClockOffset(_concurrency.perf_counter_ns(), 0, 0)
-    communicator.connect([0], _PURPOSE)
-    answers = []
-    for _ in range(_NUM_QUESTIONS):
-        asked_ns = _send(communicator, 0)
-        theirs_ns = _receive(communicator, 0)
-        now_ns = _concurrency.perf_counter_ns()
-        answers.append(ClockOffset(now_ns, theirs_ns - (asked_ns + now_ns) // 2, (now_ns - asked_ns + 1) // 2))
-    return min(answers, key=lambda answer: answer.error_ns)
-
-
-def _send(communicator: Communicator, peer: int) -> int:
-    """Send this rank's time to a peer, and return it."""
-    now_ns = _concurrency.perf_counter_ns()
-    communicator.post("sending to", peer, torch.tensor([now_ns]), tag=_TAG, purpose=_PURPOSE)
-    communicator.wait("sending to", peer, tag=_TAG, purpose=_PURPOSE)
-    return now_ns
-
-
-def _receive(communicator: Communicator, peer: int) -> int:
-    time_ns = torch.empty(1, dtype=torch.int64)
-    communicator.post("receiving from", peer, time_ns, tag=_TAG, purpose=_PURPOSE)
-    communicator.wait("receiving from", peer, tag=_TAG, purpose=_PURPOSE)
-    return int(time_ns)
 
 
 class StoreBoard:
@@ -434,13 +392,6 @@ class StoreBoard:
         if not self._store.check(keys):  # `get` would block
             return None
         return self._store.read_texts(keys)
-
-
-# The key in the group's store of the reason for which a rank has closed its groups.
-_REASON = "reason"
-# A key, and the word under it if no rank has failed.
-_ALL_ARE_OPEN = "all are open"
-_OPEN = "open"
 
 
 class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
@@ -719,6 +670,8 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if self.compares_clocks:
+            from torchbagua.collectives.clock import clock_offset
+
             self.clock_offsets.append(clock_offset(self.world, self._other_clocks))
 
     def post_reason(self, text: str) -> None:

@@ -25,6 +25,15 @@ from torchbagua.transport.errors import CommunicationError, cause_of
 
 B = TypeVar("B", bound="BucketOperations")
 
+_SUPPORTED_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex128,
+    torch.complex64,
+)
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -396,16 +405,6 @@ class BaguaTensor:
     def is_parameter(self) -> bool:
         """Whether it is a parameter rather than a buffer."""
         return isinstance(self.parameter, torch.nn.Parameter)
-
-
-_SUPPORTED_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex128,
-    torch.complex64,
-)
 
 
 def check_elements(subject: str, tensor: torch.Tensor) -> None:

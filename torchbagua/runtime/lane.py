@@ -17,7 +17,15 @@ from torchbagua._torch import future_of
 from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, has_reached, wait_on_host
 
 T = TypeVar("T")
+
 R = TypeVar("R", covariant=True)
+
+_POLL_EVERY_S = 0.05
+
+_LOOK_EVERY_S = 5.0
+
+# If an exception ends the training, a running job gets this time before it is abandoned, and as much to end then.
+_LAST_JOB_S = 2.0
 
 
 class InSteps(Protocol[R]):
@@ -181,12 +189,6 @@ class JobInSteps(Job[T]):
                 has_begun = True
         finally:
             steps.close()
-
-
-_POLL_EVERY_S = 0.05
-_LOOK_EVERY_S = 5.0
-# If an exception ends the training, a running job gets this time before it is abandoned, and as much to end then.
-_LAST_JOB_S = 2.0
 
 
 def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:

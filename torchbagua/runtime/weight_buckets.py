@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 
 _PART_ELEMENTS = 2**21  # for tensors outside buckets, since the group caches buffers for each length that it averages
 
+T = TypeVar("T")
+
+FlatOf = Callable[["WeightBucket"], torch.Tensor]
+"""Returns one of a bucket's flat tensors, or a tensor of the same kind."""
+
+FLAT: FlatOf = attrgetter("flat")
+
+SNAPSHOT: FlatOf = attrgetter("snapshot")
+
+DIFFERENCE: FlatOf = attrgetter("difference")
+
 
 class WeightMeans:
     """Computes the mean of all ranks' weights, apart from the algorithm's rounds. Call its methods between two steps.
@@ -127,9 +138,6 @@ class WeightMeans:
                 tensor.copy_(part.view(tensor.shape))
 
 
-T = TypeVar("T")
-
-
 class Lockstep:
     """Compares the progress, the loads of weights and the memory layouts of the ranks before each collective.
 
@@ -223,14 +231,6 @@ class Lockstep:
             self.submit(lambda: None, "the comparison of memory layouts").result()
         except CommunicationError as error:  # other ranks have disconnected, or are too far behind
             raise self.layout_watch.local_error(self._world.rank) from error
-
-
-FlatOf = Callable[["WeightBucket"], torch.Tensor]
-"""Returns one of a bucket's flat tensors, or a tensor of the same kind."""
-
-FLAT: FlatOf = attrgetter("flat")
-SNAPSHOT: FlatOf = attrgetter("snapshot")
-DIFFERENCE: FlatOf = attrgetter("difference")
 
 
 class WeightBucket(BaguaBucket):

@@ -142,11 +142,7 @@ class Attachment:
                 if watch is not None:
                     refuse_later_ddps(setup, watch)
 
-            step_hooks, self._clock = install_step_hooks(
-                setup,
-                runner,
-                after_first_step=after_first_step,
-            )
+            step_hooks, self._clock = install_step_hooks(setup, runner, after_first_step=after_first_step)
             undo.enter_context(step_hooks)
             if runner.averages_weights:
                 if setup.is_sharded:

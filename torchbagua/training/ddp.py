@@ -24,6 +24,18 @@ from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.meeting import Meeting, OpeningBucket
 from torchbagua.runtime.runner import Runner
 
+JOIN_REFUSAL = (
+    "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
+    "run out of data keep sending zeros as gradients; AsyncModelAverageAlgorithm lets ranks take different numbers of "
+    "steps without it"
+)
+
+_HELD = "_torchbagua_hook"  # on a DDP
+
+_COPIED = "torchbagua: averaged by DDP"  # the state of the hook in the list of a copied DDP
+
+Hook = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
 
 class ModuleHook:
     """A hook of a module or of its forward. In a copied or unpickled module it does nothing."""
@@ -37,18 +49,6 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a no-op function of the standard library, so that loading the pickle does not need this package."""
         return getattr, (nullcontext(), "__exit__")
-
-
-JOIN_REFUSAL = (
-    "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
-    "run out of data keep sending zeros as gradients; AsyncModelAverageAlgorithm lets ranks take different numbers of "
-    "steps without it"
-)
-
-_HELD = "_torchbagua_hook"  # on a DDP
-_COPIED = "torchbagua: averaged by DDP"  # the state of the hook in the list of a copied DDP
-
-Hook = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

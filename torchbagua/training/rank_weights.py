@@ -25,10 +25,10 @@ class RankWeights:
 
     def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
         self._runner = runner
-        self.loads = WeightLoads(setup, runner)
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
         self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
+        self.loads = WeightLoads(setup, runner)
 
     def close(self) -> None:
         """Stop watching."""

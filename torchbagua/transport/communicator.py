@@ -25,6 +25,13 @@ from torchbagua.transport.base import (
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError, cause_of
 from torchbagua.transport.streams import has_reached
 
+# A shorter message says little about a link's rate, since it may be sent in one burst.
+SMALL_MESSAGE_BYTES = 1 << 18
+
+_HOST = torch.device("cpu")
+
+Direction = Literal["receiving from", "sending to", "connecting to"]
+
 
 class NamedRanks:
     """The ranks of a group, for events and errors.
@@ -141,14 +148,6 @@ class Scratch:
                 largest = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             part = parts[num_bytes] = largest[:num_bytes]
         return part
-
-
-# A shorter message says little about a link's rate, since it may be sent in one burst.
-SMALL_MESSAGE_BYTES = 1 << 18
-
-_HOST = torch.device("cpu")
-
-Direction = Literal["receiving from", "sending to", "connecting to"]
 
 
 class _Pending(NamedTuple):

@@ -34,8 +34,11 @@ from torchbagua.transport.errors import cause_of
 from torchbagua.transport.store_requests import StoreRequests
 
 _GLOO_RELEASE_S = 0.05
+
 # One for each interface in GLOO_SOCKET_IFNAME, of which each has its own connections, and serves every n-th tag.
 _UNUSED_TAGS = range((1 << 31) - 8, 1 << 31)
+
+_READY, _GAVE_UP = "ready", "gave up"
 
 
 def gloo_group(
@@ -72,9 +75,6 @@ def _wait_at_exit_for_gloo() -> None:
     # an active exception"). Whether the thread is done cannot be queried, so the exit waits. Plain torch aborts too, if
     # a group outlives destroy_process_group (a DDP references it) and the program ends right after a collective.
     atexit.register(time.sleep, _GLOO_RELEASE_S)
-
-
-_READY, _GAVE_UP = "ready", "gave up"
 
 
 class Failure(NamedTuple):

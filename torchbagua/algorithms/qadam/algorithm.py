@@ -1,4 +1,7 @@
-"""QAdam: after a warm-up, ranks send only Adam's momentum, in 8 bits or in one bit."""
+"""QAdam: after a warm-up, ranks send only Adam's momentum, in 8 bits or in one bit.
+
+Shape suffixes: N elements, W wire bytes.
+"""
 
 import weakref
 from bisect import bisect_left, bisect_right

@@ -14,6 +14,13 @@ from torchbagua.native.qadam import qadam_update
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 from torchbagua.runtime.parameters import MemoryOrder, flatten_like
 
+# Key in the state of a parameter: the number of updates since its warm-up. Adam's own "step" is frozen with the second
+# moment, whose bias it corrects, so that Adam can continue from this state.
+_UPDATES_SINCE = "updates_since_warmup"
+
+# Key in a group that has a parameter past its warm-up: the betas of the warm-up.
+_FROZEN_BETAS = "frozen_betas"
+
 
 class _Known(NamedTuple):
     step: Tensor
@@ -83,13 +90,6 @@ def _is_number(value: object) -> bool:
     return (isinstance(value, int | float) and not isinstance(value, bool)) or (
         isinstance(value, Tensor) and value.numel() == 1
     )
-
-
-# Key in the state of a parameter: the number of updates since its warm-up. Adam's own "step" is frozen with the second
-# moment, whose bias it corrects, so that Adam can continue from this state.
-_UPDATES_SINCE = "updates_since_warmup"
-# Key in a group that has a parameter past its warm-up: the betas of the warm-up.
-_FROZEN_BETAS = "frozen_betas"
 
 
 class QAdamOptimizer(torch.optim.Adam):

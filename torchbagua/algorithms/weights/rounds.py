@@ -11,6 +11,8 @@ from torchbagua.runtime.lane import Job
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAveragingAlgorithm(Algorithm):
@@ -54,9 +56,6 @@ class ModelAveragingAlgorithm(Algorithm):
                 bucket_cap_mb=self.bucket_cap_mb,
             )
         )
-
-
-T = TypeVar("T")
 
 
 class SynchronousRounds:

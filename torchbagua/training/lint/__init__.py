@@ -1,6 +1,8 @@
-"""Warnings about loops that probably contain a mistake. Each lint is one file, and one line here installs it.
+"""Warnings about loops that probably contain a mistake. Each lint is one file, and one line installs it.
 
-May import what `training` may. No result depends on a lint.
+May import what `training` may. No result depends on a lint. The lines are here, but for two lints:
+training/rank_weights.py has unaveraged_state.py examine states before a mean, and training/attach.py calls
+end_warnings.py at the end.
 Begin with unaveraged_gradients.py.
 """
 
