@@ -111,7 +111,7 @@ def test_residuals_are_without_the_loss_scale() -> None:
     def averages_of(rank: Rank, scales: Sequence[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         averages: list[torch.Tensor] = []
         for step, scale in enumerate(scales):
-            rank.runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            rank.runner.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=scale))
             found = rank.backward([gradient * scale for gradient in rank.gradients(step)])
             averages += [average / scale for average in found]
             rank.optimizer.step()

@@ -28,15 +28,15 @@ CONTRACTS = {
     "only training and fsdp know GradScaler": (
         BELOW_TRAINING,
         ("torch.amp", "GradScaler"),
-        {"runtime/runner.py": "has the attribute that attach sets, whose scale error feedback reads"},
+        {"runtime/runner.py": "takes it from attach, and reads its scale for error feedback"},
     ),
     # An algorithm's interface names the optimizers that it is attached with, and QAdam is an optimizer.
     "below algorithms only the runner knows optimizers": (
         BELOW_TRAINING[1:],
         ("torch.optim", "Optimizer"),
         {
-            "runtime/runner.py": "is notified of their steps",
-            "runtime/impl.py": "returns what is called at their end",
+            "runtime/runner.py": "is notified of their steps, and an impl returns what is called at their end",
+            "runtime/gradient_runner.py": "is notified of their steps",
             "runtime/optimizer_steps.py": "notifies the runner",
         },
     ),

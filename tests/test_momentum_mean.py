@@ -60,7 +60,7 @@ def on_ranks(
         rank = Rank()
 
         def make(runner: tb.extend.Runner) -> MomentumMean:
-            runner.needs_grad_scaler = True
+            runner.require_grad_scaler()
             residuals = None
             if has_feedback:
                 residuals = runner.keep(residual_state("a test"), lambda: rank.optimizer.parameters)
@@ -136,7 +136,7 @@ def test_one_pass_is_bitwise_equal_to_separate_operations(monkeypatch: pytest.Mo
         monkeypatch.setattr(q_adam, "_LONGEST_BLOCK", longest_block)
 
         def body(number: int, rank: Rank, runner: tb.extend.Runner, average: Any) -> list[torch.Tensor]:
-            runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+            runner.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=3.0))
             seen = []
             for step in range(3):
                 seen += average(gradients(number, step))
@@ -154,7 +154,7 @@ def test_the_loss_scale_is_in_gradients_and_not_in_momenta() -> None:
 
     def with_scale(scale: float) -> Any:
         def body(number: int, rank: Rank, runner: tb.extend.Runner, average: Any) -> list[torch.Tensor]:
-            runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            runner.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=scale))
             found = average([gradient * scale for gradient in gradients(number, 0)])
             return [gradient / scale for gradient in found]
 

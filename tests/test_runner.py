@@ -16,9 +16,10 @@ import torchbagua as tb
 from components import GradientComponent, WeightComponent, backward
 from ranks import run_ranks
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientBuckets, GradientRunner
 from torchbagua.runtime.parameter_state import residual_state
-from torchbagua.runtime.runner import GradientBuckets, Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 
 NO_PROGRESS: dict[str, int] = {}
 
@@ -46,12 +47,13 @@ WEIGHTS = WeightComponent(
 
 def test_an_impl_has_few_names_and_a_runner_is_final() -> None:
     """A user writes an algorithm by overriding these names, so they must be few enough to remember."""
-    assert Runner.__final__
+    assert GradientRunner.__final__
+    assert WeightRunner.__final__
 
     def body(group: dist.ProcessGroup) -> set[str]:
         runner = WEIGHTS.reify(group)
         try:
-            assert type(runner) is Runner
+            assert type(runner) is WeightRunner
             return {*vars(AlgorithmImpl(runner)), *dir(AlgorithmImpl), *AlgorithmImpl.__annotations__}
         finally:
             runner.close()

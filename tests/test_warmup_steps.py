@@ -68,9 +68,8 @@ class Loop:
         if isinstance(runner.impl, tb.algorithms.AsyncModelAverageAlgorithmImpl):
             self.modes.append(runner.impl.mode)
         self.scaler.scale(self.ddp(torch.full((4, 96), 1.0 + self.rank)).square().mean() * factor).backward()
-        self.operations.append(
-            [operation.name for bucket in runner.gradient_buckets for operation in bucket.operations]
-        )
+        buckets = runner.gradient_buckets if isinstance(runner, tb.extend.GradientRunner) else ()
+        self.operations.append([operation.name for bucket in buckets for operation in bucket.operations])
 
     def train(self, runner: tb.extend.Runner, steps: Sequence[Step]) -> None:
         for num_passes, is_skipped in steps:

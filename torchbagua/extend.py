@@ -8,11 +8,12 @@ from torchbagua.algorithms.base import Algorithm, register
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.collectives.topology import Topology
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.parameter_state import BucketState, ParameterState, residual_state
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import Lockstep, WeightBucket, WeightBuckets, WeightMeans
+from torchbagua.runtime.weight_runner import WeightRunner
 
 __all__ = [
     "Algorithm",
@@ -21,6 +22,7 @@ __all__ = [
     "BaguaTensor",
     "BucketState",
     "ErrorFeedback",
+    "GradientRunner",
     "Job",
     "Lane",
     "Lockstep",
@@ -30,6 +32,7 @@ __all__ = [
     "WeightBucket",
     "WeightBuckets",
     "WeightMeans",
+    "WeightRunner",
     "register",
     "residual_state",
 ]

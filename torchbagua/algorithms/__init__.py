@@ -1,7 +1,7 @@
 """The algorithms and the registry of their names.
 
 May import runtime and the packages below it. Nothing here imports DDP or FSDP2.
-Begin with base.py, which defines algorithms; then gradient/compressed.py, and runtime/impl.py, which defines impls.
+Begin with base.py, which defines algorithms; then gradient/compressed.py, and runtime/runner.py, which defines impls.
 """
 
 from torchbagua.algorithms.base import Algorithm, available_algorithms
@@ -30,7 +30,7 @@ from torchbagua.algorithms.weights.low_precision_ring import (
 )
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm as ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.rounds import SynchronousRounds as SynchronousRounds
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.runner import AlgorithmImpl
 
 # The same classes by short names; Bagua's names end in Algorithm.
 AsyncModelAverage = AsyncModelAverageAlgorithm

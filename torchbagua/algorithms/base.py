@@ -15,10 +15,12 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import MeanCodecs, check_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Observer, Run, check_observers
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.observe.events import Observer, Run
+from torchbagua.observe.tracer import check_observers
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -340,7 +342,8 @@ def bind(
     try:
         group.open()
         group.check_operations(torch.device("cpu"), name)
-        runner = Runner(group, algorithm)
+        kind = WeightRunner if algorithm.averages_weights else GradientRunner
+        runner: Runner = kind(group, algorithm)
         close = runner.close
         runner.watch_steps(optimizers or algorithm.own_optimizers())
         group.compare_clocks()

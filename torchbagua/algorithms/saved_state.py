@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.rank_state import check_rank_state
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.version import __version__
 
 # Increment it when earlier releases must not read the new format. Earlier releases ignore additional keys.
@@ -27,12 +27,17 @@ def save_state(runner: Runner, loop: Mapping[str, Any]) -> dict[str, Any]:
         "version": FORMAT_VERSION,
         "algorithm": type(runner.algorithm).__qualname__,
         "arguments": runner.algorithm.state_arguments(runner.process_group) if _depends_on_arguments(runner) else {},
-        "averaged": None if runner.weights is None else runner.weights.parameter_names,
+        "averaged": _averaged_names(runner),
         "loop": loop,
     }
     # A single string, because torch.distributed.checkpoint loads into the current keys of a state and refuses a
     # checkpoint that lacks one of them. A key added by a release would make it refuse checkpoints of earlier releases.
     return {"algorithm": json.dumps(described), "impl": runner.state_dict()}
+
+
+def _averaged_names(runner: Runner) -> list[str] | None:
+    weights = runner.weights if isinstance(runner, WeightRunner) else None
+    return None if weights is None else weights.parameter_names
 
 
 def load_state(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +48,7 @@ def load_state(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     loop = check_saved(runner, state)
     averaged = json.loads(state["algorithm"]).get("averaged")  # states of earlier development versions do not have it
-    if averaged is not None:
+    if averaged is not None and isinstance(runner, WeightRunner):
         runner.average_as_saved(averaged)
     runner.load_state_dict(state["impl"])
     return loop

@@ -25,8 +25,8 @@ from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, Pi
 from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
 from torchbagua.collectives.nodes import NodeGroups, number_given_nodes
 from torchbagua.collectives.topology import Topology
-from torchbagua.observe.events import ClockOffset, Observer, check_observers
-from torchbagua.observe.tracer import Tracer
+from torchbagua.observe.events import ClockOffset, Observer
+from torchbagua.observe.tracer import Tracer, check_observers, make_tracer
 from torchbagua.transport.base import Members, TransportError, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
@@ -487,7 +487,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         self.transport = transport
         self._choice = TransportChoice(process_group, transport)
         self._observers = tuple(observers)
-        self.tracer = Tracer(observers)
+        self.tracer = make_tracer(observers)
         self.clock_offsets: list[ClockOffset] = []
         self.fitting_topologies: list[tuple[Topology, bool]] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)

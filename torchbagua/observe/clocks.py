@@ -6,10 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from torchbagua import _concurrency
-from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Details, Phase
-
-Timestamp = int | torch.cuda.Event
-"""`time.perf_counter_ns`, or a position in a stream, whose time is unknown until the GPU has reached it."""
+from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Details, Phase, Timestamp
 
 
 class TimedPhase(NamedTuple):

@@ -1,9 +1,11 @@
 """The data that observers receive about communication."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
+
+import torch
 
 Phase = Literal[
     # on the lane
@@ -24,6 +26,9 @@ Phase = Literal[
 ]
 
 TRAINING_PHASES: frozenset[Phase] = frozenset({"step", "backward", "wait", "apply", "detach"})
+
+Timestamp = int | torch.cuda.Event
+"""`time.perf_counter_ns`, or a position in a stream, whose time is unknown until the GPU has reached it."""
 
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
@@ -209,14 +214,3 @@ class Trace:
 
     def on_end(self) -> None:
         """Finish: no further events follow."""
-
-
-def check_observers(owner: str, observers: Sequence[Observer]) -> None:
-    """Raise TypeError or ValueError unless `observers` is a list of observers; the error names `owner`."""
-    if not isinstance(observers, list | tuple):
-        raise TypeError(f"{owner}: observers must be a list of objects with a method on_comm(event), got {observers!r}")
-    for observer in observers:
-        if isinstance(observer, type) or not callable(getattr(observer, "on_comm", None)):
-            raise TypeError(f"{owner}: an observer must be an object with a method on_comm(event), got {observer!r}")
-        if isinstance(observer, Trace):
-            observer.check()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,11 +18,9 @@ from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
 from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.load_record import LoadRecord, require_same_loads
 from torchbagua.runtime.parameters import MemoryOrder, flat_length, local_shard, name_of_shard, reshard, sharded_parts
+from torchbagua.runtime.runner import Runner
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from torchbagua.runtime.runner import Runner
 
 _PART_ELEMENTS = 2**21  # for tensors outside buckets, since the group caches buffers for each length that it averages
 
@@ -318,7 +316,7 @@ class WeightBucket(BaguaBucket):
 
 
 class WeightBuckets:
-    """The weights of a module in buckets, for an impl that averages them; see `Runner.average`.
+    """The weights of a module in buckets, for an impl that averages them; see `WeightRunner.average`.
 
     Iteration yields each `WeightBucket`. A group of one rank has no buckets, and its weights do not change.
 
@@ -338,7 +336,7 @@ class WeightBuckets:
 
     def __init__(
         self,
-        runner: "Runner",
+        runner: Runner,
         progress: Callable[[], Mapping[str, int]],
         *,
         average_buffers: bool = True,

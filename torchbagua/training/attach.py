@@ -41,9 +41,11 @@ from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import is_sharded, unwrap
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.attach_checks import check_arguments, check_within_nodes, mark_attached, warn_uncompressed
 from torchbagua.training.ddp import comm_hook, disable_ddp_sync, install_hook, limit_ddp_to_nodes, named_tensors
 from torchbagua.training.lint.end_warnings import (
@@ -85,11 +87,12 @@ class Attachment:
             undo.callback(runner.close)
             for inner in setup.inners:
                 undo.callback(mark_attached(inner, runner.name).close)
-            within_nodes = runner.open_node_gradients is not None
-            if within_nodes:
-                check_within_nodes(runner, setup)
             global_ddps = [ddp for ddp in setup.ddps if ddp.process_group.size() == runner.process_group.size]
-            node_gradients = runner.open_node_gradients() if runner.open_node_gradients and global_ddps else None
+            open_node_gradients = runner.open_node_gradients if isinstance(runner, WeightRunner) else None
+            within_nodes = open_node_gradients is not None
+            if within_nodes:
+                check_within_nodes(runner.process_group, runner.name, setup)
+            node_gradients = open_node_gradients() if open_node_gradients and global_ddps else None
             ignored = setup.ignored_names()
             # Gradient algorithms take the weights of sharded modules as they are, as fully_shard does.
             needs_same_weights = not setup.is_sharded or runner.averages_weights
@@ -101,12 +104,12 @@ class Attachment:
                 own = [local_shard(each) for name, each in named if name not in ignored and id(each) in members]
                 broadcast_tensors(runner.process_group.world, own, "the module")
                 self.broadcast_optimizers()
-            runner.grad_scaler = setup.grad_scaler
+            runner.use_grad_scaler(setup.grad_scaler)
             runner.set_module(setup.inner, ignored, parts=setup.inners)
-            if runner.meetings is not None and not setup.is_sharded:
+            if isinstance(runner, GradientRunner) and runner.meetings is not None and not setup.is_sharded:
                 runner.meetings.compare_weights(setup.trained())
             self._weights = None
-            if runner.averages_weights and runner.process_group.size > 1:
+            if isinstance(runner, WeightRunner) and runner.process_group.size > 1:
                 from torchbagua.training.rank_weights import RankWeights
 
                 self._weights = RankWeights(setup, runner)
@@ -120,11 +123,11 @@ class Attachment:
                     silenced.enter_context(limit_ddp_to_nodes(ddp, None) if within_nodes else disable_ddp_sync(ddp))
 
             def silence_caller(ddp: DistributedDataParallel) -> None:
-                check_caller(runner, setup, ddp)
+                check_caller(runner.name, setup, ddp, within_nodes=within_nodes)
                 silence(ddp)
 
             watch: CallerWatch | None = None
-            if runner.averages_weights:
+            if isinstance(runner, WeightRunner):
                 # A second DDP may wrap the module of a DDP that attach was given. No DDP may wrap another module later.
                 wrapped = [inner for module, inner in pairs if inner is not module]
                 if wrapped:
@@ -144,7 +147,7 @@ class Attachment:
 
             step_hooks, self._clock = install_step_hooks(setup, runner, after_first_step=after_first_step)
             undo.enter_context(step_hooks)
-            if runner.averages_weights:
+            if isinstance(runner, WeightRunner):
                 if setup.is_sharded:
                     from torchbagua.training.fsdp2.communication import bound_waits
 
@@ -156,7 +159,7 @@ class Attachment:
 
                 parts = setup.sharded_parts
                 install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
-            else:
+            elif isinstance(runner, GradientRunner):
                 for ddp in setup.ddps:
                     undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
@@ -210,7 +213,7 @@ class Attachment:
                 self._weights.before_end()
             # An exception is about to leave the caller: other ranks may not come.
             is_leaving = failed or sys.exc_info()[0] is not None
-            if self._setup.ddps and not (is_leaving or self.runner.averages_weights):
+            if self._setup.ddps and isinstance(self.runner, GradientRunner) and not is_leaving:
                 self.runner.meet_at_end()
             if self.runner.finish(failed=failed):
                 with nullcontext() if self._weights is None else self._weights.last_means():
@@ -259,7 +262,7 @@ class Attachment:
         if self._is_detached or self._has_mean:
             yield
             return
-        with self.runner.averaged_weights() if self._weights is None else self._weights.averaged():
+        with self.impl.averaged_weights() if self._weights is None else self._weights.averaged():
             self._has_mean = True
             try:
                 yield
@@ -346,7 +349,9 @@ class Attachment:
 
     def _own_weights(self) -> AbstractContextManager[None]:
         """Within `averaged_weights`, give this rank its own weights and optimizer state in a nested context."""
-        return self.runner.own_weights() if self._weights is None else self._weights.own()
+        if self._weights is not None:
+            return self._weights.own()
+        return self.runner.own_weights() if isinstance(self.runner, WeightRunner) else nullcontext()
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.

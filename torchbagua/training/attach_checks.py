@@ -17,11 +17,11 @@ from torchbagua._torch import has_delayed_all_reduce, is_joining, is_stepped_in_
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.base import Algorithm, get, init_for
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Observer, check_observers
+from torchbagua.observe.events import Observer
+from torchbagua.observe.tracer import check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.runtime.parameters import reshard, sharded_parts
-from torchbagua.runtime.runner import Runner
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
 from torchbagua.training.lint import lint_arguments
 from torchbagua.training.outer_ddps import ddps_of
@@ -341,21 +341,20 @@ def mark_attached(module: torch.nn.Module, algorithm_name: str) -> ExitStack:
     return marked
 
 
-def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
+def check_within_nodes(group: BaguaProcessGroup, algorithm: str, setup: TrainingSetup) -> None:
     """Raise ValueError unless DDP can keep averaging gradients within the nodes of the runner's group."""
     if setup.is_sharded:
         raise ValueError(
-            f"attach: {runner.name}: hierarchical must be False for a sharded module whose "
-            f"replicate_group has several ranks on a node, here {runner.process_group.node_ranks}: gradients are "
+            f"attach: {algorithm}: hierarchical must be False for a sharded module whose "
+            f"replicate_group has several ranks on a node, here {group.node_ranks}: gradients are "
             "averaged over the ranks of a mesh, and not of a node"
         )
-    subject = f"attach: {runner.name} with hierarchical=True has DDP average gradients within nodes"
+    subject = f"attach: {algorithm} with hierarchical=True has DDP average gradients within nodes"
     if not setup.ddps:
         raise ValueError(
             f"{subject}, so module must be a DistributedDataParallel, got {setup.label}; with "
             "hierarchical=False every rank trains alone between rounds"
         )
-    group = runner.process_group
     for ddp in setup.ddps:
         if ddp.process_group.size() != group.size:
             node = group.node_ranks[group.nodes[group.rank]]

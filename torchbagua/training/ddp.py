@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua import _concurrency
 from torchbagua._torch import comm_hooks_of, current_backward, has_learnt_graph, is_joining, queue_callback
-from torchbagua.observe.clocks import Timestamp
+from torchbagua.observe.events import Timestamp
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.meeting import Meeting, OpeningBucket
-from torchbagua.runtime.runner import Runner
 
 JOIN_REFUSAL = (
     "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
@@ -288,7 +288,7 @@ class WaitTimer:
             self._tracer.end_step()
 
 
-def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: GradientRunner, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of one DDP bucket: a DDP communication hook, for a loop without `attach`.
 
     Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
@@ -310,7 +310,7 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
     and does not tell it how many ranks still have data. Torch's own hooks divide in the same way.
 
     Args:
-        state: the Runner that `Algorithm.reify` of a gradient algorithm returned.
+        state: the GradientRunner that `Algorithm.reify` of a gradient algorithm returned.
         bucket: DDP's bucket of gradients.
 
     Returns:
@@ -326,8 +326,9 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
         ValueError: gradients are sparse, neither on the CPU nor on a GPU, or of a dtype other than float64, float32,
             bfloat16, float16, complex128 and complex64.
     """
-    if not isinstance(state, Runner) or state.averages_weights:
-        got = f"that of {state.name}, which averages weights" if isinstance(state, Runner) else type(state).__name__
+    if not isinstance(state, GradientRunner):
+        name = getattr(state, "name", None)
+        got = type(state).__name__ if name is None else f"that of {name}, which averages weights"
         raise TypeError(f"comm_hook: state must be what a gradient algorithm's reify returned, got {got}")
     if isinstance(bucket, tuple):  # (gradient, parameter); DDP then discards the hook's result
         raise TypeError(

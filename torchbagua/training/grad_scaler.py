@@ -10,6 +10,7 @@ import torch
 from torchbagua._torch import FindInf, FoundInf, loss_scale_of, num_writes, replace_find_inf, scaled_step_code
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.steps import StepClock
 
@@ -104,7 +105,7 @@ def note_unknown_scaler(setup: TrainingSetup, runner: Runner) -> None:
 
 
 def install_overflow_agreement(
-    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], runner: Runner, clock: StepClock
+    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], runner: WeightRunner, clock: StepClock
 ) -> ExitStack:
     """Have `runner` decide whether `scaler` sees an overflow of `optimizers`, until the returned stack is closed.
 
@@ -140,7 +141,7 @@ class _SharedScaler:
     """
 
     def __init__(self) -> None:
-        self.attached: dict[int, tuple[Runner, StepClock]] = {}
+        self.attached: dict[int, tuple[WeightRunner, StepClock]] = {}
         self.undo: Callable[[], None] = lambda: None
 
     def wrap_find_inf(self, find_inf: FindInf) -> FindInf:

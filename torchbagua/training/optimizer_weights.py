@@ -13,7 +13,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.collectives.broadcast import broadcast_state
 from torchbagua.runtime.optimizer_steps import parameters_of, state_of
 from torchbagua.runtime.parameters import is_shard, local_shard
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.transport.communicator import Communicator
 
 # The values of parameter groups that belong to the loop and its schedulers: not broadcast.
@@ -131,7 +131,7 @@ class OptimizerWeights:
         runner: averages the weights of the module.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], runner: Runner) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], runner: WeightRunner) -> None:
         self._runner = runner
         can_average = runner.weights is not None
         self._names = {optimizer: _known_names(optimizer) if can_average else () for optimizer in optimizers}

@@ -12,7 +12,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import is_joining
-from torchbagua.runtime.runner import Runner
 from torchbagua.training.ddp import JOIN_REFUSAL, ModuleHook, check_around
 from torchbagua.training.setup import TrainingSetup
 
@@ -169,7 +168,7 @@ def _refuse_later_ddp(ddp: DistributedDataParallel) -> None:
     )
 
 
-def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
+def check_caller(algorithm: str, setup: TrainingSetup, ddp: DistributedDataParallel, *, within_nodes: bool) -> None:
     """Raise ValueError if a weight algorithm cannot disable the communication of `ddp`; called in its forward.
 
     `ddp` wraps the same module as the DDP that attach was given, but is a different one.
@@ -177,9 +176,9 @@ def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParal
     check_around(setup.inner, ddp)
     if is_joining(ddp):
         raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
-    if runner.open_node_gradients is not None:
+    if within_nodes:
         raise ValueError(
-            f"torchbagua: {runner.name} with hierarchical=True has one DistributedDataParallel "
+            f"torchbagua: {algorithm} with hierarchical=True has one DistributedDataParallel "
             f"average gradients within nodes, but {type(setup.inner).__name__} was called by another "
             "DistributedDataParallel; call the one that attach was given"
         )

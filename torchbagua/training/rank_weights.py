@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 
 from torchbagua.runtime.parameters import local_shard
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.lint.unaveraged_state import UnaveragedState
 from torchbagua.training.optimizer_weights import OptimizerWeights
 from torchbagua.training.setup import TrainingSetup
@@ -23,7 +23,7 @@ class RankWeights:
         loads: the loads of weights since the last step.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
+    def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:
         self._runner = runner
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
@@ -39,7 +39,7 @@ class RankWeights:
     def averaged(self) -> Iterator[None]:
         """Give all ranks the mean of their weights within the block; see `Attachment.averaged_weights`."""
         self._unaveraged_state.examine()
-        with self._in_optimizers.averaged(self._runner.averaged_weights()):
+        with self._in_optimizers.averaged(self._runner.impl.averaged_weights()):
             self.loads.has_mean = True
             try:
                 self._average_modules()

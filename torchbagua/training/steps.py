@@ -10,11 +10,13 @@ import torch
 
 from torchbagua._torch import is_in_backward, leaves, num_writes, queue_callback
 from torchbagua._warnings import warn_user
-from torchbagua.observe.clocks import Timestamp
+from torchbagua.observe.events import Timestamp
 from torchbagua.observe.tracer import Tracer
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.ddp import ModuleHook
 from torchbagua.training.lint import install_lints
 from torchbagua.training.setup import TrainingSetup
@@ -324,11 +326,11 @@ def install_step_hooks(
     on_step = impl.init_post_optimizer_step_hook(module)
 
     loss_scale = None
-    if setup.grad_scaler is not None and runner.needs_grad_scaler and not runner.averages_weights:
+    if setup.grad_scaler is not None and runner.needs_grad_scaler and isinstance(runner, GradientRunner):
         from torchbagua.training.grad_scaler import LossScale
 
         loss_scale = LossScale(setup.grad_scaler, runner.process_group.wait_for_mark)
-        runner.read_loss_scale = loss_scale.read
+        runner.use_grad_scaler(setup.grad_scaler, loss_scale.read)
 
     # A shallow copy of a wrapper shares its hooks, but they must act on the original only.
     def before_forward(module: torch.nn.Module, inputs: Any) -> None:
@@ -346,7 +348,7 @@ def install_step_hooks(
             is_first = False
             after_first_step()
         try:
-            if runner.averages_weights:
+            if isinstance(runner, WeightRunner):
                 runner.refuse_capture()
                 runner.reset_if_needed()
             if on_step is not None:
@@ -363,7 +365,7 @@ def install_step_hooks(
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
     )
-    runner.tracer.has_optimizer = True
+    runner.tracer.count_optimizer_steps()
     with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
         handles.enter_context(install_lints(setup, runner))
@@ -383,7 +385,7 @@ def install_step_hooks(
         if on_gradient is not None:
             for name, parameter in setup.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if setup.grad_scaler is not None and runner.averages_weights:
+        if setup.grad_scaler is not None and isinstance(runner, WeightRunner):
             from torchbagua.training.grad_scaler import install_overflow_agreement
 
             handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, runner, clock))

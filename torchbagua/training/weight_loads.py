@@ -10,7 +10,7 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.parameters import local_shard, name_of_shard, reshard
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.ddp import ModuleHook
 from torchbagua.training.setup import TrainingSetup
 
@@ -30,7 +30,7 @@ class WeightLoads:
         has_mean: set it to True while the module holds the mean of all ranks' weights. Loads are then refused.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
+    def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:
         self.has_mean = False
         self._module = setup.inner
         self._sharded_parts = list(setup.sharded_parts.values())

@@ -241,7 +241,7 @@ class Communicator(NamedRanks):
         except TransportError as error:
             self._fail_to_connect_all(purpose, error)
         twin = copy.copy(self)
-        twin.tracer, twin._launches = Tracer(()), None
+        twin.tracer, twin._launches = Tracer(), None
         twin._transports, twin._pending, twin._scratch, twin._twins = {"cpu": transport}, {}, Scratch(), []
         self._twins.append(twin)
         return twin

@@ -8,8 +8,8 @@ import torch
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.gradient_runner import GradientRunner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """See `GradientAllReduceAlgorithm`."""
 
     algorithm: GradientAllReduceAlgorithm
+    runner: GradientRunner
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         algorithm = self.algorithm

@@ -19,9 +19,9 @@ from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
 
 class CompressedMean:
@@ -129,7 +129,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       reach the same parameters. The first step of a run must have a single synchronized backward, because DDP rebuilds
       its buckets after it. Otherwise, backward raises.
     - With `comm_hook` instead of `attach`, call `reify(group, optimizer=optimizer)`, or call `Runner.step_taken` after
-      each step, and set `Runner.grad_scaler` to the scaler.
+      each step, and pass the scaler to `Runner.use_grad_scaler`.
 
     Args:
         compression: the name of a codec (see `torchbagua.codecs`), a Compressor, which may be your own, or None for
@@ -182,11 +182,12 @@ class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
     """See `CompressedAllReduceAlgorithm`."""
 
     algorithm: CompressedMeanAlgorithm
+    runner: GradientRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         has_feedback = self.algorithm.error_feedback
-        feedback = ErrorFeedback(runner, residual_state(runner.name)) if has_feedback else None
+        feedback = ErrorFeedback(self.runner, residual_state(runner.name)) if has_feedback else None
         self._mean = CompressedMean(self.algorithm.make_codecs(), self.algorithm.average, feedback)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:

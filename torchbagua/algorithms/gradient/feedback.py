@@ -7,8 +7,8 @@ import torch
 
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState
-from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 
 S = TypeVar("S", bound=ParameterState[Any])
@@ -25,10 +25,10 @@ class ErrorFeedback(Generic[S]):
         state: the same object.
     """
 
-    def __init__(self, runner: Runner, state: S) -> None:
+    def __init__(self, runner: GradientRunner, state: S) -> None:
         self.state = runner.keep(state)
         self._runner = runner
-        runner.needs_grad_scaler = True  # gradients contain the loss scale, which changes; the stored state does not
+        runner.require_grad_scaler()  # gradients contain the loss scale, which changes; the stored state does not
 
     def append(self, bucket: BaguaBucket, append_operations: Callable[[BaguaBucket], object]) -> None:
         """Call `append_operations(bucket)` and wrap the appended operations in unscale, commit and rescale operations.

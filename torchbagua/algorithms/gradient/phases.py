@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.rank_state import check_keys
-from torchbagua.runtime.runner import Runner
 
 _PASSES, _STEPS = "num_backward_passes", "num_steps"
 
@@ -31,7 +31,7 @@ class Phases:
         num_steps: the number of training steps that this rank knows of.
     """
 
-    def __init__(self, runner: Runner, phase_after: Callable[[int], int]) -> None:
+    def __init__(self, runner: GradientRunner, phase_after: Callable[[int], int]) -> None:
         self.current: int | None = None
         self.num_backward_passes = 0
         self.num_steps = 0

@@ -18,10 +18,10 @@ from torchbagua.collectives.low_rank_mean import LowRankMean, LowRankState, Matr
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState
 from torchbagua.runtime.parameters import MemoryOrder, flat_length
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
 _COMPRESSIONS = (None, "bfloat16")
 _LARGEST_RANK = 2**15
@@ -127,12 +127,13 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     """See `PowerSGDAlgorithm`."""
 
     algorithm: PowerSGDAlgorithm
+    runner: GradientRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         shapes = {"error": None, "factor": self._factor_shape}
-        self._feedback = ErrorFeedback(runner, ParameterState("PowerSGDAlgorithm", self._make_state, shapes))
-        self._warm_up = Phases(runner, lambda num_steps: int(num_steps >= self.algorithm.start_step))
+        self._feedback = ErrorFeedback(self.runner, ParameterState("PowerSGDAlgorithm", self._make_state, shapes))
+        self._warm_up = Phases(self.runner, lambda num_steps: int(num_steps >= self.algorithm.start_step))
 
     def need_reset(self) -> bool:
         return self._warm_up.begin_backward()

@@ -23,9 +23,9 @@ from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Momentum
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
 
 def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -185,6 +185,7 @@ class TopKAlgorithmImpl(AlgorithmImpl):
     """See `TopKAlgorithm`."""
 
     algorithm: TopKAlgorithm
+    runner: GradientRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
@@ -193,8 +194,8 @@ class TopKAlgorithmImpl(AlgorithmImpl):
             # A single rank applies all velocities and sends nothing, so it does not mask them.
             is_masked = self.algorithm.momentum_masking and runner.process_group.size > 1
             momentum = Momentum(self.algorithm.momentum, is_masked)
-        self._feedback = ErrorFeedback(runner, residual_state("TopKAlgorithm", momentum))
-        self._warm_up = Phases(runner, self._stage_after)
+        self._feedback = ErrorFeedback(self.runner, residual_state("TopKAlgorithm", momentum))
+        self._warm_up = Phases(self.runner, self._stage_after)
 
     def _stage_after(self, num_steps: int) -> int:
         """Return the stage of the warm-up after `num_steps` steps. The last stage follows the warm-up."""

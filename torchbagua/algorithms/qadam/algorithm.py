@@ -29,12 +29,12 @@ from torchbagua.collectives.value_form import CodecOf
 from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.parameters import flat_length
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 
 
@@ -67,7 +67,7 @@ class WarmupAgreement:
         q_adam: the optimizer.
     """
 
-    def __init__(self, runner: Runner, q_adam: QAdamOptimizer) -> None:
+    def __init__(self, runner: GradientRunner, q_adam: QAdamOptimizer) -> None:
         self._runner = runner
         self._q_adam = q_adam
         self._announced: tuple[_Position, Job[None]] | None = None
@@ -166,7 +166,7 @@ class MomentumForm:
         bucket: a float32 bucket of parameters past their warm-up.
     """
 
-    def __init__(self, runner: Runner, q_adam: QAdamOptimizer, bucket: BaguaBucket) -> None:
+    def __init__(self, runner: GradientRunner, q_adam: QAdamOptimizer, bucket: BaguaBucket) -> None:
         self._runner = runner
         self._q_adam = q_adam
         self._tensors = bucket.tensors
@@ -325,7 +325,7 @@ class MomentumMean:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: GradientRunner,
         q_adam: QAdamOptimizer,
         residuals: ParameterState[TwoPhaseResiduals] | None,
         *,
@@ -501,17 +501,18 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     """See `QAdamAlgorithm`."""
 
     algorithm: QAdamAlgorithm
+    runner: GradientRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self._q_adam = optimizer = self.algorithm.q_adam_optimizer
         self._past_warmup: list[int] = []
-        self._agreement = WarmupAgreement(runner, optimizer)
-        runner.needs_grad_scaler = True  # gradients contain the loss scale, momenta do not
+        self._agreement = WarmupAgreement(self.runner, optimizer)
+        runner.require_grad_scaler()  # gradients contain the loss scale, momenta do not
         residuals = None
         if self.algorithm.error_feedback:
             residuals = runner.keep(residual_state("QAdamAlgorithm"), lambda: optimizer.parameters)
-        self._momenta = MomentumMean(runner, optimizer, residuals, hierarchical=self.algorithm.hierarchical)
+        self._momenta = MomentumMean(self.runner, optimizer, residuals, hierarchical=self.algorithm.hierarchical)
         optimizer.attach_averager(self)
         runner.on_close(lambda: optimizer.detach_averager(self))
 

@@ -21,9 +21,9 @@ from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import WeightBucket
+from torchbagua.runtime.weight_runner import WeightRunner
 
 Mode = Literal["warm-up", "running", "stopped", "ended"]
 
@@ -131,12 +131,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: AsyncModelAverageAlgorithm
+    runner: WeightRunner
 
     def __init__(self, runner: Runner, *, clock: WaitClock | None = None) -> None:
         super().__init__(runner)
         self.step = 0
         self.clock = clock or MonotonicWaitClock()
-        self._weights = self.algorithm.make_weights(runner, self._progress)
+        self._weights = self.algorithm.make_weights(self.runner, self._progress)
         self._warm_up = GradientWarmUp(self._weights, runner.process_group)
         self._means = SnapshotMeans()
         self._is_single_rank = runner.process_group.size == 1
@@ -145,8 +146,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
-        runner.needs_grad_scaler, runner.agree_on_overflow = False, bool  # each rank skips steps independently
-        runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
+        # Each rank skips steps independently.
+        self.runner.needs_grad_scaler, self.runner.agree_on_overflow = False, bool
+        self.runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
 
     @property
     def mode(self) -> Mode:

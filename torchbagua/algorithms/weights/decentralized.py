@@ -12,10 +12,10 @@ from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, Synchr
 from torchbagua.collectives.neighbourhood_mean import check_topology
 from torchbagua.collectives.topology import Topology, topology_of
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.lane import Job
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, WeightBucket
+from torchbagua.runtime.weight_runner import WeightRunner
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: DecentralizedAlgorithm
+    runner: WeightRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self.rounds = SynchronousRounds(runner, self.algorithm)
+        self.rounds = SynchronousRounds(self.runner, self.algorithm)
         self._weights = self.rounds.weights
         # For each bucket of a round in flight: the job that averages it, or None if the difference is already computed.
         self._in_flight: dict[WeightBucket, Job[torch.Tensor] | None] = {}

@@ -24,11 +24,12 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_keys
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket
+from torchbagua.runtime.weight_runner import WeightRunner
 
 IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
 """The keys of `OuterRound.state_dict`."""
@@ -338,16 +339,17 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: DiLoCoAlgorithm
+    runner: WeightRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        runner.load_effect = "they become the shadow weights, and their outer momentum and residuals are reset"
+        self.runner.load_effect = "they become the shadow weights, and their outer momentum and residuals are reset"
         algorithm, group = self.algorithm, runner.process_group
         self._is_of_nodes = algorithm.hierarchical and group.intra_node is not None
         runner.on_close(self._report_dropped)
         if self._is_of_nodes:
-            runner.open_node_gradients = self._open_node_gradients
-        self.rounds = SynchronousRounds(runner, algorithm)
+            self.runner.open_node_gradients = self._open_node_gradients
+        self.rounds = SynchronousRounds(self.runner, algorithm)
         self._weights = self.rounds.weights
         nodes = group.nodes if self._is_of_nodes else None
         has_feedback = algorithm.error_feedback and not isinstance(runner.codec, Identity)
@@ -375,10 +377,11 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     def _new_shadow(self) -> ShadowWeights:
         return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
 
-    def _open_node_gradients(self) -> Runner:
+    def _open_node_gradients(self) -> GradientRunner:
         """Return a runner that averages gradients within nodes. It has a separate lane, to not queue behind a round."""
         group = self.runner.process_group.open_gradient_group()
         node_gradients = GradientAllReduceAlgorithm(in_rank_order=True).reify(group)
+        assert isinstance(node_gradients, GradientRunner)
         group.close()  # `node_gradients` has opened its own private groups
         self.runner.on_close(node_gradients.close, first=True)  # close it before the groups of this runner
         return node_gradients

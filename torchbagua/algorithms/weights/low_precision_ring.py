@@ -15,11 +15,11 @@ from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.low_precision_ring import check_ring_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import FlatOf, WeightBucket
+from torchbagua.runtime.weight_runner import WeightRunner
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: LowPrecisionDecentralizedAlgorithm
+    runner: WeightRunner
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        runner.load_effect = "and they become the replicas"
-        self.rounds = SynchronousRounds(runner, self.algorithm)
+        self.runner.load_effect = "and they become the replicas"
+        self.rounds = SynchronousRounds(self.runner, self.algorithm)
         self._weights = self.rounds.weights
         self._exchange: Job[None] | None = None
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeVar
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Job
-from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_buckets import WeightBuckets
+from torchbagua.runtime.weight_runner import WeightRunner
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class ModelAveragingAlgorithm(Algorithm):
         """Return `average_buffers`."""
         return {"average_buffers": self.average_buffers}
 
-    def make_weights(self, runner: Runner, progress: Callable[[], Mapping[str, int]]) -> WeightBuckets:
+    def make_weights(self, runner: WeightRunner, progress: Callable[[], Mapping[str, int]]) -> WeightBuckets:
         """Make `runner` average weights with these options. Return the buckets. For `progress`, see `WeightBuckets`."""
         return runner.average(
             WeightBuckets(
@@ -73,7 +73,7 @@ class SynchronousRounds:
             them only if a GradScaler that attach was not given steps the optimizer: it may skip a step on one rank.
     """
 
-    def __init__(self, runner: Runner, algorithm: ModelAveragingAlgorithm) -> None:
+    def __init__(self, runner: WeightRunner, algorithm: ModelAveragingAlgorithm) -> None:
         self.step = 0
         self.num_rounds = 0
         self.num_backwards = 0

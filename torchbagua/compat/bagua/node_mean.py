@@ -43,10 +43,11 @@ class NodeMeanImpl(tb.AlgorithmImpl):
     """Replaces the weights with their mean after each due step. Nothing is in flight between two steps."""
 
     algorithm: LowPrecisionDecentralizedAlgorithm
+    runner: tb.extend.WeightRunner
 
     def __init__(self, runner: tb.extend.Runner) -> None:
         super().__init__(runner)
-        self._rounds = algorithms.SynchronousRounds(runner, self.algorithm)
+        self._rounds = algorithms.SynchronousRounds(self.runner, self.algorithm)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()

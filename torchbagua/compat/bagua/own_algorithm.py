@@ -65,6 +65,7 @@ class OwnImpl(tb.AlgorithmImpl):
     """
 
     algorithm: OwnAlgorithm
+    runner: tb.extend.WeightRunner
 
     def __init__(self, runner: tb.extend.Runner, impl: ImplFacade) -> None:
         super().__init__(runner)
@@ -75,9 +76,11 @@ class OwnImpl(tb.AlgorithmImpl):
         self._are_weights = False
         self._num_steps = 0
         runner.name = type(impl).__name__
-        self._weights = runner.average(tb.extend.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}))
-        runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
-        runner.needs_grad_scaler, runner.agree_on_overflow = False, self._agree_on_overflow
+        self._weights = self.runner.average(
+            tb.extend.WeightBuckets(self.runner, lambda: {"optimizer steps": self._num_steps})
+        )
+        self.runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
+        self.runner.needs_grad_scaler, self.runner.agree_on_overflow = False, self._agree_on_overflow
         runner.on_close(self._forget_tensors)
         self._facades: dict[tb.extend.BaguaBucket, BucketFacade] = {}
         self._order: deque[BucketFacade] = deque()

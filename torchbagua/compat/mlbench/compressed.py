@@ -11,7 +11,7 @@ from torchbagua import Algorithm, BaguaProcessGroup, PowerSGDAlgorithm, TopKAlgo
 from torchbagua.compat.mlbench.base import Aggregation, AggregationFunction, Denominator, Member
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op, check_world_size, check_world_size_argument
 from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
-from torchbagua.extend import Runner
+from torchbagua.extend import GradientRunner
 from torchbagua.observe import Observer
 
 
@@ -35,7 +35,7 @@ class AlgorithmAggregation(Aggregation):
             raise TypeError(f"{self._owner}: model must be a torch.nn.Module, got {model!r}")
         self._model = model
         self._algorithm = algorithm
-        self._runner: Runner | None = None
+        self._runner: GradientRunner | None = None
         self._known = {id(parameter) for parameter in model.parameters()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class AlgorithmAggregation(Aggregation):
             self._runner.close()
         super().close()
 
-    def _opened_runner(self) -> Runner:
+    def _opened_runner(self) -> GradientRunner:
         _ = self.group
         assert self._runner is not None
         return self._runner
@@ -69,7 +69,7 @@ class AlgorithmAggregation(Aggregation):
 
     def _check_group(self, group: BaguaProcessGroup) -> None:
         self._algorithm.prepare()
-        self._runner = Runner(group, self._algorithm)
+        self._runner = GradientRunner(group, self._algorithm)
         trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._algorithm.check_parameters(trained)
         self._runner.set_module(self._model)

@@ -8,6 +8,7 @@ Begin with unaveraged_gradients.py.
 
 from contextlib import ExitStack
 
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.lint.optimizers import (
     warn_of_closures,
@@ -32,7 +33,7 @@ def lint_arguments(setup: TrainingSetup) -> None:
 def install_lints(setup: TrainingSetup, runner: Runner) -> ExitStack:
     """Watch the training loop until the returned stack is closed."""
     undo = ExitStack()
-    if runner.averages_weights:
+    if not isinstance(runner, GradientRunner):
         if runner.process_group.size > 1:
             from torchbagua.training.lint.collectives import watch_collectives_of_first_steps
 

@@ -3,8 +3,8 @@
 import torch
 
 from torchbagua._warnings import warn_user
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import parameters_of
-from torchbagua.runtime.runner import Runner
 from torchbagua.training.setup import TrainingSetup
 
 # Far more than a learning rate that starts at zero leaves without a change, also in a module of 16 bits.
@@ -22,7 +22,7 @@ class MasterCheck:
         runner: counts synchronized backward passes, and watches the optimizers' steps.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
+    def __init__(self, setup: TrainingSetup, runner: GradientRunner) -> None:
         self._trained = list(setup.trained().values())
         self._runner = runner
         self._num_steps = {id(optimizer): 0 for optimizer in setup.optimizers_of_copies}

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua._torch import is_in_backward
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import parameters_of
-from torchbagua.runtime.runner import Runner
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
@@ -53,7 +53,7 @@ class UnaveragedGradients:
     - The optimizer steps within backward, before DDP has averaged.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
+    def __init__(self, setup: TrainingSetup, runner: GradientRunner) -> None:
         self._setup = setup
         self._runner = runner
         self._ignored_names = setup.ignored_names()
@@ -170,7 +170,7 @@ class UnaveragedGradients:
 class _WatchedGradient:
     """The gradient of one parameter: has DDP averaged it since the last backward that added to it?"""
 
-    def __init__(self, parameter: torch.Tensor, ddp: DistributedDataParallel, runner: Runner) -> None:
+    def __init__(self, parameter: torch.Tensor, ddp: DistributedDataParallel, runner: GradientRunner) -> None:
         self._parameter = parameter
         self._ddp = ddp
         self._runner = runner

@@ -115,7 +115,9 @@ class BaguaDistributedDataParallel:
         if self.own_impl is not None:
             return self.own_impl.own_buckets
         runner = self.attachment.runner
-        return list(runner.buckets or runner.gradient_buckets)
+        if isinstance(runner, tb.extend.WeightRunner):
+            return list(runner.buckets)
+        return list(runner.gradient_buckets) if isinstance(runner, tb.extend.GradientRunner) else []
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are trained and not ignored, with their names in the module."""

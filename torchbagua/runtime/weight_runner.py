@@ -1,0 +1,147 @@
+"""WeightRunner: drives a weight algorithm, which communicates at the end of the training step, in its own buckets."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.gradient_runner import GradientRunner
+from torchbagua.runtime.parameters import local_shard
+from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_buckets import WeightBuckets
+
+
+@final
+class WeightRunner(Runner):
+    """Runs a weight algorithm. See `Runner`.
+
+    Attributes:
+        buckets: the buckets of weights.
+        loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
+            `AlgorithmImpl.weights_loaded` is called later. Until then, no round in flight may change these weights.
+        has_lost_ranks: set to True when a rank has left early, so that the other ranks do not end in order.
+
+        An impl sets these in its constructor:
+
+        weights: the weights to average, set by `average`.
+        agree_on_overflow: a function of a bool, whether this rank's gradients contain an Inf or NaN. Returns whether
+            the GradScaler must skip the step. By default, an Inf or NaN on any rank skips the step on all.
+        open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
+            DDP of all ranks; collective. None unless DDP continues to average gradients within nodes.
+        load_effect: the effect of `AlgorithmImpl.weights_loaded`, for the message that reports a load of weights.
+    """
+
+    averages_weights = True
+
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
+        super().__init__(process_group, algorithm)
+        self.buckets: list[BaguaBucket] = []
+        self.loading: frozenset[str] = frozenset()
+        self.has_lost_ranks = False
+        self.weights: WeightBuckets | None = None
+        self.agree_on_overflow: Callable[[bool], bool] = bool
+        self.open_node_gradients: Callable[[], GradientRunner] | None = None
+        self.load_effect = "and no round in flight changes them"
+        process_group.move_to_lane()
+        self._make_impl()
+
+    def average(self, weights: WeightBuckets) -> WeightBuckets:
+        """Register and return the weights to average. This makes the algorithm a weight algorithm.
+
+        With several ranks, all ranks then skip a step if the GradScaler of any rank skips it.
+        """
+        self._require_constructor("average")
+        self.weights = weights
+        self.replicas_diverge = lambda: weights.has_final_mean
+        weights.lockstep.loads.is_pending = lambda: bool(self.loading)
+        if self.process_group.size > 1:
+            self.needs_grad_scaler = True
+            self.agree_on_overflow = weights.lockstep.agree_on_overflow
+        return weights
+
+    @property
+    def has_weights(self) -> bool:
+        return self.weights is not None
+
+    def rebuild_buckets(self) -> None:
+        """Rebuild the buckets."""
+        if self._module is not None:
+            self.buckets = self.impl.tensors_to_buckets(self.impl.init_tensors(self._module), do_flatten=True)
+            for bucket in self.buckets:
+                self.use_device(bucket.flat.device)
+            for bucket in self.buckets:
+                self.impl.init_operations(self._module, bucket)
+
+    def reset_if_needed(self) -> None:
+        """Have the impl rebuild its buckets, if `need_reset` returns True. Call it when no backward is in progress."""
+        if self.impl.need_reset():
+            self.impl.reset()
+
+    @torch.no_grad()
+    def average_as_saved(self, names: Sequence[str]) -> None:
+        """Rebuild the buckets for a state that averages the parameters with these names. The weights do not change.
+
+        Raises:
+            ValueError: the module has no parameter with one of these names.
+        """
+        if self.weights is None or self._module is None or not self.weights.follow(names):
+            return
+        tensors = [local_shard(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())]
+        values = [tensor.clone() for tensor in tensors]
+        self.impl.reset()  # applies the round in flight, which the state replaces
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+    def refuse_capture(self) -> None:
+        """Raise RuntimeError if a CUDA graph is being captured: a replay would not call the hooks of the step."""
+        if self._gpu is not None and self._gpu.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: a CUDA graph is being captured; capture parts of the model "
+                "(torch.cuda.make_graphed_callables) without the optimizer's step"
+            )
+
+    def has_other_weights(self) -> bool:
+        return self.weights is not None and self.weights.need_reset()
+
+    def select_weights(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        if self.weights is None:
+            return super().select_weights(module)
+        return self.weights.select(module, self.ignored_names)
+
+    def bucket_weights(self, tensors: list[BaguaTensor]) -> list[BaguaBucket]:
+        return super().bucket_weights(tensors) if self.weights is None else self.weights.make_buckets(tensors)
+
+    def record_load(self, values: Mapping[str, torch.Tensor]) -> None:
+        if self.weights is not None:
+            self.weights.lockstep.loads.add(values)
+
+    @contextmanager
+    def mean_of_weights(self) -> Iterator[None]:
+        if self.weights is None:
+            raise NotImplementedError(f"{type(self.impl).__name__} must override AlgorithmImpl.averaged_weights")
+        self.reset_if_needed()  # parameters may have been unfrozen or replaced since the last step
+        with self.weights.means.averaged():
+            yield
+
+    def take_final_mean(self) -> bool:
+        return self.weights is not None and self.weights.take_final_mean()
+
+    def own_weights(self) -> AbstractContextManager[None]:
+        """Within `averaged_weights`, give this rank its local weights in a nested context. Not collective.
+
+        `Attachment.rank_state_dict` needs this if it is called within `averaged_weights`.
+
+        Raises:
+            NotImplementedError: the algorithm has no `weights`, because its impl does not call `average`.
+        """
+        if self.weights is None:
+            raise NotImplementedError(f"{type(self.impl).__name__} must call runner.average in its constructor")
+        return self.weights.means.own()
+
+    def finish(self, *, failed: bool) -> bool:
+        has_mean = super().finish(failed=failed)
+        self.ends_in_order &= not self.has_lost_ranks
+        return has_mean
