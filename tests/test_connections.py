@@ -284,7 +284,7 @@ def test_abandoned_connections_end_the_waits_of_both_ranks(has_mesh: bool, monke
         thread.start()
         time.sleep(0.3)
         if group.rank() == 0:
-            own.abandon()
+            own.private.abandon()
         thread.join(50)
         return str(errors[0]), time.monotonic() - start
 

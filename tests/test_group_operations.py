@@ -13,7 +13,7 @@ from devices import CPU
 from oracle import ordered_sum
 from ranks import run_ranks
 from torchbagua.codecs.base import TensorSpec
-from torchbagua.collectives import process_group
+from torchbagua.collectives import operations
 from torchbagua.collectives.centralized_mean import centralized_mean
 from transports import CollectivesAlone
 
@@ -106,7 +106,7 @@ def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) 
         planned.append(spec.name)
         return centralized_mean(group, codec, spec, **options)
 
-    monkeypatch.setattr(process_group, "_MAX_CACHED", 2)
+    monkeypatch.setattr(operations, "_MAX_CACHED", 2)
     monkeypatch.setattr(process_group, "centralized_mean", plan)
 
     def body(group: tb.BaguaProcessGroup) -> None:

@@ -169,8 +169,8 @@ def test_a_graph_is_captured_while_the_lane_polls(group: dist.ProcessGroup, gpu:
     """In the default mode, which forbids other threads to query events, unless they have asked to be left out."""
     own = tb.BaguaProcessGroup(group)
     own.move_to_lane()
-    own.use_device(gpu)
-    lane = Lane("capture", on_failure=own.close, poll=own.poll, wait_for_gpu=own.wait_for_mark)
+    own.private.use_device(gpu)
+    lane = Lane("capture", on_failure=own.close, poll=own.private.poll, wait_for_gpu=own.private.wait_for_mark)
     lane.use_gpu(gpu)
     x, y = torch.ones(64, 64, device=gpu), torch.ones(3, device=gpu)
     torch.mm(x, x)  # creates cuBLAS's workspace
@@ -204,7 +204,7 @@ def test_nccl_runs_an_all_to_all_and_a_mean(group: dist.ProcessGroup, gpu: torch
     for is_private in (False, True):
         if is_private:
             own.move_to_lane()
-            own.use_device(gpu)
+            own.private.use_device(gpu)
         received = torch.zeros_like(x)
         own.world.all_to_all([received], [x], "all_to_all of bucket 0", list)
         assert torch.equal(received, x)
@@ -212,7 +212,7 @@ def test_nccl_runs_an_all_to_all_and_a_mean(group: dist.ProcessGroup, gpu: torch
         AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)
         assert torch.equal(mean, x / 2)
         assert isinstance(own.world._transports["cuda"], PrivateNcclTransport) == is_private
-    own.wait_for_gpu(gpu, "the end")
-    assert not own.poll()
-    own.end_in_order()
+    own.private.wait_for_gpu(gpu, "the end")
+    assert not own.private.poll()
+    own.private.end_in_order()
     own.close()

@@ -298,7 +298,7 @@ def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, L
     """Return the group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
     own.move_to_lane()
-    return own, Lane("watched", on_failure=own.close, poll=own.poll, wait_for_gpu=own.wait_for_mark)
+    return own, Lane("watched", on_failure=own.close, poll=own.private.poll, wait_for_gpu=own.private.wait_for_mark)
 
 
 OVERDUE = (
@@ -395,7 +395,7 @@ def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl) -> None:
         job.finish()
         lane.submit(lambda: None).result()
         assert not lane.has_failed
-        assert not own.poll()
+        assert not own.private.poll()
         lane.close()
 
     run_ranks(1, body)
@@ -506,7 +506,7 @@ def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
             elif name != "async, rarely":  # whose job runs until the end
                 runner.lane.submit(lambda: None).result()  # so that all ranks get stuck in the same job
             gets_stuck.wait()
-            runner.process_group.timeout = timedelta(seconds=0.3)
+            runner.process_group.private.timeout = timedelta(seconds=0.3)
             with pytest.raises(tb.CommunicationError, match="the GPU did not finish within 0"):
                 moments[moment]()
             ends.wait()
@@ -650,13 +650,13 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
     def body(group: dist.ProcessGroup) -> None:
         own, lane = make_watched_lane(group)
         with pytest.raises(tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU did not finish within 1 s"):
-            own.wait_for_gpu(GPU, "averaging round 3")
+            own.private.wait_for_gpu(GPU, "averaging round 3")
         launch(own.world, "all_to_all of weight bucket 0")
         with pytest.raises(tb.CommunicationError, match=OVERDUE):
-            own.wait_for_gpu(GPU, "averaging round 3")
+            own.private.wait_for_gpu(GPU, "averaging round 3")
         nccl.finish()
         threading.Timer(0.1, lambda: setattr(nccl.events[-1], "is_done", True)).start()
-        own.wait_for_gpu(GPU, "averaging round 4")
+        own.private.wait_for_gpu(GPU, "averaging round 4")
         lane.close()
 
     run_ranks(1, body)

@@ -24,6 +24,6 @@ def defaults_of(argument: str, functions: list[Callable[..., Any]]) -> dict[str,
 def test_hierarchical_is_true_by_default() -> None:
     """Except where the backend's all-reduce handles nodes."""
     defaults = defaults_of("hierarchical", [*CONSTRUCTORS, *METHODS])
-    assert {"GradientAllReduceAlgorithm", "GroupOperations.all_reduce"} <= defaults.keys()
+    assert {"GradientAllReduceAlgorithm", "BaguaProcessGroup.all_reduce"} <= defaults.keys()
     assert not defaults.pop("GradientAllReduceAlgorithm")
     assert set(defaults.values()) == {True}, defaults

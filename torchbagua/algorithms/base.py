@@ -341,7 +341,7 @@ def bind(
     close = group.close
     try:
         group.open()
-        group.check_operations(torch.device("cpu"), name)
+        group.private.check_operations(torch.device("cpu"), name)
         kind = WeightRunner if algorithm.averages_weights else GradientRunner
         runner: Runner = kind(group, algorithm)
         close = runner.close

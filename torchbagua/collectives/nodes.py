@@ -1,6 +1,7 @@
 """Nodes: how they are numbered, and the communicators within and between them."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -8,10 +9,8 @@ from torchbagua.collectives.exchange import Overlap
 from torchbagua.transport.communicator import Communicator
 
 
-class NodeGroups:
-    """Communicators over all ranks, within nodes and between nodes: the part of a process group that collectives use.
-
-    It is separate from `BaguaProcessGroup` because that class has operations which use collectives.
+class NodeGroups(Protocol):
+    """The part of `BaguaProcessGroup` that collectives use: communicators over all ranks, within and between nodes.
 
     Attributes:
         rank, size: the number of this rank, and the number of ranks.
@@ -21,7 +20,6 @@ class NodeGroups:
         inter_node: the communicator over the ranks that own the same shard, one on each node; None likewise, and on
             ranks that own no shard.
         overlap: the state that overlapping means over all ranks share.
-        device: the device for which the communicators were last prepared.
     """
 
     rank: int
@@ -31,7 +29,11 @@ class NodeGroups:
     intra_node: Communicator | None
     inter_node: Communicator | None
     overlap: Overlap
-    device: torch.device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        """The device for which the communicators were last prepared."""
+        ...
 
 
 def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:

@@ -2,13 +2,11 @@
 
 import secrets
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +14,11 @@ import torch.distributed as dist
 from torchbagua import _concurrency
 from torchbagua._torch import backend_of, timeout_of
 from torchbagua._warnings import warn_user
-from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.agreement import Introduction, Settings, Verdict, agree_over_store, all_reduce_max
-from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, Pipeline
-from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
-from torchbagua.collectives.nodes import NodeGroups, number_given_nodes
+from torchbagua.collectives.exchange import Overlap
+from torchbagua.collectives.nodes import number_given_nodes
+from torchbagua.collectives.operations import GroupOperations
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer
 from torchbagua.observe.tracer import Tracer, check_observers, make_tracer
@@ -38,10 +33,6 @@ from torchbagua.version import __version__
 # A wait for the GPU ends this much later than the lane's `poll` of its operations, whose error names the operation.
 _POLL_MARGIN_S = 1.0
 
-T = TypeVar("T")
-
-_MAX_CACHED = 64
-
 # The key in the group's store of the reason for which a rank has closed its groups.
 _REASON = "reason"
 
@@ -51,17 +42,19 @@ _ALL_ARE_OPEN = "all are open"
 _OPEN = "open"
 
 
-class PrivateCommunicators(NodeGroups):
-    """Communicators that are prepared for devices, polled and closed together.
+class PrivateGroups:
+    """The communicators of a group: prepared for devices, polled and closed together.
 
     Attributes:
+        communicators: the communicators. The first one has all ranks.
         timeout: the longest wait for another rank.
-        tracer: the tracer that notifies observers of communication over these communicators.
+        device: the device for which they were last prepared.
     """
 
-    timeout: timedelta
-    tracer: Tracer
-    _gradients: Communicator | None = None  # separate from the others, see `BaguaProcessGroup.open_gradient_group`
+    def __init__(self, world: Communicator, timeout: timedelta) -> None:
+        self.communicators = [world]
+        self.timeout = timeout
+        self.device = torch.device("cpu")
 
     def use_device(self, device: torch.device) -> None:
         """Connect the private groups for tensors on `device`, if they are not connected yet. Collective.
@@ -70,7 +63,7 @@ class PrivateCommunicators(NodeGroups):
             CommunicationError: a rank did not connect within the group's timeout, or the backend refuses.
         """
         self.device = device
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             try:
                 communicator.use_device(device)
             except CommunicationError:
@@ -88,19 +81,12 @@ class PrivateCommunicators(NodeGroups):
             ValueError: a rank could not start an operation, or it failed; names backend, operation and algorithm.
             CommunicationError: a rank disconnected or did not take part within the group's timeout.
         """
-        missing = self.world.missing_operation(device)
+        missing = self.communicators[0].missing_operation(device)
         if missing is not None:
             raise ValueError(
                 f"torchbagua: backend {missing.backend} has no {missing.operation}, which {algorithm} needs for "
                 f"tensors on {device.type}: {missing.cause}"
             )
-
-    def report_to(self, tracer: Tracer, owner: str) -> None:
-        """Notify another group's observers of communication over this group, and name its `owner` in errors."""
-        self.tracer = tracer
-        for communicator in self._communicators:
-            communicator.tracer = tracer
-            communicator.scope = f"{communicator.scope} of {owner}"
 
     def poll(self) -> bool:
         """Return whether a GPU is still working on operations that were launched since `move_to_lane`.
@@ -108,7 +94,7 @@ class PrivateCommunicators(NodeGroups):
         Raises:
             CommunicationError: an operation runs longer than the timeout, or the GPU has failed.
         """
-        are_in_flight = [communicator.poll() for communicator in self._communicators]  # every poll drops finished work
+        are_in_flight = [communicator.poll() for communicator in self.communicators]  # every poll drops finished work
         return any(are_in_flight)
 
     def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
@@ -124,7 +110,7 @@ class PrivateCommunicators(NodeGroups):
             wait_on_host(torch.cuda.current_stream(device).record_event(), self.timeout.total_seconds())
         except TimeoutError as error:
             self.poll()
-            raise self.world.failure(purpose, cause_of(error)) from error
+            raise self.communicators[0].failure(purpose, cause_of(error)) from error
         self.poll()  # drops finished operations
 
     def wait_for_mark(self, mark: torch.cuda.Event, check: Callable[[], object] = lambda: None) -> bool:
@@ -138,8 +124,8 @@ class PrivateCommunicators(NodeGroups):
         try:
             wait_on_host(mark, self.timeout.total_seconds() + _POLL_MARGIN_S, check)
         except TimeoutError as error:
-            raise self.world.failure("waiting for the GPU", cause_of(error)) from error
-        return not any(communicator.is_closed for communicator in self._communicators)
+            raise self.communicators[0].failure("waiting for the GPU", cause_of(error)) from error
+        return not any(communicator.is_closed for communicator in self.communicators)
 
     def end_in_order(self) -> None:
         """Finish all in-flight operations in stream order, and close their transports. Collective.
@@ -148,14 +134,15 @@ class PrivateCommunicators(NodeGroups):
         """
         private = [
             transport
-            for communicator in self._communicators
+            for communicator in self.communicators
             for transport in communicator.collectively_closed_transports
         ]
         if not private:
             return
         name = private[0].name
         with suppress(CommunicationError):
-            all_reduce_max(self.world, [0], f"closing the {name} groups")  # a barrier, which raises if a rank died
+            # A barrier, which raises if a rank died.
+            all_reduce_max(self.communicators[0], [0], f"closing the {name} groups")
             try:
                 for transport in private:
                     transport.close()
@@ -164,206 +151,16 @@ class PrivateCommunicators(NodeGroups):
 
     def close(self) -> None:
         """Close the private groups, even with operations in flight. This aborts the operations of GPUs."""
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             communicator.close()
-        for communicator in self._communicators:  # after all are aborted, since one may wait for another
+        for communicator in self.communicators:  # after all are aborted, since one may wait for another
             communicator.join()
 
     def abandon(self) -> None:
         """Close the private groups while another thread waits for a rank over them; the wait ends with an error."""
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             communicator.interrupt()
         self.close()
-
-    @property
-    def _communicators(self) -> list[Communicator]:
-        all_or_none = (self.world, self.intra_node, self.inter_node, self._gradients)
-        return [communicator for communicator in all_or_none if communicator is not None]
-
-
-class GroupOperations(NodeGroups):
-    """The operations of a `BaguaProcessGroup`.
-
-    All ranks call the same operations, in the same order, with tensors of the same sizes. Call them on the lane, as a
-    bucket's operations do, and never concurrently with other work of the lane. On a GPU they run on the current stream,
-    and in stream order no host waits. Observers are notified of every message by `name`; errors contain it too.
-
-    All operations raise CommunicationError if a rank disconnects or does not take part within the group's timeout.
-    """
-
-    def __init__(self) -> None:
-        # One for each kind of tensor: planning a layout costs more than sending a short tensor.
-        self._collectives: OrderedDict[object, object] = OrderedDict()
-
-    def all_reduce(
-        self,
-        x: torch.Tensor,
-        *,
-        average: bool = False,
-        compression: str | Compressor | None = None,
-        hierarchical: bool = True,
-        name: str = "all_reduce",
-    ) -> torch.Tensor:
-        """Replace `x` by its sum over the ranks, and return it. The result is bitwise equal on all ranks.
-
-        Args:
-            x: a contiguous tensor of any shape, floating-point or complex.
-            average: divide by the number of ranks.
-            compression: the codec, see `BaguaBucket.append_centralized_synchronous_op`.
-            hierarchical: in a multi-node group, sum within nodes in full precision, and use `compression` between
-                nodes.
-            name: the name of the operation in events and errors.
-
-        Raises:
-            ValueError: `x` does not meet these requirements, or `compression` does not encode its dtype.
-        """
-        flat = _flat("all_reduce", "x", x, sums=True)
-        compressor = by_name(compression)
-        if not compressor.encodes(flat.dtype):
-            raise ValueError(
-                f"BaguaProcessGroup.all_reduce: compression must be a codec that encodes {flat.dtype}, got "
-                f"{compressor!r}"
-            )
-        spec = _spec(flat, name)
-        mean = self._collective(
-            ("all_reduce", spec, compressor, average, hierarchical),
-            lambda: centralized_mean(self, compressor, spec, hierarchical=hierarchical, average=average),
-        )
-        mean(flat)
-        return x
-
-    def all_gather(self, x: torch.Tensor, *, name: str = "all_gather") -> torch.Tensor:
-        """Return the `x` of all ranks in rank order, of shape [R, *x.shape] with R ranks.
-
-        Args:
-            x: a contiguous tensor. Its dtype and shape are the same on all ranks.
-            name: the name of the operation in events and errors.
-
-        Raises:
-            ValueError: `x` is not contiguous.
-        """
-        flat = _flat("all_gather", "x", x)
-        every = flat.new_empty(self.size, flat.numel())
-        every[self.rank] = flat
-        if self.size > 1:
-            spec = _spec(every.view(-1), name)
-            cuts = [rank * flat.numel() for rank in range(self.size + 1)]
-            chunks = self._collective(("all_gather", spec), lambda: RankChunks(self.world, Identity(), spec, cuts))
-            all_gather(chunks, every[self.rank], every.view(-1))
-        return _like(every, x).view(self.size, *x.shape)
-
-    def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
-        """Return the sum over the ranks of `x[rank]`, this rank's part of `x`. `x` is unchanged.
-
-        Values are summed in rank order, in float32, or in float64 if `x` is float64.
-
-        Args:
-            x: a contiguous tensor of shape [R, ...] with R ranks, floating-point or complex.
-            average: divide by the number of ranks.
-            name: the name of the operation in events and errors.
-
-        Raises:
-            ValueError: `x` does not meet these requirements.
-        """
-        if x.dim() == 0 or len(x) != self.size:
-            raise ValueError(
-                f"BaguaProcessGroup.reduce_scatter: x must have shape [{self.size}, ...], one part for each rank, got "
-                f"{list(x.shape)}"
-            )
-        flat = _flat("reduce_scatter", "x", x, sums=True)
-        length = flat.numel() // self.size
-        own = flat[self.rank * length :][:length].clone()
-        if self.size > 1:
-            spec = _spec(flat, name)
-            chunks = self._collective(("reduce_scatter", spec), lambda: self._equal_chunks(spec))
-            total = own.to(sum_dtype(own.dtype))
-            reduce_scatter(chunks, flat, total, divisor=float(self.size) if average else 1.0)
-            own.copy_(total)
-        return _like(own, x).view(x.shape[1:])
-
-    def exchange(
-        self,
-        sends: Mapping[int, torch.Tensor],
-        receives: Mapping[int, torch.Tensor],
-        *,
-        name: str = "exchange",
-    ) -> None:
-        """Send a tensor to each of several ranks, and receive one from each of several ranks.
-
-        If you send to a rank, that rank must receive the same number of bytes from you. If the numbers differ, a
-        transport may end the process.
-
-        Args:
-            sends: contiguous tensors, by the rank that receives them.
-            receives: contiguous tensors to fill, by the rank that sends them.
-            name: the name of the operation in events and errors.
-
-        Raises:
-            ValueError: a tensor is not contiguous, or a key is not another rank of the group.
-        """
-        for argument, tensors in (("sends", sends), ("receives", receives)):
-            for peer in tensors:
-                if peer not in range(self.size) or peer == self.rank:
-                    raise ValueError(
-                        f"BaguaProcessGroup.exchange: the keys of {argument} must be other ranks of {self.size}, got "
-                        f"{peer!r} on rank {self.rank}"
-                    )
-        # As bytes: a collective sends tensors of one dtype, and a transport may not support every dtype.
-        outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
-        incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
-        turns = []
-        for distance in range(1, self.size):
-            target, source = self.world.rank_after(distance), self.world.rank_before(distance)
-            if target in sends or source in receives:
-                turns.append((target, source))
-        exchanged = (*outgoing.values(), *incoming.values())
-        device = exchanged[0].device if exchanged else self.device
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        received = {source: incoming.get(source, empty) for _, source in turns}
-        counts = ElementCounts(
-            sent={peer: tensor.numel() for peer, tensor in sends.items()},
-            received={peer: tensor.numel() for peer, tensor in receives.items()},
-        )
-        exchange = Exchange(Pipeline(self.world, device), "peer_exchange", received, name, turns, counts)
-        exchange.run(outgoing.get(target, empty) for target in exchange.targets)
-
-    def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
-        """Return the tensor in chunks of equal length, one for each rank."""
-        length = spec.num_elements // self.size
-        return RankChunks(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
-
-    def _collective(self, key: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned for this key, from a cache of the most recently used keys."""
-        if key not in self._collectives:
-            self._collectives[key] = make()
-            if len(self._collectives) > _MAX_CACHED:
-                self._collectives.popitem(last=False)
-        self._collectives.move_to_end(key)
-        found: T = self._collectives[key]  # type: ignore[assignment]
-        return found
-
-
-def _flat(operation: str, argument: str, tensor: torch.Tensor, *, sums: bool = False) -> torch.Tensor:
-    """Return a one-dimensional view of a tensor, complex numbers as pairs; raise ValueError if that is impossible."""
-    subject = f"BaguaProcessGroup.{operation}: {argument} must be"
-    if not tensor.is_contiguous():
-        raise ValueError(f"{subject} contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}")
-    if sums and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{subject} floating-point or complex, got {tensor.dtype}")
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
-
-
-def _bytes_of(argument: str, tensor: torch.Tensor) -> torch.Tensor:
-    return _flat("exchange", argument, tensor).view(torch.uint8)
-
-
-def _like(flat: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return `flat`, with its pairs as complex numbers if `x` is complex."""
-    return torch.view_as_complex(flat.view(flat.numel() // 2, 2)) if x.is_complex() else flat
-
-
-def _spec(flat: torch.Tensor, name: str) -> TensorSpec:
-    return TensorSpec((flat.numel(),), flat.dtype, flat.device, name)
 
 
 def clock_of_machine() -> str | None:
@@ -394,7 +191,7 @@ class StoreBoard:
         return self._store.read_texts(keys)
 
 
-class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
+class BaguaProcessGroup:
     """The ranks of a torch process group, sorted into nodes, with private groups over all ranks and by node.
 
     `attach` constructs one from the process group of the module. Construct one yourself to assign ranks to nodes.
@@ -438,6 +235,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         clock_offsets: the offsets to add to this rank's clock to get rank 0's; an entry for each comparison of clocks.
         fitting_topologies: topologies that were checked to fit the ranks, or the nodes.
         num_shards: the smallest number of ranks on a node. A tensor is split into as many shards between nodes.
+        private: all private groups.
         world: the private group over all ranks.
         overlap: the state that overlapping means over `world` share.
         intra_node: the private group over the ranks of this node; None with one node, or one rank on each.
@@ -464,7 +262,6 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         refusal: str | None = None,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
@@ -506,14 +303,96 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         for rank, node in enumerate(self.nodes):
             self.node_ranks[node].append(rank)
         self.num_shards = min(len(ranks) for ranks in self.node_ranks)
-        self.intra_node = None
-        self.inter_node = None
         self._is_open = False
         self._is_on_lane = False
         self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
+        self.private = PrivateGroups(self.world, self.timeout)
         self.overlap = Overlap(self.world)
-        self._describe_node_groups()
+        self.intra_node, self.inter_node = self._node_groups()
+
+    # Operations, for custom algorithms.
+
+    @cached_property
+    def _operations(self) -> GroupOperations:
+        return GroupOperations(self)
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        *,
+        average: bool = False,
+        compression: str | Compressor | None = None,
+        hierarchical: bool = True,
+        name: str = "all_reduce",
+    ) -> torch.Tensor:
+        """Replace `x` by its sum over the ranks, and return it. The result is bitwise equal on all ranks.
+
+        Args:
+            x: a contiguous tensor of any shape, floating-point or complex.
+            average: divide by the number of ranks.
+            compression: the codec, see `BaguaBucket.append_centralized_synchronous_op`.
+            hierarchical: in a multi-node group, sum within nodes in full precision, and use `compression` between
+                nodes.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: `x` does not meet these requirements, or `compression` does not encode its dtype.
+        """
+        return self._operations.all_reduce(
+            x, average=average, compression=compression, hierarchical=hierarchical, name=name
+        )
+
+    def all_gather(self, x: torch.Tensor, *, name: str = "all_gather") -> torch.Tensor:
+        """Return the `x` of all ranks in rank order, of shape [R, *x.shape] with R ranks.
+
+        Args:
+            x: a contiguous tensor. Its dtype and shape are the same on all ranks.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: `x` is not contiguous.
+        """
+        return self._operations.all_gather(x, name=name)
+
+    def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
+        """Return the sum over the ranks of `x[rank]`, this rank's part of `x`. `x` is unchanged.
+
+        Values are summed in rank order, in float32, or in float64 if `x` is float64.
+
+        Args:
+            x: a contiguous tensor of shape [R, ...] with R ranks, floating-point or complex.
+            average: divide by the number of ranks.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: `x` does not meet these requirements.
+        """
+        return self._operations.reduce_scatter(x, average=average, name=name)
+
+    def exchange(
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receives: Mapping[int, torch.Tensor],
+        *,
+        name: str = "exchange",
+    ) -> None:
+        """Send a tensor to each of several ranks, and receive one from each of several ranks.
+
+        If you send to a rank, that rank must receive the same number of bytes from you. If the numbers differ, a
+        transport may end the process.
+
+        Args:
+            sends: contiguous tensors, by the rank that receives them.
+            receives: contiguous tensors to fill, by the rank that sends them.
+            name: the name of the operation in events and errors.
+
+        Raises:
+            ValueError: a tensor is not contiguous, or a key is not another rank of the group.
+        """
+        self._operations.exchange(sends, receives, name=name)
+
+    # How it is opened and closed.
 
     def _agree(self, same: Settings, refusal: str | None) -> Verdict:
         """Compare `same` and the package's version over all ranks, and return the verdict."""
@@ -552,7 +431,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
             return
         self._is_open = True
         try:
-            for communicator in self._communicators:
+            for communicator in self.private.communicators:
                 communicator.open()
             self._wait_until_all_are_open()
             for name in self.world.names_without_deadline:
@@ -580,16 +459,20 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         members = self._members(key, ranks)
         return Communicator(members, scope, self.tracer, self._choice.open(members))
 
-    def _describe_node_groups(self) -> None:
-        """Set the groups within and between nodes, if there are several nodes and one of them has several ranks."""
+    def _node_groups(self) -> tuple[Communicator | None, Communicator | None]:
+        """Return the groups within and between nodes, if there are several nodes and one of them has several ranks."""
         if not 1 < len(self.node_ranks) < self.size:
-            return
+            return None, None
         node = self.nodes[self.rank]
         shard = self.node_ranks[node].index(self.rank)
-        self.intra_node = self._communicator("intra_node", f"node{node}", self.node_ranks[node])
-        if shard < self.num_shards:
-            owners = [ranks[shard] for ranks in self.node_ranks]
-            self.inter_node = self._communicator("inter_node", f"shard{shard}", owners)
+        intra_node = self._communicator("intra_node", f"node{node}", self.node_ranks[node])
+        self.private.communicators.append(intra_node)
+        if shard >= self.num_shards:
+            return intra_node, None
+        owners = [ranks[shard] for ranks in self.node_ranks]
+        inter_node = self._communicator("inter_node", f"shard{shard}", owners)
+        self.private.communicators.append(inter_node)
+        return intra_node, inter_node
 
     def _wait_until_all_are_open(self) -> None:
         """Wait for the slowest rank: a rank that closes its groups at once would break pending connections."""
@@ -615,7 +498,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         node = self.nodes[self.rank]
         members = self._members(f"gradients of node{node}", self.node_ranks[node])
         transports = self._choice.open_in_stream_order(members)
-        self._gradients = Communicator(members, "intra_node", self.tracer, transports)
+        self.private.communicators.append(Communicator(members, "intra_node", self.tracer, transports))
         if transports:
             (transport,) = transports.values()
             by_hand, within = transport.torch_group(), None
@@ -630,13 +513,28 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         members = self._members("world", list(range(self.size)))
         for device_type, transport in self._choice.open_for_another_thread(members).items():
             self.world.use_transport(device_type, transport)
-        for communicator in self._communicators:
+        for communicator in self.private.communicators:
             communicator.watch_launches()
+
+    def report_to(self, tracer: Tracer, owner: str) -> None:
+        """Notify another group's observers of communication over this group, and name its `owner` in errors."""
+        self.tracer = tracer
+        for communicator in self.private.communicators:
+            communicator.report_to(tracer, owner)
+
+    @property
+    def device(self) -> torch.device:
+        """The device for which the private groups were last prepared."""
+        return self.private.device
 
     @property
     def launches_on_users_group(self) -> bool:
         """Whether it launches on the user's group, which `close` leaves open, so that other ranks still wait."""
         return self._choice.shares_users_group and not self._is_on_lane
+
+    def close(self) -> None:
+        """Close the private groups, even with operations in flight. This aborts the operations of GPUs."""
+        self.private.close()
 
     def fail(self) -> None:
         """Close the private groups, since this rank has failed, and notify the ranks that wait for it."""

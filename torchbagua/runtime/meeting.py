@@ -366,7 +366,7 @@ class Meetings:
         on_device = _digests(weights)  # on the training stream, before the next step
 
         def on_host() -> torch.Tensor:
-            self._group.wait_for_gpu(on_device.device, "comparing the weights of ranks")
+            self._group.private.wait_for_gpu(on_device.device, "comparing the weights of ranks")
             return on_device.cpu()
 
         return on_host

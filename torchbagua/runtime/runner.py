@@ -77,11 +77,11 @@ class Runner:
             f"torchbagua lane of {self.name}",
             on_failure=process_group.fail,
             waiting=partial(process_group.tracer.span, "wait"),
-            poll=process_group.poll,
+            poll=process_group.private.poll,
             explain=process_group.explain,
-            wait_for_gpu=process_group.wait_for_mark,
+            wait_for_gpu=process_group.private.wait_for_mark,
             look=process_group.look_for_failed_rank if process_group.launches_on_users_group else None,
-            on_abandon=process_group.abandon,
+            on_abandon=process_group.private.abandon,
         )
         self.parameter_state: ParameterState[Any] | None = None
         self.needs_grad_scaler = False
@@ -283,10 +283,10 @@ class Runner:
             self.process_group.world.check_device(device)
             self.lane.use_gpu(device)
             if device.type == "cuda":  # on other devices, observers get the host's begin and end times
-                self.tracer.use_gpu(device, self.process_group.wait_for_mark)
+                self.tracer.use_gpu(device, self.process_group.private.wait_for_mark)
                 load_kernels(torch.cuda.current_device() if device.index is None else device.index)
-            self.process_group.use_device(device)
-            self.process_group.check_operations(device, self.name)
+            self.process_group.private.use_device(device)
+            self.process_group.private.check_operations(device, self.name)
             self._gpu = device
 
     # What the default methods of an impl do: nothing, for a gradient algorithm.
@@ -371,7 +371,7 @@ class Runner:
             self.tracer.end()
 
     def _leave_in_order(self) -> None:
-        self.process_group.end_in_order()
+        self.process_group.private.end_in_order()
 
     def on_close(self, callback: Callable[[], object], *, first: bool = False) -> None:
         """Call `callback` when the runner is closed, for example by `Attachment.detach`. For impls and adapters.

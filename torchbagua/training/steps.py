@@ -329,7 +329,7 @@ def install_step_hooks(
     if setup.grad_scaler is not None and runner.needs_grad_scaler and isinstance(runner, GradientRunner):
         from torchbagua.training.grad_scaler import LossScale
 
-        loss_scale = LossScale(setup.grad_scaler, runner.process_group.wait_for_mark)
+        loss_scale = LossScale(setup.grad_scaler, runner.process_group.private.wait_for_mark)
         runner.use_grad_scaler(setup.grad_scaler, loss_scale.read)
 
     # A shallow copy of a wrapper shares its hooks, but they must act on the original only.

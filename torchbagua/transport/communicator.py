@@ -195,6 +195,11 @@ class Communicator(NamedRanks):
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch = Scratch()
 
+    def report_to(self, tracer: Tracer, owner: str) -> None:
+        """Notify the observers of another tracer, and name the `owner` of this group in events and errors."""
+        self.tracer = tracer
+        self.scope = f"{self.scope} of {owner}"
+
     def open(self) -> None:
         """Connect all ranks, unless there are too many. Collective.
 

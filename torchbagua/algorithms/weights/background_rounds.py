@@ -354,7 +354,7 @@ class BackgroundRounds:
         """Pass the flat tensors, which contain mean minus snapshot, to the training thread."""
         buffers = {bucket: bucket.snapshot.clone() for bucket in self._buckets if bucket.are_buffers}
         # So that the training thread does not wait for the network when it applies the differences.
-        self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
+        self._group.private.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._changed:
             self._handoff.wait()
             for bucket in self._buckets if self._loaded_since_snapshot else ():

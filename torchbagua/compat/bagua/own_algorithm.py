@@ -174,7 +174,7 @@ class OwnImpl(tb.AlgorithmImpl):
         self._groups.append((group, opened))
         opened.open()
         opened.move_to_lane()
-        opened.use_device(device)
+        opened.private.use_device(device)
         return opened
 
     def finish(self) -> bool:

@@ -198,8 +198,8 @@ class Aggregation:
 
     def _use_device(self, device: torch.device) -> None:
         if device.type == "cuda":
-            self._tracer.use_gpu(device, self.group.wait_for_mark)
-            self.group.use_device(device)
+            self._tracer.use_gpu(device, self.group.private.wait_for_mark)
+            self.group.private.use_device(device)
 
     @torch.no_grad()
     def _aggregate(self, kind: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:

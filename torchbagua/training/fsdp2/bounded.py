@@ -35,7 +35,7 @@ def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[
         parts: the parts that are sharded over the ranks of the new group.
 
     Raises:
-        ValueError: a backend lacks an operation; see `BaguaProcessGroup.check_operations`.
+        ValueError: a backend lacks an operation; see `PrivateGroups.check_operations`.
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     group = fsdp_shard_group(parts[0].param_group)
@@ -45,7 +45,7 @@ def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[
         shards.report_to(runner.tracer, "shards")
         if on_cpus(parts):
             shards.open()
-            shards.check_operations(torch.device("cpu"), runner.name)
+            shards.private.check_operations(torch.device("cpu"), runner.name)
         yield shards
     finally:
         shards.close()

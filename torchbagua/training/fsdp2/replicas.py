@@ -36,7 +36,7 @@ def open_replicas(
 
     Raises:
         ValueError: replicas differ in a setting or in their rank within their copy of the module, or a backend lacks
-            an operation; see `BaguaProcessGroup.check_operations`.
+            an operation; see `PrivateGroups.check_operations`.
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     own = runner.process_group
@@ -47,11 +47,11 @@ def open_replicas(
     try:
         replicas.open()
         replicas.report_to(own.tracer, "replicas")
-        replicas.check_operations(torch.device("cpu"), runner.name)  # with GPUs too, since shards are broadcast
+        replicas.private.check_operations(torch.device("cpu"), runner.name)  # with GPUs too, since shards are broadcast
         yield replicas
     finally:
         if runner.ends_in_order and not runner.lane.has_failed:
-            replicas.end_in_order()
+            replicas.private.end_in_order()
         replicas.close()
 
 
@@ -66,13 +66,13 @@ def install_replica_means(
     """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed. Collective on GPUs.
 
     Raises:
-        ValueError, CommunicationError: see `BaguaProcessGroup.use_device` and `check_operations`.
+        ValueError, CommunicationError: see `PrivateGroups.use_device` and `check_operations`.
     """
     assert runner.replicas is not None
     for device in dict.fromkeys(part.param_group.device for part in parts):
         if device.type != "cpu":
-            runner.replicas.use_device(device)
-            runner.replicas.check_operations(device, runner.algorithm_runner.name)
+            runner.replicas.private.use_device(device)
+            runner.replicas.private.check_operations(device, runner.algorithm_runner.name)
     same_rows = runner.compare_replica_rows(parts)
     for part in parts:
         mean = ReplicaMean(runner, part, codecs, same_rows)
