@@ -107,7 +107,7 @@ def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) 
         return centralized_mean(group, codec, spec, **options)
 
     monkeypatch.setattr(operations, "_MAX_CACHED", 2)
-    monkeypatch.setattr(process_group, "centralized_mean", plan)
+    monkeypatch.setattr(operations, "centralized_mean", plan)
 
     def body(group: tb.BaguaProcessGroup) -> None:
         for name in "abacab":
