@@ -23,7 +23,7 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.lane import Lane
-from torchbagua.transport import choice
+from torchbagua.transport import communicator
 from torchbagua.transport import nccl as private_nccl
 from torchbagua.transport.base import COLLECTIVES
 from torchbagua.transport.communicator import Communicator
@@ -157,7 +157,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tb.extend.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
     monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device, wait: None)
-    monkeypatch.setattr(choice, "has_nccl", lambda group: True)
+    monkeypatch.setattr(communicator, "has_nccl", lambda group: True)
     monkeypatch.setattr(private_nccl, "nccl_group", fake.make_group)
     monkeypatch.setattr(private_nccl, "torch", TorchOnCpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -537,7 +537,7 @@ def spoil_messages(monkeypatch: pytest.MonkeyPatch, nccl: Nccl) -> None:
             super().all_reduce(tensor)
             spoil(tensor)
 
-    monkeypatch.setattr(choice, "GlooTransport", Spoiling)
+    monkeypatch.setattr(communicator, "GlooTransport", Spoiling)
 
 
 def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:

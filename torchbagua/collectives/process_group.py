@@ -23,8 +23,7 @@ from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer
 from torchbagua.observe.tracer import Tracer, check_observers, make_tracer
 from torchbagua.transport.base import Members, TransportError, TransportMaker
-from torchbagua.transport.choice import TransportChoice
-from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.communicator import Communicator, TransportChoice
 from torchbagua.transport.errors import CommunicationError, OutOfStep, cause_of
 from torchbagua.transport.store_requests import SilentStoreError, StoreRequests, require_store
 from torchbagua.transport.streams import wait_on_host

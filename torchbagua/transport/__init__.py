@@ -1,7 +1,7 @@
 """Send tensors between ranks: transports, their abilities, their choice by a group's backends, and communicators.
 
 May import observe and the modules whose names begin with _.
-Begin with base.py, then gloo.py. communicator.py defines the operations, and choice.py selects the transport.
+Begin with base.py, then gloo.py. communicator.py defines the operations, and selects the transport.
 """
 
 from torchbagua.transport.base import (

@@ -1,29 +1,37 @@
-"""A communicator: a group of ranks that exchange tensors, over one transport for each device type."""
+"""A communicator: a group of ranks that exchange tensors, over one transport for each device type.
+
+`TransportChoice` opens the transports. It imports a transport if a group needs it.
+"""
 
 import copy
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
+from torchbagua._torch import backend_of, is_nccl
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
 from torchbagua.transport.base import (
     COLLECTIVES,
+    Abilities,
     LacksAbility,
     Members,
     MissingOperation,
     Transport,
     TransportError,
+    TransportMaker,
+    backend_names,
 )
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError, cause_of
-from torchbagua.transport.streams import has_reached
+from torchbagua.transport.gloo import GlooTransport
+from torchbagua.transport.streams import Launches
 
 # A shorter message says little about a link's rate, since it may be sent in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
@@ -89,37 +97,6 @@ class NamedRanks:
         """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its global rank differs."""
         number, global_number = self.ranks[rank], self._global_ranks[rank]
         return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
-
-
-class Launch(NamedTuple):
-    """The purpose of an operation, an event that its stream records after it, and the time of its launch."""
-
-    purpose: str
-    done: torch.cuda.Event
-    at_s: float
-
-
-class Launches:
-    """The launches of one transport, in launch order. One thread both records and queries them.
-
-    Attributes:
-        transport_name: the transport's name in errors.
-    """
-
-    def __init__(self, transport_name: str) -> None:
-        self.transport_name = transport_name
-        self._launches: deque[Launch] = deque()
-
-    def note(self, purpose: str, device: torch.device) -> None:
-        """Record that `purpose` was launched on the current stream of `device`."""
-        done = torch.cuda.current_stream(device).record_event()
-        self._launches.append(Launch(purpose, done, time.monotonic()))
-
-    def first_unfinished(self) -> Launch | None:
-        """Return the first launch that the GPU has not finished. Raises RuntimeError if the GPU has failed."""
-        while self._launches and has_reached(self._launches[0].done):
-            self._launches.popleft()
-        return self._launches[0] if self._launches else None
 
 
 class Scratch:
@@ -573,3 +550,111 @@ class Communicator(NamedRanks):
         failure = self.failure(purpose, cause, "" if peer is None else f" {direction} {self.name_of(peer)}")
         self.close(failure)
         raise failure
+
+
+class TransportChoice:
+    """Opens transports for communicators over ranks of one torch group.
+
+    CPU tensors are sent over private gloo connections. GPU tensors are sent over NCCL if the group has NCCL, and
+    through host memory otherwise. If the group has another backend for a device type, tensors on these devices are
+    sent over a private group with that backend.
+
+    Args:
+        process_group: the group.
+        given: opens the user's transport, which replaces the default for the device types that it names.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:
+        self._given = given
+        self._process_group = process_group
+        self._has_nccl = has_nccl(process_group)
+        self._shares_nccl = False
+        backends = backend_names(process_group)
+        self._other_backends = {device: name for device, name in backends.items() if name not in ("gloo", "nccl")}
+
+    def open(self, members: Members) -> dict[str, Transport]:
+        """Return transports of these members, by device type.
+
+        If the members are all ranks of the group, they use the group's own NCCL, on which training launches too.
+        """
+        device_transports = {} if self._given is None else self._open_given(members)
+        for device_type, name in self._other_backends.items():
+            if device_type not in device_transports:
+                from torchbagua.transport.torch_backend import TorchBackendTransport
+
+                store = dist.PrefixStore(f"{name} for {device_type}", members.store)
+                device_transports[device_type] = TorchBackendTransport(replace(members, store=store), device_type)
+        host = device_transports.get("cpu") or GlooTransport(members)
+        transports = {"cpu": host, **device_transports}
+        if "cuda" in transports or not self._has_nccl:  # without NCCL, the communicator stages tensors of GPUs
+            return transports
+        if members.size == self._process_group.size():
+            from torchbagua.transport.nccl import NcclTransport
+
+            self._shares_nccl = True
+            transports["cuda"] = NcclTransport(self._process_group)
+        else:
+            transports["cuda"] = self._private_nccl(members)
+        return transports
+
+    @property
+    def shares_users_group(self) -> bool:
+        """Whether `open` has returned transports that launch on the user's NCCL."""
+        return self._shares_nccl
+
+    def open_for_another_thread(self, members: Members) -> dict[str, Transport]:
+        """Return transports for a thread other than the training thread; they replace the transports that both share.
+
+        The training thread launches on the user's group. Operations that another thread launched on that group would
+        interleave with them in a different order on each rank.
+        """
+        if not self._shares_nccl:
+            return {}
+        from torchbagua.transport.nccl import warn_of_launch_order
+
+        warn_of_launch_order()
+        return {"cuda": self._private_nccl(members)}
+
+    def open_in_stream_order(self, members: Members) -> dict[str, Transport]:
+        """Return private transports that send tensors in stream order; none if all tensors are sent by the host."""
+        return {"cuda": self._private_nccl(members)} if self._shares_nccl else {}
+
+    def within(self, part: Members) -> TransportMaker | None:
+        """Return the `given` of a group built from `part`, so that it uses the same transport as this group."""
+        maker = self._given
+        if maker is None and self._other_backends:
+            from torchbagua.transport.torch_backend import TorchBackendTransport
+
+            accelerators = [device_type for device_type in self._other_backends if device_type != "cpu"]
+            maker = partial(TorchBackendTransport, device_type=accelerators[0] if accelerators else "cpu")
+        if maker is None:
+            return None
+
+        def open_within(members: Members) -> Transport:
+            ranks, global_ranks = (
+                tuple(numbers[rank] for rank in members.ranks) for numbers in (part.ranks, part.global_ranks)
+            )
+            return maker(replace(members, process_group=part.process_group, ranks=ranks, global_ranks=global_ranks))
+
+        return open_within
+
+    def _private_nccl(self, members: Members) -> Transport:
+        from torchbagua.transport.nccl import PrivateNcclTransport
+
+        return PrivateNcclTransport(replace(members, store=dist.PrefixStore("nccl", members.store)))
+
+    def _open_given(self, members: Members) -> dict[str, Transport]:
+        assert self._given is not None
+        transport = self._given(replace(members, store=dist.PrefixStore("given", members.store)))
+        abilities, name = getattr(transport, "abilities", None), getattr(transport, "name", None)
+        if not isinstance(abilities, Abilities) or not isinstance(name, str):
+            raise TypeError(
+                "BaguaProcessGroup: transport must return a torchbagua.transport.Transport with a name and Abilities, "
+                f"got {transport!r} with the name {name!r} and the abilities {abilities!r}"
+            )
+        return dict.fromkeys(abilities.devices, transport)
+
+
+def has_nccl(process_group: dist.ProcessGroup) -> bool:
+    """Return whether this group uses NCCL for GPU tensors."""
+    return is_nccl(backend_of(process_group, "cuda"))

@@ -4,9 +4,10 @@ import ctypes
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -208,3 +209,34 @@ class StreamHandoff:
         if self._device.type == "cuda":
             self.wait()
             self._mark = torch.cuda.current_stream(self._device).record_event()
+
+
+class Launch(NamedTuple):
+    """The purpose of an operation, an event that its stream records after it, and the time of its launch."""
+
+    purpose: str
+    done: torch.cuda.Event
+    at_s: float
+
+
+class Launches:
+    """The launches of one transport, in launch order. One thread both records and queries them.
+
+    Attributes:
+        transport_name: the transport's name in errors.
+    """
+
+    def __init__(self, transport_name: str) -> None:
+        self.transport_name = transport_name
+        self._launches: deque[Launch] = deque()
+
+    def note(self, purpose: str, device: torch.device) -> None:
+        """Record that `purpose` was launched on the current stream of `device`."""
+        done = torch.cuda.current_stream(device).record_event()
+        self._launches.append(Launch(purpose, done, time.monotonic()))
+
+    def first_unfinished(self) -> Launch | None:
+        """Return the first launch that the GPU has not finished. Raises RuntimeError if the GPU has failed."""
+        while self._launches and has_reached(self._launches[0].done):
+            self._launches.popleft()
+        return self._launches[0] if self._launches else None
