@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import COLLECTIVES_WITH_GIL, add_backends, fsdp_all_reduces, nccl_options, work_of
+from torchbagua._torch import COLLECTIVES_WITH_GIL, add_backends, fsdp_all_reduces, work_of
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.codecs.base import TensorSpec
@@ -17,7 +17,7 @@ from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.replicas import mean_of_rows, reduce_same_rows
 from torchbagua.training.fsdp2.rows import CommunicatingPart
 from torchbagua.training.fsdp2.same_rows import SameRows
-from torchbagua.transport.store_requests import StoreRequests
+from torchbagua.transport.communicator import default_backends
 
 
 class ReplicaGroup(dist.ProcessGroup):
@@ -36,7 +36,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self, algorithm: Algorithm, codecs: MeanCodecs, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor that Python may override
-        backends = _default_backends(store, rank, size, timeout)
+        backends = default_backends(store, rank, size, timeout)
         # The algorithm gets a separate group, since this group's all-reduce would call the algorithm again.
         self._inner = dist.ProcessGroup(store, rank, size)
         for group in (self, self._inner):
@@ -144,17 +144,3 @@ class Announcer:
     def __call__(self, **arguments: Any) -> Any:
         """Reduce-scatter; FSDP passes the arguments by name."""
         return self._comm(**arguments)
-
-
-def _default_backends(
-    store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
-    """Return backends with their kinds, by device type: gloo for CPUs, and NCCL if it and a GPU are available."""
-    kinds = dist.ProcessGroup.BackendType
-    requests = StoreRequests(store, timeout)
-    gloo = requests.open_group(lambda store: dist.ProcessGroupGloo(store, rank, size, timeout))
-    backends: dict[str, Any] = {"cpu": (kinds.GLOO, gloo)}
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
-        backends["cuda"] = (kinds.NCCL, nccl)
-    return backends

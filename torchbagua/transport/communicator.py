@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchbagua import _concurrency
-from torchbagua._torch import backend_of, is_nccl
+from torchbagua._torch import backend_of, is_nccl, nccl_options
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
 from torchbagua.transport.base import (
@@ -31,6 +31,7 @@ from torchbagua.transport.base import (
 )
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError, cause_of
 from torchbagua.transport.gloo import GlooTransport
+from torchbagua.transport.store_requests import StoreRequests
 from torchbagua.transport.streams import Launches
 
 # A shorter message says little about a link's rate, since it may be sent in one burst.
@@ -658,3 +659,17 @@ class TransportChoice:
 def has_nccl(process_group: dist.ProcessGroup) -> bool:
     """Return whether this group uses NCCL for GPU tensors."""
     return is_nccl(backend_of(process_group, "cuda"))
+
+
+def default_backends(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
+    """Return backends with their kinds, by device type: gloo for CPUs, and NCCL if it and a GPU are available."""
+    kinds = dist.ProcessGroup.BackendType
+    requests = StoreRequests(store, timeout)
+    gloo = requests.open_group(lambda store: dist.ProcessGroupGloo(store, rank, size, timeout))
+    backends: dict[str, Any] = {"cpu": (kinds.GLOO, gloo)}
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+        backends["cuda"] = (kinds.NCCL, nccl)
+    return backends
