@@ -6,6 +6,7 @@ all of them in `torchbagua.testing`.
 
 from torchbagua.algorithms.base import Algorithm, register
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
+from torchbagua.algorithms.gradient.function import mean
 from torchbagua.collectives.topology import Topology
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.gradient_runner import GradientRunner
@@ -33,6 +34,7 @@ __all__ = [
     "WeightBuckets",
     "WeightMeans",
     "WeightRunner",
+    "mean",
     "register",
     "residual_state",
 ]
