@@ -17,6 +17,7 @@ import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
 from ranks import run_ranks
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
+from torchbagua.collectives.process_group import PrivateGroups
 from torchbagua.transport import TransportMaker
 from training import build
 from transports import MessagesAlone
@@ -238,7 +239,7 @@ def test_warm_up_step_without_backward_through_the_module_raises() -> None:
 def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others do not close their groups together, since they would wait for that rank."""
     ended: list[int] = []
-    monkeypatch.setattr(tb.BaguaProcessGroup, "end_in_order", lambda group: ended.append(group.rank))
+    monkeypatch.setattr(PrivateGroups, "end_in_order", lambda groups: ended.append(groups.communicators[0].rank))
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:

@@ -7,7 +7,8 @@ from torchbagua import _concurrency
 from torchbagua.observe import Recorder, clocks
 from torchbagua.observe.clocks import HostClock, TimedPhase, TimedStep
 from torchbagua.observe.events import CommEvent, Details
-from torchbagua.observe.tracer import make_tracer
+from torchbagua.observe.observed import ObservedTracer
+from torchbagua.observe.tracer import Tracer
 
 START_NS = 5_000_000_000
 
@@ -60,7 +61,7 @@ def events_of(recorder: Recorder) -> list[tuple[str, int, int, int]]:
 
 def test_observers_are_notified_of_a_step_when_the_gpu_has_reached_its_end(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
-    tracer = make_tracer([recorder])
+    tracer = ObservedTracer([recorder])
     tracer._is_started = True
     tracer.use_gpu(torch.device("cuda"))  # event 0, at which the first step starts
     assert gpu.num_waits == 1, "to compare the clocks"
@@ -91,7 +92,7 @@ def test_observers_are_notified_of_a_step_when_the_gpu_has_reached_its_end(gpu: 
 def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedGpu) -> None:
     """With a warning, and after one wait: each later step would be waited for as long."""
     recorder = Recorder()
-    tracer = make_tracer([recorder])
+    tracer = ObservedTracer([recorder])
     tracer._is_started = True
 
     def wait(event: SimulatedEvent) -> None:
@@ -110,7 +111,7 @@ def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedG
 
 def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
-    tracer = make_tracer([recorder])
+    tracer = ObservedTracer([recorder])
     tracer._is_started = True
     tracer.use_gpu(torch.device("cuda"))
     done = tracer.now()
@@ -122,7 +123,7 @@ def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
 
 
 def test_without_observers_nothing_is_recorded(gpu: SimulatedGpu) -> None:
-    tracer = make_tracer([])
+    tracer = Tracer()
     tracer.use_gpu(torch.device("cuda"))
     with tracer.span("encode"):
         pass
@@ -181,7 +182,7 @@ def test_lane_work_that_overlaps_the_next_step_belongs_to_it() -> None:
 
 def test_on_a_gpu_lane_work_that_overlaps_the_next_step_belongs_to_it(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
-    tracer = make_tracer([recorder])
+    tracer = ObservedTracer([recorder])
     tracer._is_started = True
     tracer.use_gpu(torch.device("cuda"))  # event 0
     with tracer.span("send"):  # 1 to 2

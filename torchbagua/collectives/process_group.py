@@ -21,7 +21,7 @@ from torchbagua.collectives.nodes import number_given_nodes
 from torchbagua.collectives.operations import GroupOperations
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer
-from torchbagua.observe.tracer import Tracer, check_observers, make_tracer
+from torchbagua.observe.tracer import Tracer, check_observers
 from torchbagua.transport.base import Members, TransportError, TransportMaker
 from torchbagua.transport.communicator import Communicator, TransportChoice
 from torchbagua.transport.errors import CommunicationError, OutOfStep, cause_of
@@ -283,7 +283,7 @@ class BaguaProcessGroup:
         self.transport = transport
         self._choice = TransportChoice(process_group, transport)
         self._observers = tuple(observers)
-        self.tracer = make_tracer(observers)
+        self.tracer = _tracer_of(observers)
         self.clock_offsets: list[ClockOffset] = []
         self.fitting_topologies: list[tuple[Topology, bool]] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
@@ -615,6 +615,14 @@ class BaguaProcessGroup:
         )
         group.open()
         return group
+
+
+def _tracer_of(observers: Sequence[Observer]) -> Tracer:
+    if not observers:
+        return Tracer()
+    from torchbagua.observe.observed import ObservedTracer
+
+    return ObservedTracer(observers)
 
 
 def _ranks_in_job(process_group: dist.ProcessGroup) -> list[int]:

@@ -5,13 +5,13 @@ Begin with events.py, then summary.py.
 """
 
 from torchbagua.observe.events import CommEvent, Details, Observer, Run, Trace
+from torchbagua.observe.observed import ObservedTracer as ObservedTracer
 from torchbagua.observe.perfetto import PerfettoTrace
 from torchbagua.observe.recorder import Recorder
 from torchbagua.observe.summary import Summary
 from torchbagua.observe.tensorboard import TensorBoardTrace
 from torchbagua.observe.tracer import Tracer
 from torchbagua.observe.tracer import check_observers as check_observers
-from torchbagua.observe.tracer import make_tracer as make_tracer
 
 __all__ = [
     "CommEvent",

@@ -41,7 +41,7 @@ NO_SPAN = Span()
 class Tracer:
     """The tracer of a group, or of one algorithm that runs on it, without observers.
 
-    `make_tracer` returns one, or an `ObservedTracer`. Ranges of torch.profiler, if it is active, need no observers.
+    Ranges of torch.profiler, if it is active, need no observers.
 
     Attributes:
         step: the number of the training step, the common step counter of all events.
@@ -131,15 +131,6 @@ class Tracer:
 
     def deliver(self) -> None:
         """Report all phases that have ended so far; on a GPU, wait until it has reached their ends."""
-
-
-def make_tracer(observers: Sequence[Observer]) -> Tracer:
-    """Return a tracer that notifies `observers` of every phase."""
-    if not observers:
-        return Tracer()
-    from torchbagua.observe.observed import ObservedTracer
-
-    return ObservedTracer(observers)
 
 
 def check_observers(owner: str, observers: Sequence[Observer]) -> None:

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import torchbagua as tb
+from torchbagua.compat.bagua.interfaces import Impl
 from torchbagua.compat.bagua.node_mean import is_single_node
 from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
 from torchbagua.compat.bagua.tensor import effective, proxy_of, replace_effective
-
-if TYPE_CHECKING:
-    from torchbagua.compat.bagua.own_algorithm import OwnImpl
 
 
 class DecentralizedOp:
@@ -74,14 +72,14 @@ class BucketFacade:
             self.padding_tensor = flat[num_elements:]
         self._flat = flat
         self._core: tb.extend.BaguaBucket | None = None
-        self._runner: OwnImpl | None = None
+        self._runner: Impl | None = None
         self._writes_back = False
         self._ready: set[int] = set()
         for tensor in self.tensors:
             proxy_of(tensor).bucket = self
         self.read()
 
-    def bind(self, runner: "OwnImpl", group: tb.BaguaProcessGroup) -> tb.extend.BaguaBucket:
+    def bind(self, runner: Impl, group: tb.BaguaProcessGroup) -> tb.extend.BaguaBucket:
         """Have `runner` run the bucket over `group`; return the core's bucket, which contains the operations."""
         self._runner = runner
         self._core = tb.extend.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,12 +17,9 @@ import torchbagua as tb
 from torchbagua.compat.bagua import env
 from torchbagua.compat.bagua.algorithms.base import ImplFacade
 from torchbagua.compat.bagua.bucket import BucketFacade
+from torchbagua.compat.bagua.interfaces import Ddp
 from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
 from torchbagua.compat.bagua.tensor import TensorFacade, effective, proxy_of
-
-if TYPE_CHECKING:
-    from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
-
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -39,7 +36,7 @@ class OwnAlgorithm(tb.Algorithm):
     averages_weights: ClassVar[bool] = True
 
     algorithm: tb.Algorithm
-    bagua_ddp: "BaguaDistributedDataParallel" = field(repr=False)
+    bagua_ddp: Ddp = field(repr=False)
 
     def arguments(self) -> dict[str, str]:
         """Return the name of the class, and its attributes of plain types."""
@@ -48,7 +45,7 @@ class OwnAlgorithm(tb.Algorithm):
 
     def make_impl(self, runner: tb.extend.Runner) -> "OwnImpl":
         """Return the impl that runs the result of the user's `reify`."""
-        impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
+        impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)
         if not isinstance(impl, ImplFacade):
             raise TypeError(
                 f"{type(self.algorithm).__name__}.reify must return an AlgorithmImpl of torchbagua.compat.bagua, got "

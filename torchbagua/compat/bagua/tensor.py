@@ -6,12 +6,11 @@ The tensor to communicate is called the effective tensor. Importing `torchbagua.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from torchbagua.compat.bagua.bucket import BucketFacade
+from torchbagua.compat.bagua.interfaces import Bucket
 
 Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
@@ -33,7 +32,7 @@ class Proxy:
     module_name: str | None
     getter: Getter | None
     setter: Setter | None
-    bucket: "BucketFacade | None" = None
+    bucket: Bucket | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()

@@ -14,7 +14,7 @@ from torchbagua import BaguaProcessGroup
 from torchbagua.collectives import broadcast_tensors
 from torchbagua.compat.mlbench.base import Denominator
 from torchbagua.compat.mlbench.centralized import AllReduceAggregation, divide
-from torchbagua.observe import Details, Observer, Run, Tracer, make_tracer
+from torchbagua.observe import Details, ObservedTracer, Observer, Run, Tracer
 
 _RECIPE = (
     "horovod 0.28.1 does not build with a torch newer than 2.0 without a patch: unpack its source package, write "
@@ -99,7 +99,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
     @property
     def _tracer(self) -> Tracer:
         if self._own_tracer is None:
-            self._own_tracer = make_tracer(self._observers)
+            self._own_tracer = ObservedTracer(self._observers)
             rank, size = self._rank_and_size
             number = self._largest([secrets.randbits(62)])[0]  # on all ranks, whether or not they have observers
             if self._own_tracer.is_on:

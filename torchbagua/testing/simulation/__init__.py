@@ -2,7 +2,7 @@
 
 May import all packages but cli; nothing imports it. Everything above the transport is the code that runs in training.
 Begin with run.py, then scheduler.py. network.py and transport.py have the network, ddp.py and shards.py the modules to
-train. trial.py draws training runs with faults, program.py trains, and invariants.py checks what must hold.
+train. trial.py draws training runs with faults and checks what must hold, and program.py trains.
 """
 
 from torchbagua.testing.simulation.cluster import Cluster

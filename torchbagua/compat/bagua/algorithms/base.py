@@ -1,17 +1,15 @@
 """Bagua's base classes of custom algorithms, and its registry of names."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchbagua.algorithms import Algorithm, available_algorithms, get, register
 from torchbagua.compat.bagua.bucket import BucketFacade
+from torchbagua.compat.bagua.interfaces import Ddp
 from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
 from torchbagua.compat.bagua.tensor import TensorFacade, proxy_of
-
-if TYPE_CHECKING:
-    from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry"]
 
@@ -34,7 +32,7 @@ class ImplFacade:
         """Return True to initialize everything again. Called before each forward in training."""
         return False
 
-    def init_tensors(self, bagua_ddp: "BaguaDistributedDataParallel") -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Ddp) -> list[torch.Tensor]:
         """Return the Bagua tensors to communicate: by default the parameters, which stand for their gradients."""
         return [
             TensorFacade.ensure_bagua_tensor(
@@ -56,11 +54,11 @@ class ImplFacade:
         """
         return [BucketFacade(part, name=str(index), flatten=do_flatten) for index, part in enumerate(tensors)]
 
-    def init_forward_pre_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Ddp) -> Callable[[Any], None]:
         """Return a function that is called before each forward in training, with the inputs of the module."""
         return lambda inputs: None
 
-    def init_backward_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[str, torch.Tensor], None]:
+    def init_backward_hook(self, bagua_ddp: Ddp) -> Callable[[str, torch.Tensor], None]:
         """Return a function of (name, parameter) that is called when the gradient of a parameter is accumulated.
 
         By default it marks the parameter ready.
@@ -72,17 +70,15 @@ class ImplFacade:
 
         return hook
 
-    def init_post_backward_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Ddp) -> Callable[[], None]:
         """Return a function that is called at the end of each backward. By default it waits for launched buckets."""
         return bagua_ddp.wait_pending_comm_ops
 
-    def init_post_optimizer_step_hook(
-        self, bagua_ddp: "BaguaDistributedDataParallel"
-    ) -> Callable[[torch.optim.Optimizer], None]:
+    def init_post_optimizer_step_hook(self, bagua_ddp: Ddp) -> Callable[[torch.optim.Optimizer], None]:
         """Return a function that is called after each step of each optimizer, with this optimizer."""
         return lambda optimizer: None
 
-    def init_operations(self, bagua_ddp: "BaguaDistributedDataParallel", bucket: BucketFacade) -> None:
+    def init_operations(self, bagua_ddp: Ddp, bucket: BucketFacade) -> None:
         """Append to `bucket` the operations to run on it."""
 
 
