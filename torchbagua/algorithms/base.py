@@ -306,7 +306,7 @@ def bind(
     timeout: timedelta | None,
     *,
     rank_invariants: Mapping[str, Any] | None = None,
-    run_settings: Mapping[str, str] | None = None,
+    run_settings: Callable[[], Mapping[str, str]] = dict,
     refusal: str | None = None,
 ) -> Runner:
     """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective.
@@ -316,7 +316,7 @@ def bind(
         process_group, observers, timeout: see `Algorithm.reify`.
         optimizers: the optimizers that step on the communicated gradients or weights, if they are known.
         rank_invariants: further values that must be equal on all ranks, by the names that errors use.
-        run_settings: settings that traces record in addition to the algorithm and its group, by name.
+        run_settings: returns settings that traces record in addition to the algorithm and its group, by name.
         refusal: an UncompressedParametersWarning that a warnings filter turns into an error on this rank. All ranks
             raise it, before a group is opened.
 
@@ -348,7 +348,7 @@ def bind(
         runner.watch_steps(optimizers or algorithm.own_optimizers())
         group.compare_clocks()
         if group.tracer.is_on:
-            group.tracer.start(_describe_run(algorithm, group, run_settings or {}))
+            group.tracer.start(_describe_run(algorithm, group, run_settings()))
         return runner
     except BaseException:
         close()

@@ -562,7 +562,7 @@ def install(
             [*observers, *([] if summary is None else [summary])],  # a duplicate observer is notified once
             timeout,
             rank_invariants=setup.rank_invariants(),
-            run_settings=setup.run_settings(),
+            run_settings=setup.run_settings,
             refusal=refusal,
         )
     except UncompressedParametersWarning as warning:
