@@ -90,8 +90,7 @@ class ReplicaGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Close the private groups; `destroy_process_group` calls it, on all ranks."""
-        self._runner.algorithm_runner.ends_in_order = True
-        self._runner.algorithm_runner.close()
+        self._runner.algorithm_runner.close(in_order=True)
         super().shutdown()
 
 

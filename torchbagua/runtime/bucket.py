@@ -459,6 +459,11 @@ class BaguaBucket(BucketOperations):
         self.num_received = 0
         self.operations: list[Operation] = []
 
+    def receive(self, flat: torch.Tensor, number: int) -> None:
+        """Take the flat tensor of a DDP bucket, the runner's bucket of this number."""
+        self.flat = flat
+        self.num_received = number
+
     def __repr__(self) -> str:
         """Return its name, size and operations."""
         operations = ", ".join(operation.name for operation in self.operations)

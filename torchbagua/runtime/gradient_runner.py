@@ -127,7 +127,7 @@ class GradientRunner(Runner):
         Raises:
             RuntimeError: the runner already watches its optimizers.
         """
-        self._num_steps.number += 1
+        self._num_steps.count()
         self._steps.report_step(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
 
     def commit_step(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -279,8 +279,8 @@ class GradientRunner(Runner):
             self._check_new(bucket)
             self.impl.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
-        bucket.flat = flat
-        self.num_received = bucket.num_received = self.num_received + 1
+        self.num_received += 1
+        bucket.receive(flat, self.num_received)
         self.ends_in_order = True  # with a standalone hook, nobody calls finish
         return bucket
 

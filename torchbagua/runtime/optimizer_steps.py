@@ -193,6 +193,10 @@ class StepCount:
         for watch in self._watches:
             watch.remove(self._after_step)
 
+    def count(self) -> None:
+        """Count a step that the loop reports."""
+        self.number += 1
+
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         self.number += 1
 

@@ -347,9 +347,14 @@ class Runner:
         self.ends_in_order = True
         return has_mean
 
-    def close(self) -> None:
-        """Finish the queued jobs, and end the lane, the private groups and the traces. A second call does nothing."""
+    def close(self, *, in_order: bool = False) -> None:
+        """Finish the queued jobs, and end the lane, the private groups and the traces. A second call does nothing.
+
+        Args:
+            in_order: True if all ranks call this method; by default, `ends_in_order`.
+        """
         self._is_closed = True
+        self.ends_in_order |= in_order
         with self._after_close:
             try:
                 self._before_close.close()

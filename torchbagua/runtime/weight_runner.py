@@ -1,6 +1,6 @@
 """WeightRunner: drives a weight algorithm, which communicates at the end of the training step, in its own buckets."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -65,6 +65,10 @@ class WeightRunner(Runner):
     @property
     def has_weights(self) -> bool:
         return self.weights is not None
+
+    def note_loading(self, names: Iterable[str]) -> None:
+        """Set `loading`."""
+        self.loading = frozenset(names)
 
     def rebuild_buckets(self) -> None:
         """Rebuild the buckets."""

@@ -39,13 +39,9 @@ class RankWeights:
     def averaged(self) -> Iterator[None]:
         """Give all ranks the mean of their weights within the block; see `Attachment.averaged_weights`."""
         self._unaveraged_state.examine()
-        with self._in_optimizers.averaged(self._runner.impl.averaged_weights()):
-            self.loads.has_mean = True
-            try:
-                self._average_modules()
-                yield
-            finally:
-                self.loads.has_mean = False
+        with self._in_optimizers.averaged(self._runner.impl.averaged_weights()), self.loads.refused():
+            self._average_modules()
+            yield
 
     def own(self) -> AbstractContextManager[None]:
         """Give this rank its own weights and optimizer state in a block within `averaged`."""

@@ -25,13 +25,10 @@ class WeightLoads:
     Args:
         setup: the module, and the optimizers whose steps are watched.
         runner: notified by `AlgorithmImpl.weights_loaded`.
-
-    Attributes:
-        has_mean: set it to True while the module holds the mean of all ranks' weights. Loads are then refused.
     """
 
     def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:
-        self.has_mean = False
+        self._are_refused = False
         self._module = setup.inner
         self._sharded_parts = list(setup.sharded_parts.values())
         self._runner = runner
@@ -94,6 +91,15 @@ class WeightLoads:
             self._set_loads(loads)
             raise
 
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Refuse loads in the block, in which the module holds the mean of all ranks' weights."""
+        self._are_refused = True
+        try:
+            yield
+        finally:
+            self._are_refused = False
+
     def _take_loads(self) -> dict[str, "_Load"]:
         """Return the loads since the last step, and forget them."""
         loads = self._loads
@@ -102,7 +108,7 @@ class WeightLoads:
 
     def _set_loads(self, loads: dict[str, "_Load"]) -> None:
         self._loads = loads
-        self._runner.loading = frozenset(loads)
+        self._runner.note_loading(loads)
 
     def _install(self, module: torch.nn.Module, path: str) -> None:
         """Watch loads into `module`, which is the attached module's submodule `path`."""
@@ -121,7 +127,7 @@ class WeightLoads:
 
     @torch.no_grad()
     def _before_load(self, module: torch.nn.Module, path: str, state: Mapping[str, Any], prefix: str) -> None:
-        if self.has_mean:
+        if self._are_refused:
             raise RuntimeError(
                 "torchbagua: weights were loaded within averaged_weights, which restores each rank's own weights at "
                 "its end, so the load would be lost. Load before the block, which then holds the mean of the loaded "
@@ -135,7 +141,7 @@ class WeightLoads:
             known = self._name_of(f"{path}.{own_name}" if path else own_name, tensor, tracked)
             if known is not None and prefix + own_name in state and known not in self._loads:
                 self._loads[known] = _Load(module, own_name, local_shard(tensor).clone())
-        self._runner.loading = frozenset(self._loads)
+        self._runner.note_loading(self._loads)
 
     @torch.no_grad()
     def _after_load(self, module: torch.nn.Module, path: str) -> None:
