@@ -5,6 +5,7 @@ results are exact.
 """
 
 import copy
+import time
 import warnings
 from typing import Any
 
@@ -63,14 +64,16 @@ class Component:
         return self.impl._job is not None or self.impl._has_differences
 
 
-def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False) -> list[Any]:
+def on_ranks(
+    body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False, delay: int = 1
+) -> list[Any]:
     algorithm = tb.DiLoCoAlgorithm(
         4,
         outer_optimizer=half_sgd,
         compression=Cast() if has_feedback else None,
         error_feedback=has_feedback,
         fragments=num_fragments,
-        delay=int(overlaps),
+        delay=delay if overlaps else 0,
     )
 
     def run(group: dist.ProcessGroup) -> Any:
@@ -316,3 +319,44 @@ def test_a_fragment_is_averaged_separately(overlaps: bool) -> None:
         assert not torch.equal(component.shadow.state_dict()["theta"]["second"], theta["second"])
 
     on_ranks(body, overlaps=overlaps, num_fragments=2)
+
+
+def test_new_buckets_keep_the_shadow_weights_and_residuals() -> None:
+    """Whatever steps the weights have taken since the last round. Parameters that have left have no residuals."""
+
+    def body(rank: int, module: Shared, component: Component) -> None:
+        impl = component.impl
+        for number in range(2):
+            train(module, rank, seed=number)
+            component.start()
+            component.apply()
+        train(module, rank, seed=2)
+        before, own = copy.deepcopy(impl.state_dict()), weights_of(module)
+        impl.reset()
+        assert_same_weights([weights_of(module), own])
+        after = impl.state_dict()
+        assert_same_weights([after["theta"], before["theta"]])
+        assert_same_weights([after["residuals"]["sent"], before["residuals"]["sent"]])
+        assert impl._weights.follow(["first"])
+        impl.reset()
+        assert impl.state_dict()["residuals"]["sent"].keys() == {"first"}
+
+    on_ranks(body, overlaps=True, has_feedback=True)
+
+
+def test_a_failed_round_raises_at_the_end_of_the_step_in_which_it_fails() -> None:
+    """Not only when its delay is over."""
+
+    def body(rank: int, module: Shared, component: Component) -> None:
+        impl = component.impl
+        if rank == 1:
+            impl.runner.process_group.fail()
+            return
+        component.start()
+        deadline = time.monotonic() + 20
+        while not impl.runner.lane.has_failed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(tb.CommunicationError):
+            impl._after_step(None)
+
+    on_ranks(body, overlaps=True, delay=3)
