@@ -66,18 +66,21 @@ class ComponentImpl(tb.AlgorithmImpl):
 @contextmanager
 def running(
     group: dist.ProcessGroup | tb.BaguaProcessGroup,
-    algorithm: GradientComponent | WeightComponent,
+    algorithm: tb.Algorithm,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     module: torch.nn.Module | None = None,
     observers: Sequence[tb.observe.Observer] = (),
 ) -> Iterator[tuple[tb.extend.Runner, Any]]:
-    """Yield a runner and its component until the block ends; weight algorithms have the buckets of `module`."""
+    """Yield a runner and its component until the block ends; weight algorithms have the buckets of `module`.
+
+    An impl without components is itself the component.
+    """
     runner = algorithm.reify(group, optimizer=optimizer, observers=observers)
     try:
         if module is not None:
             runner.set_module(module)
-        yield runner, runner.impl.component
+        yield runner, getattr(runner.impl, "component", runner.impl)
     finally:
         runner.close()
 

@@ -13,7 +13,7 @@ import torch
 
 from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds
-from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl, OuterRound
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl
 from torchbagua.collectives.agreement import Settings, Verdict, all_reduce_max
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Residual
@@ -139,10 +139,10 @@ def loaded_weights_are_changed_by_the_outer_round() -> AbstractContextManager[ob
     Fixed in 824728b.
     """
 
-    def drop_nothing(outer_round: OuterRound, names: Collection[str]) -> None:
+    def drop_nothing(impl: DiLoCoAlgorithmImpl, names: Collection[str]) -> None:
         pass
 
-    return patch.object(OuterRound, "drop", drop_nothing)
+    return patch.object(DiLoCoAlgorithmImpl, "_drop_differences", drop_nothing)
 
 
 def loaded_weights_are_changed_by_background_rounds() -> AbstractContextManager[object]:

@@ -138,7 +138,7 @@ def diloco(algorithm: tb.DiLoCoAlgorithm) -> Case:
     fragments: dict[str, int] = {}
 
     def keep_fragments(trainer: averaging.Trainer, attachment: tb.Attachment) -> None:
-        fragments.update(attachment.impl._fragments.by_name)
+        fragments.update(attachment.impl._fragments)
 
     def body(group: dist.ProcessGroup, device: torch.device) -> Any:
         return averaging.train(group, model.to(device), algorithm, num_steps=9, lr=0.01, after_step=keep_fragments)

@@ -211,7 +211,7 @@ def train(case: Case, mesh: DeviceMesh) -> None:
         has_differed |= not same_on_replicas(mesh, whole(sharded.net.first.weight))
         if isinstance(case.algorithm, tb.DiLoCoAlgorithm):
             shadow = sharded.attachment.impl.shadow
-            assert all(same_on_replicas(mesh, theta) for theta in shadow.tensors)
+            assert all(same_on_replicas(mesh, theta) for theta in shadow.theta.values())
     assert has_differed, "replicas took the same steps, so that nothing was there to be averaged"
     with sharded.attachment.averaged_weights(), unsharded.attachment.averaged_weights():
         outputs = [trainer.evaluate() for trainer in both]

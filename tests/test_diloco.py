@@ -49,7 +49,7 @@ def attach_on(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algor
 
 
 def fragments_on(attachment: tb.Attachment) -> dict[str, int]:
-    return dict(attachment.impl._fragments.by_name)
+    return dict(attachment.impl._fragments)
 
 
 @pairwise(size=[2, 4, 8], compression=[None, "minmax_uint4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
@@ -64,7 +64,7 @@ def test_rounds_equal_the_oracle(
 
     def body(group: dist.ProcessGroup) -> Trace:
         def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
-            found.update(attachment.impl._fragments.by_name)
+            found.update(attachment.impl._fragments)
             shadows[group.rank()].append(attachment.impl.shadow.state_dict()["theta"])
 
         return train(group, model, algorithm, num_steps=2 * H + 5, lr=0.01, after_step=after_step)
@@ -449,7 +449,7 @@ def test_a_state_of_other_arguments_or_weights() -> None:
             state = attachment.state_dict()
             with pytest.raises(ValueError, match=r"state must have the keys \[.*'step'.*\], got \['step'\]"):
                 attachment.load_state_dict({**state, "impl": {"step": 3}})
-            with pytest.raises(ValueError, match="this module's shadow weights, 6 tensors, got 1; they differ in"):
+            with pytest.raises(ValueError, match="the weights of this module, 6 tensors, got 1; they differ in"):
                 attachment.load_state_dict({**state, "impl": {**state["impl"], "theta": {"a": torch.zeros(3)}}})
         apart = copy.deepcopy(state)
         apart["impl"]["theta"]["last.bias"] += group.rank()

@@ -49,7 +49,7 @@ def train(
         for _ in range(num_steps):
             trainer.step()
         trainer.trace.start.append(weights_of(trainer.module))
-        fragments = attachment.impl._fragments.by_name
+        fragments = attachment.impl._fragments
     trainer.trace.final = weights_of(trainer.module)
     return trainer.trace, fragments, trainer
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 import torchbagua as tb
+from components import running
 from ranks import run_ranks
-from torchbagua.algorithms.weights.fragments import Fragments
+from torchbagua.algorithms.weights.diloco import assign_fragments
 from torchbagua.runtime.bucket import BaguaTensor
-from torchbagua.runtime.weight_buckets import WeightBucket
 
 
 def named(sizes: list[int]) -> list[BaguaTensor]:
@@ -18,25 +18,13 @@ def named(sizes: list[int]) -> list[BaguaTensor]:
 
 def test_fragments_balance_bytes() -> None:
     sizes = [7, 1000, 3, 400, 400, 90, 5, 64]
-    tensors = named(sizes)
-    fragments = Fragments(3, interval=30)
-    fragments.assign(tensors)
-    found = fragments.by_name
+    found = assign_fragments(named(sizes), 3)
     in_each = [
         sum(sizes[int(name)] for name, assigned in found.items() if assigned == fragment) for fragment in range(3)
     ]
     assert found.keys() == {str(index) for index in range(8)}
     assert sorted(in_each) == [479, 490, 1000]
-    one_each = Fragments(8, interval=30)
-    one_each.assign(tensors)
-    assert set(one_each.by_name.values()) == set(range(8))
-
-
-def test_new_parameters_replace_earlier_parameters() -> None:
-    fragments = Fragments(2, interval=4)
-    fragments.assign(named([3, 5]))
-    fragments.assign(named([4]))
-    assert fragments.by_name == {"0": 0}
+    assert set(assign_fragments(named(sizes), 8).values()) == set(range(8))
 
 
 @pytest.mark.parametrize(
@@ -49,20 +37,21 @@ def test_new_parameters_replace_earlier_parameters() -> None:
 )
 def test_rounds_of_fragments_take_turns(num_fragments: int, interval: int, due_after: list[list[int]]) -> None:
     """Buffers, which are in no fragment, are averaged with the last."""
-    fragments = Fragments(num_fragments, interval)
-    tensors = named([8, 4, 2][:num_fragments])
-    fragments.assign(tensors)
+    algorithm = tb.DiLoCoAlgorithm(interval, fragments=num_fragments)
 
-    def body(group: dist.ProcessGroup) -> list[list[int]]:
-        own = tb.BaguaProcessGroup(group)
-        buffer = BaguaTensor("running_mean", torch.zeros(6))
-        buckets = [
-            WeightBucket("a test", [tensor], own, torch.zeros(tensor.parameter.numel()))
-            for tensor in [*tensors, buffer]
-        ]
-        return [[step for step in range(1, 13) if fragments.is_due(bucket, step)] for bucket in buckets]
+    def body(group: dist.ProcessGroup) -> dict[str, list[int]]:
+        module = nn.Module()
+        for index, size in enumerate([8, 4, 2][:num_fragments]):
+            module.register_parameter(str(index), nn.Parameter(torch.zeros(size)))
+        module.register_buffer("running_mean", torch.zeros(6))
+        steps: dict[str, list[int]] = {}
+        with running(group, algorithm, module=module) as (runner, impl):
+            for impl.rounds.step in range(1, 13):
+                for bucket in runner.weights:
+                    if impl._is_due(bucket):
+                        steps.setdefault(bucket.tensors[0].name, []).append(impl.rounds.step)
+        return steps
 
-    *of_parameters, of_buffers = run_ranks(1, body)[0]
-    assert of_parameters == due_after
-    assert of_buffers == due_after[-1]
-    assert [fragments.of_tensor(tensor) for tensor in tensors] == list(range(num_fragments))
+    for steps in run_ranks(2, body):
+        assert [steps[str(index)] for index in range(num_fragments)] == due_after
+        assert steps["running_mean"] == due_after[-1]

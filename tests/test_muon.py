@@ -41,7 +41,7 @@ def test_rounds_equal_the_oracle(
 
     def body(group: dist.ProcessGroup) -> Trace:
         def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
-            found.update(attachment.impl._fragments.by_name)
+            found.update(attachment.impl._fragments)
 
         return train(
             group, model, algorithm, num_steps=8, lr=0.01, make_optimizers=make_optimizers, after_step=after_step

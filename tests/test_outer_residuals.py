@@ -1,6 +1,6 @@
-"""OuterResiduals: stored by parameter, committed by rounds, and dropped if other ranks send them."""
+"""The residuals of outer gradients: stored by parameter, committed by rounds, dropped if other ranks send them."""
 
-from collections.abc import Sequence
+import copy
 from typing import Any
 
 import pytest
@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 import torchbagua as tb
-from components import WeightComponent, dyadic, running
+from components import dyadic, running
 from ranks import run_ranks
-from torchbagua.algorithms.weights.outer_residuals import OuterResiduals, check_residuals
+from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Cast
 from torchbagua.runtime.weight_buckets import WeightBucket
 
-NO_PROGRESS: dict[str, int] = {}
 LENGTHS = {"first": 20, "second": 12, "wide": 6}
 SMALL = 0.0001  # MiB per bucket, so that each parameter has a separate bucket
 
@@ -30,90 +29,82 @@ class InFloat32(Cast):
 BFLOAT16 = InFloat32()
 
 
-class Component:
-    """Residuals of weights; a flat tensor contains the outer gradients, sent in bfloat16 if they are float32."""
+class Rounds:
+    """Rounds of `LocalSGDAlgorithm`, which change the shadow weights by the mean of outer gradients."""
 
-    def __init__(self, runner: tb.extend.Runner, nodes: Sequence[int] | None, *, has_feedback: bool) -> None:
-        self.runner = runner
-        self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
-        self.residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
+    def __init__(self, impl: Any, module: nn.Module, rank: int) -> None:
+        self.impl = impl
+        self.rank = rank
+        self._module = module
 
-    def append(self, bucket: tb.extend.BaguaBucket) -> None:
-        assert isinstance(bucket, WeightBucket)
-        residuals = self.residuals.of_bucket(bucket, bucket)
-        codec = self.runner.codec_for(bucket)
-        bucket.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
-
-    def reset(self) -> None:
-        """Rebuild the buckets."""
-        self.residuals.forget_buckets()
-        self.runner.rebuild_buckets()
-
-    def gradients(self, rank: int, number: int) -> dict[str, torch.Tensor]:
-        seeds = {name: 100 * rank + 10 * number + index for index, name in enumerate(LENGTHS)}
+    def gradients(self, number: int) -> dict[str, torch.Tensor]:
+        seeds = {name: 100 * self.rank + 10 * number + index for index, name in enumerate(LENGTHS)}
         return {name: dyadic(length, seed=seeds[name]) for name, length in LENGTHS.items()}
 
-    def round(self, rank: int, number: int) -> dict[str, torch.Tensor]:
-        """Return the means of outer gradients, without committing the residuals."""
-        gradients = self.gradients(rank, number)
-        for bucket in self.weights:
-            for name, part in bucket.named(bucket.flat).items():
-                part.copy_(gradients[name])
-        self.runner.lane.submit(lambda: [bucket.run() for bucket in self.weights]).result()
-        return self.weights.by_name(lambda bucket: bucket.flat)
+    def run(self, number: int, names: str = "first second wide", *, value: float | None = None) -> Any:
+        """Run a round of the buckets with these weights; return the means of outer gradients.
+
+        If there is a `value`, it is the first element of the outer gradient of "first".
+        """
+        before, gradients = self.impl.shadow.state_dict()["theta"], self.gradients(number)
+        if value is not None:
+            gradients["first"][0] = value
+        with torch.no_grad():
+            for name, parameter in self._module.named_parameters():
+                parameter.copy_(before[name] - gradients[name])
+        self.impl._start_round([bucket for bucket in self.impl._weights if bucket.slices_of(names.split())])
+        self.impl._receive_round()
+        after = self.impl.shadow.state_dict()["theta"]
+        return {name: theta - after[name] for name, theta in before.items()}
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.impl.state_dict()["residuals"]
+        return state
+
+    def residuals_of_sums(self) -> dict[str, torch.Tensor]:
+        """Return this rank's residuals of the sums over ranks, by parameter; empty without error feedback."""
+        state = self.state()
+        return {name: sent + state["num_ranks"] * state["mean"][name] for name, sent in state.get("sent", {}).items()}
 
     def bucket_of(self, name: str) -> WeightBucket:
-        return next(bucket for bucket in self.weights if name in bucket.named(bucket.flat))
+        return next(bucket for bucket in self.impl._weights if bucket.slices_of([name]))
 
 
 def on_ranks(
     size: int,
     body: Any,
     *,
-    nodes: Sequence[int] | None = None,
     has_feedback: bool = True,
-    codec: str | None = "bfloat16",
+    codec: Compressor | None = BFLOAT16,
     bucket_cap_mb: float = SMALL,
 ) -> list[Any]:
-    def make(runner: tb.extend.Runner) -> Component:
-        return Component(runner, nodes, has_feedback=has_feedback)
-
-    algorithm = WeightComponent(
-        make=make, append=Component.append, codec=BFLOAT16, compression=codec, bucket_cap_mb=bucket_cap_mb
-    )
+    algorithm = tb.LocalSGDAlgorithm(compression=codec, error_feedback=has_feedback, bucket_cap_mb=bucket_cap_mb)
 
     def run(group: dist.ProcessGroup) -> Any:
         module = nn.Module()
         for name, length in LENGTHS.items():
             dtype = torch.float64 if name == "wide" else torch.float32
             module.register_parameter(name, nn.Parameter(torch.zeros(length, dtype=dtype)))
-        with running(group, algorithm, module=module) as (_, component):
-            return body(group.rank(), component)
+        with running(group, algorithm, module=module) as (_, impl):
+            return body(Rounds(impl, module, group.rank()))
 
     return run_ranks(size, run)
-
-
-def residuals_of_sums(component: Component) -> dict[str, torch.Tensor]:
-    """Return this rank's residuals of the sums over ranks, by parameter; empty without error feedback."""
-    state, size = component.residuals.state_dict(), component.runner.process_group.size
-    return {name: sent + size * state["mean"][name] for name, sent in state.get("sent", {}).items()}
 
 
 @pytest.mark.parametrize("resets", [False, True])
 def test_means_and_residuals_sum_to_the_gradients(resets: bool) -> None:
     """Bitwise, for dyadic gradients; also if buckets are rebuilt between rounds."""
 
-    def body(rank: int, component: Component) -> tuple[Any, ...]:
+    def body(rounds: Rounds) -> tuple[Any, ...]:
         sent = {name: torch.zeros(length) for name, length in LENGTHS.items()}
         received = {name: torch.zeros(length) for name, length in LENGTHS.items()}
         for number in range(4):
-            for name, mean in component.round(rank, number).items():
+            for name, mean in rounds.run(number).items():
                 received[name] += mean
-                sent[name] += component.gradients(rank, number)[name]
-            component.residuals.commit(component.weights)
+                sent[name] += rounds.gradients(number)[name]
             if resets:
-                component.reset()
-        return sent, received, residuals_of_sums(component)
+                rounds.impl.reset()
+        return sent, received, rounds.residuals_of_sums()
 
     ranks = on_ranks(2, body)
     for name in ("first", "second"):
@@ -124,14 +115,16 @@ def test_means_and_residuals_sum_to_the_gradients(resets: bool) -> None:
     assert torch.equal(2 * ranks[0][1]["wide"], sum(rank[0]["wide"] for rank in ranks))
 
 
+@pytest.mark.filterwarnings("ignore:torchbagua. .*dropped")
 def test_a_round_that_is_dropped_leaves_no_trace() -> None:
     """An applied round commits only its own buckets."""
 
-    def body(rank: int, component: Component) -> None:
-        component.round(rank, 0)
-        assert not any(residual.any() for residual in residuals_of_sums(component).values())
-        component.residuals.commit([component.bucket_of("first")])
-        after = residuals_of_sums(component)
+    def body(rounds: Rounds) -> None:
+        rounds.run(0, value=torch.nan if rounds.rank else None)
+        assert rounds.impl.num_dropped == 1
+        assert not any(residual.any() for residual in rounds.residuals_of_sums().values())
+        rounds.run(1, "first")
+        after = rounds.residuals_of_sums()
         assert after["first"].any()
         assert not after["second"].any()
 
@@ -141,13 +134,12 @@ def test_a_round_that_is_dropped_leaves_no_trace() -> None:
 def test_loaded_weights_have_no_residuals() -> None:
     """If a bucket has several weights, only the residuals of the named weights are cleared."""
 
-    def body(rank: int, component: Component) -> None:
-        component.round(rank, 0)
-        component.residuals.commit(component.weights)
-        before = residuals_of_sums(component)
-        assert component.bucket_of("first") is component.bucket_of("second")
-        component.residuals.clear(["second"])
-        after = residuals_of_sums(component)
+    def body(rounds: Rounds) -> None:
+        rounds.run(0)
+        before = rounds.residuals_of_sums()
+        assert rounds.bucket_of("first") is rounds.bucket_of("second")
+        rounds.impl.weights_loaded({"second": torch.zeros(LENGTHS["second"])})
+        after = rounds.residuals_of_sums()
         assert torch.equal(after["first"], before["first"])
         assert before["second"].any()
         assert not after["second"].any()
@@ -158,77 +150,81 @@ def test_loaded_weights_have_no_residuals() -> None:
 def test_a_state_continues() -> None:
     """Also with buckets of other sizes."""
 
-    def save(rank: int, component: Component) -> tuple[Any, Any]:
-        component.round(rank, 0)
-        component.residuals.commit(component.weights)
-        return component.residuals.state_dict(), component.round(rank, 1)
-
-    saved = on_ranks(2, save, nodes=[0, 1])
-
-    def load(rank: int, component: Component) -> None:
-        component.residuals.load_state_dict(saved[rank][0])
-        component.reset()
-        for name, mean in component.round(rank, 1).items():
-            assert torch.equal(mean, saved[rank][1][name])
-
-    on_ranks(2, load, nodes=[0, 1], bucket_cap_mb=1.0)
-
-
-def test_residuals_of_other_ranks_or_nodes_are_dropped_with_a_warning() -> None:
-    def save(rank: int, component: Component) -> Any:
-        component.round(rank, 0)
-        component.residuals.commit(component.weights)
-        return component.residuals.state_dict()
+    def save(rounds: Rounds) -> tuple[Any, Any]:
+        rounds.run(0)
+        return copy.deepcopy(rounds.impl.state_dict()), rounds.run(1)
 
     saved = on_ranks(2, save)
 
-    def load(rank: int, component: Component) -> None:
-        component.round(rank, 0)
-        component.residuals.commit(component.weights)
-        component.residuals.load_state_dict(saved[rank % 2])
-        component.reset()
-        assert not any(residual.any() for residual in residuals_of_sums(component).values())
+    def load(rounds: Rounds) -> None:
+        state, means = saved[rounds.rank]
+        rounds.impl.load_state_dict(state)
+        for name, mean in rounds.run(1).items():
+            assert torch.equal(mean, means[name])
 
-    for size, options, attached in (
-        (3, {}, r"3 ranks on the nodes None are attached, with compression='bfloat16'"),
-        (2, {"nodes": [0, 1]}, r"2 ranks on the nodes \[0, 1\] are attached, with compression='bfloat16'"),
-        (2, {"has_feedback": False, "codec": None}, "2 ranks on the nodes None are attached, with compression=None"),
+    on_ranks(2, load, bucket_cap_mb=1.0)
+
+
+def test_residuals_of_other_ranks_or_nodes_are_dropped_with_a_warning() -> None:
+    def save(rounds: Rounds) -> Any:
+        rounds.run(0)
+        return copy.deepcopy(rounds.impl.state_dict())
+
+    saved = on_ranks(2, save)
+    for size, nodes, options, attached in (
+        (3, "None", {}, r"3 ranks on the nodes None are attached, with compression=InFloat32"),
+        (2, "[0, 1]", {}, r"2 ranks on the nodes None are attached, with compression=InFloat32"),
+        (2, "None", {"has_feedback": False, "codec": None}, "2 ranks on the nodes None .* compression=None"),
     ):
-        message = f"residuals of error feedback are dropped: .*saved by 2 ranks on the nodes None, but {attached}"
-        with pytest.warns(RuntimeWarning, match=message):
+
+        def load(rounds: Rounds, nodes: str = nodes) -> None:
+            state = saved[rounds.rank % 2]
+            rounds.run(0)
+            rounds.impl.load_state_dict({**state, "residuals": {**state["residuals"], "nodes": nodes}})
+            assert not any(residual.any() for residual in rounds.residuals_of_sums().values())
+
+        by = rf"saved by 2 ranks on the nodes {nodes}".replace("[", r"\[").replace("]", r"\]")
+        with pytest.warns(RuntimeWarning, match=f"residuals of error feedback are dropped: .*{by}, but {attached}"):
             on_ranks(size, load, **options)
 
 
 def test_without_error_feedback_there_are_no_residuals() -> None:
     """Loading such a state drops nothing."""
 
-    def body(rank: int, component: Component) -> Any:
-        component.round(rank, 0)
-        component.residuals.commit(component.weights)
-        component.residuals.clear(list(LENGTHS))
-        return component.residuals.state_dict()
+    def body(rounds: Rounds) -> Any:
+        rounds.run(0)
+        return copy.deepcopy(rounds.impl.state_dict())
 
     saved = on_ranks(2, body, has_feedback=False)
-    assert saved == [{"rank": rank, "num_ranks": 2, "nodes": "None"} for rank in range(2)]
+    assert [state["residuals"] for state in saved] == [
+        {"rank": rank, "num_ranks": 2, "nodes": "None"} for rank in range(2)
+    ]
 
-    def load(rank: int, component: Component) -> None:
-        component.residuals.load_state_dict(saved[rank])
-        component.reset()
-        assert component.residuals.state_dict().keys() == {"rank", "num_ranks", "nodes", "sent", "mean"}
+    def load(rounds: Rounds) -> None:
+        rounds.impl.load_state_dict(saved[rounds.rank])
+        assert rounds.state().keys() == {"rank", "num_ranks", "nodes", "sent", "mean"}
 
     on_ranks(2, load)
 
 
 def test_a_state_of_another_rank_of_the_same_world_size_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        own, rank = tb.BaguaProcessGroup(group), group.rank()
-        check_residuals("Owner", {"rank": rank, "num_ranks": 2, "nodes": "None"}, own)
-        check_residuals("Owner", {"rank": 1 - rank, "num_ranks": 3, "nodes": "None"}, own)
-        with pytest.raises(
-            ValueError, match=rf"^Owner\..* be from rank {rank} of 2, got a state from rank {1 - rank} of 2"
-        ):
-            check_residuals("Owner", {"rank": 1 - rank, "num_ranks": 2, "nodes": "None"}, own)
-        with pytest.raises(ValueError, match=r"^Owner\..* must have the keys \['nodes', 'num_ranks', 'rank'\], got"):
-            check_residuals("Owner", {"rank": rank, "num_ranks": 2}, own)
+    algorithm = tb.DiLoCoAlgorithm()
 
-    run_ranks(2, body)
+    def body(rounds: Rounds) -> None:
+        state, group, rank = rounds.impl.state_dict(), rounds.impl.runner.process_group, rounds.rank
+
+        def check(**residuals: Any) -> None:
+            algorithm.check_state({}, {**state, "residuals": residuals}, group)
+
+        check(rank=rank, num_ranks=2, nodes="None")
+        check(rank=1 - rank, num_ranks=3, nodes="None")
+        with pytest.raises(
+            ValueError, match=rf"^DiLoCo\w*\..* be from rank {rank} of 2, got a state from rank {1 - rank} of 2"
+        ):
+            check(rank=1 - rank, num_ranks=2, nodes="None")
+        with pytest.raises(
+            ValueError, match=r"^DiLoCo\w*\..* must have the keys \['nodes', 'num_ranks', 'rank'\], got"
+        ):
+            check(rank=rank, num_ranks=2)
+
+    on_ranks(2, body)

@@ -1,10 +1,11 @@
-"""OuterRound: the outer optimizer steps with the mean of outer gradients, and weights follow, at once or later.
+"""Rounds of DiLoCo: the outer optimizer steps with the mean of outer gradients, and weights follow, at once or later.
 
 Outer gradients are dyadic and in full precision, and the outer optimizer is SGD with a learning rate of 1/2, so all
 results are exact.
 """
 
 import copy
+import time
 import warnings
 from typing import Any
 
@@ -15,16 +16,11 @@ from torch import nn
 
 import torchbagua as tb
 from averaging import Weights, assert_same_weights, weights_of
-from components import WeightComponent, dyadic, running
+from components import dyadic, running
 from ranks import run_ranks
-from torchbagua.algorithms.weights.diloco import IN_FLIGHT, OuterRound
-from torchbagua.algorithms.weights.fragments import Fragments
-from torchbagua.algorithms.weights.outer_residuals import OuterResiduals
-from torchbagua.algorithms.weights.rounds import SynchronousRounds
-from torchbagua.algorithms.weights.shadow_weights import ShadowWeights
-from torchbagua.codecs.cast import Cast, Identity
+from torchbagua.algorithms.weights.diloco import _STATE_KEYS
+from torchbagua.codecs.cast import Cast
 from torchbagua.observe import Recorder
-from torchbagua.runtime.weight_buckets import WeightBucket
 
 LR = 0.5
 
@@ -39,50 +35,51 @@ class Shared(nn.Module):
         self.register_buffer("running", dyadic(3, seed=3))
 
 
+def half_sgd(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(shadows, lr=LR)
+
+
 class Component:
-    """A round, and the objects it works with."""
+    """The rounds of an impl, started and applied by the test."""
 
-    def __init__(self, runner: tb.extend.Runner, *, overlaps: bool, num_fragments: int, has_feedback: bool) -> None:
-        self.tracer = runner.tracer
-        self.recorder = Recorder()
-        self.rounds = SynchronousRounds(runner, runner.algorithm)
-        self.weights = self.rounds.weights
-        self.fragments = Fragments(num_fragments, interval=num_fragments)
-        self.codec = runner.codec
-        self.residuals = OuterResiduals(runner, None, has_feedback=has_feedback)
-        self.shadow = ShadowWeights("a test", lambda shadows: torch.optim.SGD(shadows, lr=LR))
-        self.round = OuterRound(
-            self.rounds, self.shadow, self.residuals, self.fragments, runner.tracer, overlaps=overlaps
-        )
-
-    def append(self, bucket: tb.extend.BaguaBucket) -> None:
-        assert isinstance(bucket, WeightBucket)
-        if not self.shadow.tensors:  # this is the first bucket
-            self.fragments.assign([tensor for each in self.weights if not each.are_buffers for tensor in each.tensors])
-            self.shadow.rebuild(self.weights)
-        if bucket.are_buffers:
-            bucket.append_centralized_synchronous_op()
-            return
-        gradient = self.shadow[bucket].gradient
-        residuals = self.residuals.of_bucket(bucket, gradient)
-        gradient.append_centralized_synchronous_op(compression=self.codec, error_feedback=residuals)
+    def __init__(self, impl: Any, recorder: Recorder) -> None:
+        self.impl = impl
+        self.shadow = impl.shadow
+        self.rounds = impl.rounds
+        self.recorder = recorder
 
     def start(self, fragment: int | None = None) -> None:
-        self.round.start([each for each in self.weights if fragment in (None, self.fragments.of_bucket(each))])
+        impl = self.impl
+        due = [each for each in impl._weights if fragment in (None, impl._fragment_of(each.tensors[0]))]
+        impl._start_round(due)
+
+    def receive(self) -> None:
+        self.impl._receive_round()
+
+    def apply(self) -> None:
+        self.impl._apply_round()
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.impl._job is not None or self.impl._has_differences
 
 
-def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False) -> list[Any]:
-    def make(runner: tb.extend.Runner) -> Component:
-        return Component(runner, overlaps=overlaps, num_fragments=num_fragments, has_feedback=has_feedback)
-
-    codec = Cast() if has_feedback else Identity()
-    algorithm = WeightComponent(make=make, append=Component.append, codec=codec)
+def on_ranks(
+    body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False, delay: int = 1
+) -> list[Any]:
+    algorithm = tb.DiLoCoAlgorithm(
+        4,
+        outer_optimizer=half_sgd,
+        compression=Cast() if has_feedback else None,
+        error_feedback=has_feedback,
+        fragments=num_fragments,
+        delay=delay if overlaps else 0,
+    )
 
     def run(group: dist.ProcessGroup) -> Any:
         module, recorder = Shared(), Recorder()
-        with running(group, algorithm, module=module, observers=[recorder]) as (_, component):
-            component.recorder = recorder
-            return body(group.rank(), module, component)
+        with running(group, algorithm, module=module, observers=[recorder]) as (_, impl):
+            return body(group.rank(), module, Component(impl, recorder))
 
     return run_ranks(2, run)
 
@@ -117,9 +114,9 @@ def test_weights_become_the_shadow_weights() -> None:
     def body(rank: int, module: Shared, component: Component) -> Weights:
         train(module, rank)
         component.start()
-        assert component.round.is_in_flight
-        component.round.receive()
-        assert not component.round.is_in_flight
+        assert component.is_in_flight
+        component.receive()
+        assert not component.is_in_flight
         assert component.rounds.num_rounds == 1
         return weights_of(module)
 
@@ -136,13 +133,13 @@ def test_steps_during_a_round_are_kept() -> None:
         component.start()
         train(module, rank, seed=1)
         meanwhile = weights_of(module)
-        component.round.receive()
+        component.receive()
         assert_same_weights([weights_of(module), meanwhile])
-        assert component.round.is_in_flight
-        component.round.apply()
-        assert not component.round.is_in_flight
+        assert component.is_in_flight
+        component.apply()
+        assert not component.is_in_flight
         after = weights_of(module)
-        component.round.apply()
+        component.apply()
         assert_same_weights([weights_of(module), after])
         return snapshot, meanwhile, after
 
@@ -158,23 +155,28 @@ def test_steps_during_a_round_are_kept() -> None:
 
 
 def test_loaded_weights_stay_unchanged() -> None:
-    """Loaded weights, or all weights after `abandon`, do not change. The shadow weights step regardless."""
+    """A round in flight changes neither loaded weights nor, after a state was loaded, any weights."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
-        for drops in (True, False):
+        state = copy.deepcopy(component.impl.state_dict())
+        for loads_state in (False, True):
             train(module, rank)
             component.start()
-            loaded = weights_of(module)
-            theta = copy.deepcopy(component.shadow.state_dict()["theta"])
-            if drops:
-                component.round.drop(["first", "running"])
+            if loads_state:
+                component.impl.load_state_dict(state)
             else:
-                component.round.abandon()
-            component.round.apply()
+                values = {name: weights_of(Shared())[name] for name in ("first", "running")}
+                module.load_state_dict(values, strict=False)
+                component.impl.weights_loaded(values)
+            loaded = weights_of(module)
+            assert component.is_in_flight != loads_state
+            component.apply()
             after = weights_of(module)
             for name in loaded:
-                assert torch.equal(after[name], loaded[name]) == (not drops or name in {"first", "running"}), name
-            assert not torch.equal(component.shadow.state_dict()["theta"]["first"], theta["first"])
+                assert torch.equal(after[name], loaded[name]) == (loads_state or name in {"first", "running"}), name
+            theta = component.shadow.state_dict()["theta"]
+            assert torch.equal(theta["first"], (state["theta"] if loads_state else loaded)["first"])
+            assert torch.equal(theta["second"], state["theta"]["second"]) == loads_state
 
     on_ranks(body, overlaps=True)
 
@@ -203,9 +205,9 @@ def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
                     module.state_dict()[name].view(-1)[0] = value
             own = weights_of(module)
             component.start()
-            component.round.apply()
-            assert component.round.num_dropped == (number if is_dropped else 0)
-            assert not component.round.is_in_flight
+            component.apply()
+            assert component.impl.num_dropped == (number if is_dropped else 0)
+            assert not component.is_in_flight
             if is_dropped:
                 for key, weight in weights_of(module).items():
                     assert torch.equal(weight.nan_to_num(), own[key].nan_to_num())
@@ -219,7 +221,7 @@ def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.filterwarnings("ignore:torchbagua. the round after")
+@pytest.mark.filterwarnings("ignore:torchbagua. .*dropped")
 def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
     def body(rank: int, module: Shared, component: Component) -> list[torch.Tensor]:
         sent = []
@@ -229,9 +231,9 @@ def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
                 if number == 1 and rank == 0:
                     module.first[0, 0] = torch.nan
             component.start()
-            component.round.receive()
-            sent.append(component.residuals.state_dict()["sent"]["first"])
-            component.round.apply()
+            component.receive()
+            sent.append(component.impl.state_dict()["residuals"]["sent"]["first"])
+            component.apply()
         return sent
 
     for first, dropped, third in on_ranks(body, overlaps=overlaps, has_feedback=True):
@@ -245,9 +247,9 @@ def test_a_state_contains_the_differences_still_to_be_added() -> None:
         train(module, rank)
         component.rounds.step = 7
         component.start()
-        before, state = weights_of(module), component.round.state_dict()
-        assert tuple(state) == IN_FLIGHT
-        component.round.apply()
+        before, state = weights_of(module), copy.deepcopy(component.impl.state_dict())
+        assert state.keys() == set(_STATE_KEYS)
+        component.apply()
         return state, before, weights_of(module)
 
     saved = on_ranks(save, overlaps=True)
@@ -258,10 +260,10 @@ def test_a_state_contains_the_differences_still_to_be_added() -> None:
             with torch.no_grad():
                 for name, tensor in module.state_dict().items():
                     tensor.copy_(before[name])
-            component.round.load_state_dict({**state, "has_differences": with_tensors})
-            assert component.round.snapshot_step == 7
-            assert component.round.is_in_flight == with_tensors
-            component.round.apply()
+            component.impl.load_state_dict({**state, "has_differences": with_tensors})
+            assert component.impl.state_dict()["snapshot_step"] == 7
+            assert component.is_in_flight == with_tensors
+            component.apply()
             assert_same_weights([weights_of(module), after if with_tensors else before])
 
     on_ranks(load, overlaps=True)
@@ -271,10 +273,10 @@ def test_the_state_of_a_fragment_changes_no_other_fragment() -> None:
     def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
         train(module, rank)
         component.start(1)
-        before, state = weights_of(module), component.round.state_dict()
+        before, state = weights_of(module), copy.deepcopy(component.impl.state_dict())
         assert state["fragment"] == 1
-        component.round.apply()
-        return state, before, weights_of(module), component.fragments.by_name
+        component.apply()
+        return state, before, weights_of(module), component.impl._fragments
 
     saved = on_ranks(save, overlaps=True, num_fragments=2)
 
@@ -285,8 +287,8 @@ def test_the_state_of_a_fragment_changes_no_other_fragment() -> None:
                 tensor.copy_(before[name])
         differences = {name: torch.ones_like(value) for name, value in state["differences"].items()}
         differences |= {name: value for name, value in state["differences"].items() if by_name.get(name, 1) == 1}
-        component.round.load_state_dict({**state, "differences": differences})
-        component.round.apply()
+        component.impl.load_state_dict({**state, "differences": differences})
+        component.apply()
         assert_same_weights([weights_of(module), after])
 
     on_ranks(load, overlaps=True, num_fragments=2)
@@ -297,23 +299,64 @@ def test_a_fragment_is_averaged_separately(overlaps: bool) -> None:
     """Observers are notified of the fragment when it is applied."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
-        fragment = component.fragments.by_name["first"]
+        fragment = component.impl._fragments["first"]
         train(module, rank)
         component.rounds.step = 3
         component.start(fragment)
         before = weights_of(module)
         component.rounds.step = 5
-        component.round.apply()
+        component.apply()
         after = weights_of(module)
         assert not torch.equal(after["first"], before["first"])
         assert torch.equal(after["second"], before["second"])
-        component.tracer.deliver()
+        component.impl.runner.tracer.deliver()
         applied = [event.values for event in component.recorder.events if event.phase == "apply" and event.values]
         assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2}]
         theta = component.shadow.state_dict()["theta"]
         component.start(1 - fragment)
-        component.round.apply()
+        component.apply()
         assert torch.equal(component.shadow.state_dict()["theta"]["first"], theta["first"])
         assert not torch.equal(component.shadow.state_dict()["theta"]["second"], theta["second"])
 
     on_ranks(body, overlaps=overlaps, num_fragments=2)
+
+
+def test_new_buckets_keep_the_shadow_weights_and_residuals() -> None:
+    """Whatever steps the weights have taken since the last round. Parameters that have left have no residuals."""
+
+    def body(rank: int, module: Shared, component: Component) -> None:
+        impl = component.impl
+        for number in range(2):
+            train(module, rank, seed=number)
+            component.start()
+            component.apply()
+        train(module, rank, seed=2)
+        before, own = copy.deepcopy(impl.state_dict()), weights_of(module)
+        impl.reset()
+        assert_same_weights([weights_of(module), own])
+        after = impl.state_dict()
+        assert_same_weights([after["theta"], before["theta"]])
+        assert_same_weights([after["residuals"]["sent"], before["residuals"]["sent"]])
+        assert impl._weights.follow(["first"])
+        impl.reset()
+        assert impl.state_dict()["residuals"]["sent"].keys() == {"first"}
+
+    on_ranks(body, overlaps=True, has_feedback=True)
+
+
+def test_a_failed_round_raises_at_the_end_of_the_step_in_which_it_fails() -> None:
+    """Not only when its delay is over."""
+
+    def body(rank: int, module: Shared, component: Component) -> None:
+        impl = component.impl
+        if rank == 1:
+            impl.runner.process_group.fail()
+            return
+        component.start()
+        deadline = time.monotonic() + 20
+        while not impl.runner.lane.has_failed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(tb.CommunicationError):
+            impl._after_step(None)
+
+    on_ranks(body, overlaps=True, delay=3)

@@ -1,4 +1,12 @@
-"""GradientAllReduce: the mean of gradients in full precision."""
+"""GradientAllReduce: the mean of gradients in full precision.
+
+On each of n ranks, in synchronous SGD (Bagua, arXiv 2107.01499, primitive C_FP_S):
+
+    g_i = gradient of f_i(x)                                    # backward, on rank i
+    for each bucket that backward has filled:
+        g = (g_1 + ... + g_n) / n                               # on the lane, while backward continues
+    x = x - gamma * g                                           # the attached optimizer
+"""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

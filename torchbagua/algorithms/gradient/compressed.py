@@ -1,4 +1,18 @@
-"""CompressedAllReduce: the mean of gradients, compressed with any codec."""
+"""CompressedAllReduce: the mean of gradients, compressed with any codec.
+
+On rank i of n, with the symbols of DoubleSqueeze (Tang et al., arXiv 1905.05957, algorithm 1): codec Q, and residuals
+delta_i and delta, which are zero without error feedback. Each rank is the paper's server for one chunk of each bucket.
+
+    g_i = gradient of f_i(x)                                    # backward, on rank i
+    for each bucket that backward has filled:                   # on the lane, while backward continues
+        v_i = g_i + delta_i
+        send Q(v_i), one chunk to each rank
+        v = (Q(v_1) + ... + Q(v_n)) / n + delta                 # of the chunk of this rank
+        send Q(v) to all ranks; g = Q(v) of all chunks
+    x = x - gamma * g                                           # the attached optimizer
+    if the step was not skipped:
+        delta_i = v_i - Q(v_i); delta = v - Q(v)
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,8 +22,7 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
-from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback, warn_of_sparse_means
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.block_codec import check_block
 from torchbagua.codecs.cast import Identity

@@ -1,4 +1,17 @@
-"""PowerSGD: the gradients of matrices, averaged as products of two low-rank factors."""
+"""PowerSGD: the gradients of matrices, averaged as products of two low-rank factors.
+
+On worker w, with the symbols of PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2), after `start_step`
+steps in full precision, for each matrix in a bucket that backward has filled:
+
+    Delta_w = g_w + e_w
+    Q = orthogonalize(Q of the last step)
+    P = orthogonalize(mean over w of Delta_w Q)                 # sent together with the vectors of the bucket
+    Q = mean over w of Delta_w^T P
+    Delta' = P Q^T
+    x = x - gamma * Delta'                                      # the attached optimizer, which may have a momentum
+    if the step was not skipped:
+        e_w = Delta_w - Delta'; keep Q
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +22,7 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
-from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.algorithms.gradient.optimizer_advice import adam_among
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback, adam_among
 from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name

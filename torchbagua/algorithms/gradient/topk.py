@@ -1,4 +1,19 @@
-"""TopK: the mean of gradients, of which only the largest elements of each block are sent."""
+"""TopK: the mean of gradients, of which only the largest elements of each block are sent.
+
+On rank k of N, with the symbols of Deep Gradient Compression (Lin et al., arXiv 1712.01887, sections 3.1 and 3.2):
+velocity u_k, accumulated velocities v_k, and V, the same for the mean (see compressed.py).
+
+    u_k = m u_k + gradient of f_k(w)                            # without momentum, m = 0
+    v_k = v_k + u_k
+    for each bucket that backward has filled:                   # on the lane, while backward continues
+        send sparse(v_k), the largest elements of each block, one chunk to each rank
+        V = V + (sparse(v_1) + ... + sparse(v_N)) / N           # of the chunk of this rank
+        send sparse(V) to all ranks; g = sparse(V) of all chunks
+    w = w - eta * g                                             # the attached optimizer
+    if the step was not skipped:
+        u_k = 0 where sparse(v_k) != 0                          # momentum factor masking
+        v_k = v_k - sparse(v_k); V = V - sparse(V)
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,8 +25,7 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
 from torchbagua.algorithms.gradient.compressed import CompressedMean, CompressedMeanAlgorithm
-from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.algorithms.gradient.optimizer_advice import check_betas
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback, check_betas
 from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.blockk import BlockK

@@ -1,5 +1,18 @@
 """QAdam: after a warm-up, ranks send only Adam's momentum, in 8 bits or in one bit.
 
+On rank i of n, with the symbols of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1): codec C, and the residuals
+delta_i and delta, which are zero without error feedback. optimizer.py takes the step.
+
+    g_i = gradient of f_i(x)                                    # backward, on rank i
+    for each bucket that backward has filled:                   # on the lane, while backward continues
+        if t <= T_w: g = (g_1 + ... + g_n) / n                  # warm-up
+        else:
+            m_i = beta1 m + (1 - beta1) g_i
+            send C(m_i + delta_i), one chunk to each rank
+            send C(mean over i of C(m_i + delta_i) + delta) to all ranks; mbar = the result of all chunks
+            g = (mbar - beta1 m) / (1 - beta1)                  # from which the step computes mbar
+    step with g; if it was not skipped: update delta_i and delta as in gradient/compressed.py
+
 Shape suffixes: N elements, W wire bytes.
 """
 

@@ -1,4 +1,16 @@
-"""QAdamOptimizer: Adam, and after a warm-up, Adam with a frozen second moment."""
+"""QAdamOptimizer: Adam, and after a warm-up, Adam with a frozen second moment.
+
+Update t of a parameter x, with the symbols of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1). The bias
+corrections are Adam's (Kingma and Ba, arXiv 1412.6980, algorithm 1), and so is the bound c (section 2.1).
+
+    m = beta1 m + (1 - beta1) g
+    if t <= T_w: v = beta2 v + (1 - beta2) g^2                  # warm-up: torch.optim.Adam.step
+    mhat = m / (1 - beta1^t)
+    vhat = v / (1 - beta2^min(t, T_w))
+    ratio = mhat / (sqrt(vhat) + eps)
+    if t > T_w: clip ratio to [-c, c], c = max(1, (1 - beta1) / sqrt(1 - beta2))
+    x = x - gamma * ratio
+"""
 
 import gc
 import weakref

@@ -1,4 +1,16 @@
-"""Decentralized training: weights averaged with all ranks or with a few peers, in full precision."""
+"""Decentralized training: weights averaged with all ranks or with a few peers, in full precision.
+
+On rank i, with the symbols of D-PSGD (Lian et al., arXiv 1705.09056, algorithm 1): learning rate gamma, and the matrix
+W of the topology. Because of the snapshot s_i, the exchange overlaps with the computation of the gradient.
+
+    for k = 0, 1, 2, ...:
+        if k % communication_interval == 0:
+            s_i = x_i
+            start a round: the lane computes y_i = sum over j of W_ij s_j
+        x_i = x_i - gamma * gradient of F_i(x_i)                # the attached optimizer
+        if a round is in flight:
+            wait for y_i; x_i = x_i + y_i - s_i
+"""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -7,15 +19,17 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import check_at_least, check_flags, register
-from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
 from torchbagua.collectives.neighbourhood_mean import check_topology
 from torchbagua.collectives.topology import Topology, topology_of
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job
+from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, WeightBucket
 from torchbagua.runtime.weight_runner import WeightRunner
+
+_STATE_KEYS = ("step", "has_differences", "differences", "buffer_snapshots", "num_rounds")
 
 
 @dataclass(frozen=True)
@@ -163,16 +177,22 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         """Return the steps and rounds so far, and the differences that are not yet applied to the weights."""
         for bucket in self._in_flight:
             self._wait_for(bucket)
-        differences = self._weights.by_name(DIFFERENCE)
-        snapshots = self._weights.by_name(FLAT, self._weights.of_buffers)
-        state = pending_state(self.runner, self.rounds.step, bool(self._in_flight), differences, snapshots)
-        return {**state, "num_rounds": self.rounds.num_rounds}
+        return {
+            **owner_of(self.runner.process_group),
+            "step": self.rounds.step,
+            "has_differences": bool(self._in_flight),
+            "differences": self._weights.by_name(DIFFERENCE),
+            "buffer_snapshots": self._weights.by_name(FLAT, self._weights.of_buffers),
+            "num_rounds": self.rounds.num_rounds,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned, and drop the round in flight. Collective."""
         for bucket in self._in_flight:
             self._wait_for(bucket)
-        load_pending_state(self.runner, self._weights, state, DIFFERENCE, FLAT, "num_rounds")
+        check_rank_state(self.runner.name, state, _STATE_KEYS, self.runner.process_group)
+        self._weights.load_by_name(DIFFERENCE, state["differences"])
+        self._weights.load_by_name(FLAT, state["buffer_snapshots"], self._weights.of_buffers)
         self._weights.lockstep.loads.forget()
         self._in_flight = dict.fromkeys(self._weights) if state["has_differences"] else {}
         self.rounds.step = state["step"]

@@ -1,8 +1,22 @@
-"""DiLoCo: each rank takes many local steps, and then an outer optimizer steps on the mean progress of all ranks."""
+"""DiLoCo: each rank takes many local steps, and then an outer optimizer steps on the mean progress of all ranks.
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+On rank i of k, with the symbols of DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1) and of Streaming DiLoCo
+(arXiv 2501.18512): weights theta_i, shadow weights theta, equal on all ranks, and the residual e_i of the codec Q.
+
+    for step = 1, 2, ...:
+        theta_i = InnerOpt(theta_i, gradient)                   # the attached optimizer
+        if tau steps have passed since a round of fragment p was started:
+            Delta = mean over j of Q(Delta_j + e_j); e_j = Delta_j + e_j - Q(Delta_j + e_j)
+            theta = OuterOpt(theta, Delta)                      # in fragment p
+            theta_i += theta - x                                # keeps the steps taken since the snapshot x
+        if step = (p + 1) H // P modulo H, for a fragment p of P:
+            x = theta_i; Delta_i = theta - x                    # in fragment p
+            start a round of fragment p: the lane computes the mean
+            if tau = 0: wait for Delta, update e_j and theta as above, theta_i = theta
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,190 +25,30 @@ from torchbagua._stable_repr import stable_repr
 from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
-from torchbagua.algorithms.weights.fragments import Fragments
-from torchbagua.algorithms.weights.outer_residuals import OuterResiduals, check_residuals
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
-from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights
-from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
-from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.agreement import all_reduce_max, fingerprint_of_values
 from torchbagua.collectives.broadcast import broadcast_tensors
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details
-from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job
-from torchbagua.runtime.rank_state import check_keys
+from torchbagua.runtime.parameter_state import ParameterState, residual_state
+from torchbagua.runtime.rank_state import check_keys, check_rank_state, owner_of
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
-from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket
+from torchbagua.runtime.sub_buckets import sub_bucket_of
+from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket, WeightBuckets
 from torchbagua.runtime.weight_runner import WeightRunner
 
-IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
-"""The keys of `OuterRound.state_dict`."""
+OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
-
-class OuterRound:
-    """Averages outer gradients on the lane, steps the outer optimizer on the means, and updates the weights.
-
-    Without overlap, the weights are set to the shadow weights as soon as the outer optimizer has stepped. With overlap,
-    the difference between the new shadow weights and the snapshot is added to the weights later.
-
-    Args:
-        rounds: counts steps and rounds, and owns the weights.
-        shadow: the shadow weights.
-        residuals: the residuals of the outer gradients.
-        fragments: determines which buckets belong to the same fragment.
-        tracer: is notified of each applied round.
-        overlaps: whether training continues while a round is in flight.
-
-    Attributes:
-        shadow: the shadow weights.
-        num_dropped: the number of dropped rounds.
-        snapshot_step: the number of steps before the last snapshot.
-    """
-
-    def __init__(
-        self,
-        rounds: SynchronousRounds,
-        shadow: ShadowWeights,
-        residuals: OuterResiduals,
-        fragments: Fragments,
-        tracer: Tracer,
-        *,
-        overlaps: bool,
-    ) -> None:
-        self.shadow = shadow
-        self.num_dropped = 0
-        self.snapshot_step = 0
-        self._rounds = rounds
-        self._weights = rounds.weights
-        self._residuals = residuals
-        self._fragments = fragments
-        self._tracer = tracer
-        self._overlaps = overlaps
-        self._job: Job[None] | None = None
-        # The buckets of the round that is in flight, or received but not yet applied.
-        self._buckets: Sequence[WeightBucket] = []
-        self._has_differences = False
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a round is in flight, or received but not yet applied to the weights."""
-        return self._job is not None or self._has_differences
-
-    def start(self, due: Sequence[WeightBucket]) -> None:
-        """Start the averaging of outer gradients and of buffers on the lane."""
-        snapshot = SNAPSHOT if self._overlaps else FLAT
-        for bucket in due:  # bucket by bucket, while each is in the caches
-            self._weights.read(snapshot, [bucket])
-            if not bucket.are_buffers:
-                shadow = self.shadow[bucket]
-                torch.sub(shadow.theta, snapshot(bucket), out=shadow.gradient.flat)
-            elif self._overlaps:
-                bucket.flat.copy_(bucket.snapshot)
-        averaged = [bucket if bucket.are_buffers else self.shadow[bucket].gradient for bucket in due]
-
-        def average() -> None:
-            for bucket in averaged:
-                bucket.run()
-
-        self._job = self._rounds.start(average)
-        self._buckets, self.snapshot_step = due, self._rounds.step
-
-    def receive(self) -> None:
-        """Wait for the means, step the outer optimizer on them, and write the weights or the pending differences."""
-        if self._job is None:
-            return
-        self._job.finish(reads=True)
-        self._job = None
-        # The result is the same on all ranks, because the means are.
-        if not all(map(self._is_valid, self._buckets)):
-            self._drop_round()
-            return
-        self._residuals.commit(self._buckets)
-        self.shadow.step([bucket for bucket in self._buckets if not bucket.are_buffers])
-        if not self._overlaps:
-            self._weights.write(self._new_values, self._buckets)
-            self._report_applied()
-            return
-        for bucket in self._buckets:
-            bucket.subtract(self._new_values(bucket), bucket.snapshot, out=self._difference(bucket))
-        self._has_differences = True
-
-    def apply(self) -> None:
-        """Wait for the round in flight, and apply it to the weights."""
-        self.receive()
-        if self._has_differences:
-            self._weights.add(self._difference, SNAPSHOT, self._buckets)
-            self._has_differences = False
-            self._report_applied()
-
-    def drop(self, names: Collection[str]) -> None:
-        """If any weights were loaded, receive the round in flight and drop its differences for these weights."""
-        if names:
-            self.receive()
-        if self._has_differences:
-            for bucket in self._buckets:
-                bucket.clear(self._difference(bucket), names)
-
-    def abandon(self) -> None:
-        """Wait for the round in flight, but do not apply it to the weights."""
-        self.receive()
-        self._has_differences = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the differences that are not yet applied, and their step and fragment."""
-        self.receive()
-        return {
-            "snapshot_step": self.snapshot_step,
-            "fragment": self._fragments.of_bucket(self._buckets[0]) if self._buckets else 0,
-            "has_differences": self._has_differences,
-            "differences": self._weights.by_name(self._difference),
-            "buffer_snapshots": self._weights.by_name(SNAPSHOT, self._weights.of_buffers),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned. The state of a single rank contains no tensors."""
-        if state["differences"]:
-            self._weights.load_by_name(self._difference, state["differences"])
-            self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
-        self.snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
-        members = [bucket for bucket in self._weights if self._fragments.of_bucket(bucket) == state["fragment"]]
-        self._buckets = members if self._has_differences else []
-
-    def _new_values(self, bucket: WeightBucket) -> torch.Tensor:
-        return bucket.flat if bucket.are_buffers else self.shadow[bucket].theta
-
-    def _difference(self, bucket: WeightBucket) -> torch.Tensor:
-        return bucket.difference if bucket.are_buffers else self.shadow[bucket].gradient.flat
-
-    def _is_valid(self, bucket: WeightBucket) -> bool:
-        flat = bucket.flat if bucket.are_buffers else self.shadow[bucket].gradient.flat
-        if not len(flat):
-            return True
-        low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); both are NaN if an element is NaN
-        # A buffer may legitimately contain -inf, such as an attention mask.
-        return not bool(low.isnan()) if bucket.are_buffers else bool(low.isfinite() & high.isfinite())
-
-    def _drop_round(self) -> None:
-        self.num_dropped += 1
-        if self.num_dropped == 1:
-            warn_user(
-                f"torchbagua: the round after {self.snapshot_step} steps is dropped on all ranks, because a rank's "
-                "weights contain NaN or Inf; the number of dropped rounds is reported at the end"
-            )
-
-    def _report_applied(self) -> None:
-        tracer = self._tracer
-        values = {
-            "rounds": self._rounds.num_rounds,
-            "fragment": self._fragments.of_bucket(self._buckets[0]),
-            "staleness in steps": self._rounds.step - self.snapshot_step,
-        }
-        now = tracer.now()
-        tracer.tell("apply", now, now, Details(values=values))
+_ROUND_KEYS = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
+_STATE_KEYS = (*_ROUND_KEYS, "step", "num_rounds", "residuals", "theta", "outer")
+_OWNER_KEYS = {"rank", "num_ranks", "nodes"}  # in "residuals"
 
 
 @dataclass(frozen=True, repr=False)
@@ -308,8 +162,11 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         """Raise ValueError if arguments differ, or if the residuals are those of another rank."""
         super().check_state(saved, state, process_group)
         owner = type(self).__name__
-        check_keys(owner, state, _KEYS)
-        check_residuals(owner, state["residuals"], process_group)
+        check_keys(owner, state, _STATE_KEYS)
+        residuals = state["residuals"]
+        check_keys(owner, residuals, sorted(_OWNER_KEYS))
+        if residuals["num_ranks"] == process_group.size:
+            check_rank_state(owner, residuals, (), process_group)
 
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
@@ -336,6 +193,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     Attributes:
         rounds: counts steps and rounds.
+        shadow: the shadow weights. `shadow.optimizer` is the outer optimizer.
+        num_dropped: the number of dropped rounds.
     """
 
     algorithm: DiLoCoAlgorithm
@@ -345,96 +204,24 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         super().__init__(runner)
         self.runner.load_effect = "they become the shadow weights, and their outer momentum and residuals are reset"
         algorithm, group = self.algorithm, runner.process_group
-        self._is_of_nodes = algorithm.hierarchical and group.intra_node is not None
+        # The node of each rank if ranks send shards to other nodes. None if each rank sends whole outer gradients.
+        self._nodes = group.nodes if algorithm.hierarchical and group.intra_node is not None else None
         runner.on_close(self._report_dropped)
-        if self._is_of_nodes:
+        if self._nodes is not None:
             self.runner.open_node_gradients = self._open_node_gradients
         self.rounds = SynchronousRounds(self.runner, algorithm)
+        self.shadow = ShadowWeights(algorithm)
+        self.num_dropped = 0
         self._weights = self.rounds.weights
-        nodes = group.nodes if self._is_of_nodes else None
-        has_feedback = algorithm.error_feedback and not isinstance(runner.codec, Identity)
-        self._residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
-        self._fragments = Fragments(algorithm.fragments, algorithm.inner_steps)
-        self._round = OuterRound(
-            self.rounds,
-            self._new_shadow(),
-            self._residuals,
-            self._fragments,
-            runner.tracer,
-            overlaps=algorithm.delay > 0,
-        )
-
-    @property
-    def shadow(self) -> ShadowWeights:
-        """The shadow weights. `shadow.optimizer` is the outer optimizer."""
-        return self._round.shadow
-
-    @property
-    def num_dropped(self) -> int:
-        """The number of dropped rounds."""
-        return self._round.num_dropped
-
-    def _new_shadow(self) -> ShadowWeights:
-        return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
-
-    def _open_node_gradients(self) -> GradientRunner:
-        """Return a runner that averages gradients within nodes. It has a separate lane, to not queue behind a round."""
-        group = self.runner.process_group.open_gradient_group()
-        node_gradients = GradientAllReduceAlgorithm(in_rank_order=True).reify(group)
-        assert isinstance(node_gradients, GradientRunner)
-        group.close()  # `node_gradients` has opened its own private groups
-        self.runner.on_close(node_gradients.close, first=True)  # close it before the groups of this runner
-        return node_gradients
-
-    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        parameters = [tensor for tensor in tensors if tensor.is_parameter]
-        num_fragments = self.algorithm.fragments
-        if num_fragments > len(parameters) and not self.rounds.is_single_rank:
-            raise ValueError(
-                f"{type(self.algorithm).__name__}: fragments must be at most the number of trained parameters, "
-                f"{len(parameters)}, got {num_fragments}"
-            )
-        self._fragments.assign(parameters)
-        buckets = self._weights.make_buckets(tensors, lambda tensor: f"fragment {self._fragments.of_tensor(tensor)} ")
-        self.shadow.rebuild(self._weights)
-        return buckets
-
-    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        assert isinstance(bucket, WeightBucket)
-        if bucket.are_buffers:
-            bucket.append_centralized_synchronous_op(self.algorithm.hierarchical)
-            return
-        gradient = self.shadow[bucket].gradient
-        codec, residuals = self.runner.codec_for(gradient), self._residuals.of_bucket(bucket, gradient)
-        if not self._is_of_nodes:
-            gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
-            return
-        from torchbagua.collectives.hierarchical import mean_of_nodes
-
-        mean = mean_of_nodes(self.runner.process_group, codec, gradient.spec, residuals=residuals)
-
-        def average_over_nodes(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-            mean(bucket.flat)
-
-        gradient.append_python_op(average_over_nodes)
-
-    def reset(self) -> None:
-        """Rebuild buckets after the round in flight has been applied, and make theta equal on all ranks."""
-        self._round.drop(self.runner.loading)
-        self._round.apply()
-        self._residuals.forget_buckets()
-        super().reset()
-        if not self.shadow.tensors:
-            return
-        digest, shadow, world = self.shadow.digest(), self.shadow.tensors, self.runner.process_group.world
-
-        def share() -> None:
-            purpose = "the shadow weights"
-            # They differ only if weights were changed on a rank before attach, or were unfrozen and have stepped since.
-            if sum(all_reduce_max(world, [digest, -digest], purpose)):
-                broadcast_tensors(world, shadow, purpose)
-
-        self.rounds.submit(share, "sharing the shadow weights").finish()
+        self._fragments: dict[str, int] = {}  # by parameter name
+        self._residuals = self._new_residuals()
+        self._residuals_of: dict[WeightBucket, TwoPhaseResiduals] = {}
+        self._overlaps = algorithm.delay > 0
+        # The round in flight, or received but not yet applied to the weights.
+        self._job: Job[Any] | None = None
+        self._has_differences = False
+        self._buckets: Sequence[WeightBucket] = []
+        self._snapshot_step = 0
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         return self.rounds.count_backward
@@ -447,33 +234,183 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self.rounds.step += 1
         if self.rounds.is_single_rank:
             return
-        step, delay = self.rounds.step, self.algorithm.delay
-        due = [bucket for bucket in self._weights if self._fragments.is_due(bucket, step)]
-        is_time = step >= self._round.snapshot_step + delay
+        due = [bucket for bucket in self._weights if self._is_due(bucket)]
+        is_time = self.rounds.step >= self._snapshot_step + self.algorithm.delay
         # A failure raises at once. A loaded round may follow another schedule and be in flight when the next is due.
-        if self._round.is_in_flight and (is_time or due or self.runner.lane.has_failed):
-            self._round.apply()
+        if is_time or due or self.runner.lane.has_failed:
+            self._apply_round()
         if due:
-            if delay:
+            if self._overlaps:
                 self.rounds.overlap_next_step()
-            self._round.start(due)
-            if not delay:
-                self._round.receive()
+            self._start_round(due)
+            if not self._overlaps:
+                self._receive_round()
+
+    def _is_due(self, bucket: WeightBucket) -> bool:
+        interval, num_fragments = self.algorithm.inner_steps, self.algorithm.fragments
+        offset = (self._fragment_of(bucket.tensors[0]) + 1) * interval // num_fragments
+        return (self.rounds.step - offset) % interval == 0
+
+    def _fragment_of(self, tensor: BaguaTensor) -> int:
+        """Return the fragment of a tensor, and of its bucket. Buffers are sent with the last fragment."""
+        return self._fragments.get(tensor.name, self.algorithm.fragments - 1)
+
+    def _start_round(self, due: Sequence[WeightBucket]) -> None:
+        """Start the averaging of outer gradients and of buffers on the lane."""
+        snapshot = SNAPSHOT if self._overlaps else FLAT
+        for bucket in due:  # bucket by bucket, while each is in the caches
+            self._weights.read(snapshot, [bucket])
+            if not bucket.are_buffers:
+                torch.sub(self.shadow.theta[bucket], snapshot(bucket), out=self._averaged(bucket).flat)
+            elif self._overlaps:
+                bucket.flat.copy_(bucket.snapshot)
+        averaged = list(map(self._averaged, due))
+        self._job = self.rounds.start(lambda: [bucket.run() for bucket in averaged])
+        self._buckets, self._snapshot_step = due, self.rounds.step
+
+    def _receive_round(self) -> None:
+        """Wait for the means, step the outer optimizer on them, and write the weights or the pending differences."""
+        if self._job is None:
+            return
+        self._job.finish(reads=True)
+        self._job = None
+        # The result is the same on all ranks, because the means are.
+        if not all(map(self._has_valid_mean, self._buckets)):
+            if not self.num_dropped:
+                warn_user(
+                    f"torchbagua: the round after {self._snapshot_step} steps is dropped on all ranks, because a "
+                    "rank's weights contain NaN or Inf; the number of dropped rounds is reported at the end"
+                )
+            self.num_dropped += 1
+            return
+        for bucket in self._buckets:
+            if bucket in self._residuals_of:
+                self._residuals_of[bucket].commit()
+        self.shadow.step([bucket for bucket in self._buckets if not bucket.are_buffers])
+        if not self._overlaps:
+            self._weights.write(self._new_values, self._buckets)
+            self._report_applied()
+            return
+        for bucket in self._buckets:
+            bucket.subtract(self._new_values(bucket), bucket.snapshot, out=self._difference(bucket))
+        self._has_differences = True
+
+    def _apply_round(self) -> None:
+        """Wait for the round in flight, and add its differences to the weights."""
+        self._receive_round()
+        if self._has_differences:
+            self._weights.add(self._difference, SNAPSHOT, self._buckets)
+            self._has_differences = False
+            self._report_applied()
+
+    def _averaged(self, bucket: WeightBucket) -> BaguaBucket:
+        return bucket if bucket.are_buffers else self.shadow.gradient[bucket]
+
+    def _new_values(self, bucket: WeightBucket) -> torch.Tensor:
+        return bucket.flat if bucket.are_buffers else self.shadow.theta[bucket]
+
+    def _difference(self, bucket: WeightBucket) -> torch.Tensor:
+        return bucket.difference if bucket.are_buffers else self.shadow.gradient[bucket].flat
+
+    def _has_valid_mean(self, bucket: WeightBucket) -> bool:
+        flat = self._averaged(bucket).flat
+        if not len(flat):
+            return True
+        low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); both are NaN if an element is NaN
+        # A buffer may legitimately contain -inf, such as an attention mask.
+        return not bool(low.isnan()) if bucket.are_buffers else bool(low.isfinite() & high.isfinite())
+
+    def _report_applied(self) -> None:
+        fragment, staleness = self._fragment_of(self._buckets[0].tensors[0]), self.rounds.step - self._snapshot_step
+        values = {"rounds": self.rounds.num_rounds, "fragment": fragment, "staleness in steps": staleness}
+        tracer, now = self.runner.tracer, self.runner.tracer.now()
+        tracer.tell("apply", now, now, Details(values=values))
+
+    # The buckets.
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        parameters = [tensor for tensor in tensors if tensor.is_parameter]
+        num_fragments = self.algorithm.fragments
+        if num_fragments > len(parameters) and not self.rounds.is_single_rank:
+            raise ValueError(
+                f"{type(self.algorithm).__name__}: fragments must be at most the number of trained parameters, "
+                f"{len(parameters)}, got {num_fragments}"
+            )
+        self._fragments = assign_fragments(parameters, num_fragments)
+        buckets = self._weights.make_buckets(tensors, lambda tensor: f"fragment {self._fragment_of(tensor)} ")
+        self.shadow.rebuild(self._weights)
+        return buckets
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        assert isinstance(bucket, WeightBucket)
+        if bucket.are_buffers:
+            bucket.append_centralized_synchronous_op(self.algorithm.hierarchical)
+            return
+        gradient = self.shadow.gradient[bucket]
+        codec, residuals = self.runner.codec_for(gradient), None
+        if self._residuals is not None and codec is self.runner.codec:
+            residuals = self._residuals_of[bucket] = self._residuals.of_bucket(gradient)
+        if self._nodes is None:
+            gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
+            return
+        from torchbagua.collectives.hierarchical import mean_of_nodes
+
+        mean = mean_of_nodes(self.runner.process_group, codec, gradient.spec, residuals=residuals)
+
+        def average_over_nodes(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+            mean(bucket.flat)
+
+        gradient.append_python_op(average_over_nodes)
+
+    def _open_node_gradients(self) -> GradientRunner:
+        """Return a runner that averages gradients within nodes. It has a separate lane, to not queue behind a round."""
+        group = self.runner.process_group.open_gradient_group()
+        node_gradients = GradientAllReduceAlgorithm(in_rank_order=True).reify(group)
+        assert isinstance(node_gradients, GradientRunner)
+        group.close()  # `node_gradients` has opened its own private groups
+        self.runner.on_close(node_gradients.close, first=True)  # close it before the groups of this runner
+        return node_gradients
+
+    def reset(self) -> None:
+        """Rebuild buckets after the round in flight has been applied, and make theta equal on all ranks."""
+        self._drop_differences(self.runner.loading)
+        self._apply_round()
+        self._residuals_of.clear()  # the residuals of their parameters are kept for the new buckets
+        super().reset()
+        if not self.shadow.theta:
+            return
+        thetas, world = list(self.shadow.theta.values()), self.runner.process_group.world
+        digest = fingerprint_of_values(thetas)
+
+        def share() -> None:
+            # They differ only if weights were changed on a rank before attach, or were unfrozen and have stepped since.
+            if sum(all_reduce_max(world, [digest, -digest], "the shadow weights")):
+                broadcast_tensors(world, thetas, "the shadow weights")
+
+        self.rounds.submit(share, "sharing the shadow weights").finish()
+
+    # Loads, the end, and the state.
 
     @torch.no_grad()
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the shadow weights to the loaded weights, and reset their outer momentum and residuals.
-
-        Waits for the round in flight, which remains valid for the other weights.
-        """
-        self._round.drop(values)
+        """Restart from loaded weights. The round in flight remains valid for the other weights."""
+        self._drop_differences(values)
         self.shadow.restart(values)
-        self._residuals.clear(values)
+        for bucket, residuals in self._residuals_of.items():
+            residuals.clear(bucket.slices_of(values))
         super().weights_loaded(values)
+
+    def _drop_differences(self, names: Collection[str]) -> None:
+        """If any weights were loaded, receive the round in flight and drop its differences for these weights."""
+        if names:
+            self._receive_round()
+        if self._has_differences:
+            for bucket in self._buckets:
+                bucket.clear(self._difference(bucket), names)
 
     def finish_round(self) -> None:
         """Wait for the round in flight, apply it to the weights, and notify observers of it."""
-        self._round.apply()
+        self._apply_round()
         self.runner.tracer.deliver()
 
     def finish(self) -> bool:
@@ -490,52 +427,216 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks share, and this rank's residuals and differences that are not yet applied."""
+        self._receive_round()
         return {
-            **self._round.state_dict(),
+            "snapshot_step": self._snapshot_step,
+            "fragment": self._fragment_of(self._buckets[0].tensors[0]) if self._buckets else 0,
+            "has_differences": self._has_differences,
+            "differences": self._weights.by_name(self._difference),
+            "buffer_snapshots": self._weights.by_name(SNAPSHOT, self._weights.of_buffers),
             "step": self.rounds.step,
             "num_rounds": self.rounds.num_rounds,
-            "residuals": self._residuals.state_dict(),
+            "residuals": self._residuals_state(),
             **self.shadow.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned, and drop the round in flight. Collective.
-
-        Residuals are dropped with a RuntimeWarning if the number of ranks or the nodes differ, or if the attached
-        algorithm uses full precision. The state of a single rank contains no shadow weights, which then start as the
-        module's current weights.
-        """
-        check_keys(self.runner.name, state, _KEYS)
-        self._round.abandon()
+        """Load the state that `state_dict` returned, and drop the round in flight. Collective."""
+        check_keys(self.runner.name, state, _STATE_KEYS)
+        self._receive_round()
+        self._has_differences = False
         self._weights.lockstep.loads.forget()
         if self.rounds.is_single_rank:
             self.rounds.step = state["step"]
             return
-        self._residuals.load_state_dict(state["residuals"])
+        self._load_residuals(state["residuals"])
         if state["theta"]:
             self.reset()  # new buckets request the loaded residuals
-            self.shadow.load_state_dict(state)
+            self._weights.load_by_name(self.shadow.theta.__getitem__, state["theta"], self.shadow.theta)
+            self.shadow.load_outer(state["outer"], state["theta"])
         else:  # a single rank has saved the state, and all ranks start from its weights
-            self._round.shadow = self._new_shadow()
+            self.shadow = ShadowWeights(self.algorithm)
             self.reset()
-        self._round.load_state_dict(state)
+        if state["differences"]:
+            self._weights.load_by_name(self._difference, state["differences"])
+            self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
+        self._snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
+        members = [bucket for bucket in self._weights if self._fragment_of(bucket.tensors[0]) == state["fragment"]]
+        self._buckets = members if self._has_differences else []
         self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
-        also = ("as a digest of the shadow weights", self.shadow.digest())
+        also = ("as a digest of the shadow weights", fingerprint_of_values(list(self.shadow.theta.values())))
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
 
+    def _new_residuals(self) -> ParameterState[TwoPhaseResiduals] | None:
+        has_feedback = self.algorithm.error_feedback and not isinstance(self.runner.codec, Identity)
+        return residual_state(self.runner.name) if has_feedback else None
 
-_KEYS = ["step", "num_rounds", "theta", "outer", "residuals", *IN_FLIGHT]
+    def _residuals_state(self) -> dict[str, Any]:
+        """Return the residuals by parameter name, and the rank and the nodes that they belong to."""
+        state: dict[str, Any] = {**owner_of(self.runner.process_group), "nodes": repr(self._nodes)}
+        return state if self._residuals is None else state | self._residuals.state_dict(self._parameters_by_name())
+
+    def _load_residuals(self, state: Mapping[str, Any]) -> None:
+        """Load residuals of the same number of ranks on the same nodes. Drop others, with a RuntimeWarning."""
+        name, size = self.runner.name, self.runner.process_group.size
+        self._residuals = self._new_residuals()
+        if not any(state[kind] for kind in state.keys() - _OWNER_KEYS):  # full precision has no residuals
+            return
+        if self._residuals is not None and (state["num_ranks"], state["nodes"]) == (size, repr(self._nodes)):
+            self._residuals.load_state_dict(name, state, self._parameters_by_name())
+            return
+        warn_user(
+            f"torchbagua: {name}.load_state_dict: residuals of error feedback are dropped: the state was saved by "
+            f"{state['num_ranks']} ranks on the nodes {state['nodes']}, but {size} ranks on the nodes {self._nodes} "
+            f"are attached, with compression={self.algorithm.compression!r}"
+        )
+
+    def _parameters_by_name(self) -> dict[str, torch.Tensor]:
+        return {tensor.name: tensor.parameter for bucket in self._residuals_of for tensor in bucket.tensors}
 
 
-def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
-    if algorithm.outer_optimizer is not None:
-        return algorithm.outer_optimizer(shadows)
-    mu = algorithm.outer_momentum
-    optimizer = torch.optim.SGD(shadows, algorithm.outer_lr, mu, nesterov=algorithm.nesterov and mu > 0)
-    if mu > 0:  # create momentum now, because torch.distributed.checkpoint loads only into existing tensors
-        for shadow in shadows:
-            optimizer.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
-    return optimizer
+def assign_fragments(parameters: Sequence[BaguaTensor], num_fragments: int) -> dict[str, int]:
+    """Return the fragment of each parameter: largest first, each is assigned to the currently smallest fragment."""
+    fragments, fragment_bytes = {}, [0] * num_fragments
+    for tensor in sorted(parameters, key=lambda tensor: tensor.parameter.nbytes, reverse=True):
+        fragments[tensor.name] = smallest = fragment_bytes.index(min(fragment_bytes))
+        fragment_bytes[smallest] += tensor.parameter.nbytes
+    return fragments
+
+
+class ShadowWeights:
+    """The shadow weights of all parameters. All ranks apply the same received means, so they are bitwise equal.
+
+    Attributes:
+        optimizer: the outer optimizer, which steps a view of theta for each parameter; None without parameters.
+        theta: the shadow weights of each bucket, in float32, or in float64 for float64 weights.
+        gradient: a bucket in theta's dtype for each bucket, which may be the same. Its flat tensor contains the outer
+            gradient, then the mean outer gradient, and then the difference to add to the weights.
+    """
+
+    def __init__(self, algorithm: DiLoCoAlgorithm) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.theta: dict[WeightBucket, torch.Tensor] = {}
+        self.gradient: dict[WeightBucket, BaguaBucket] = {}
+        self._algorithm = algorithm
+        self._owner = type(algorithm).__name__
+        self._views: dict[str, torch.Tensor] = {}
+
+    def rebuild(self, weights: WeightBuckets) -> None:
+        """Rebuild the shadow weights for new buckets. Those of new parameters start as this rank's weights."""
+        previous = None if self.optimizer is None else self.state_dict()
+        self.theta, self.gradient = {}, {}
+        for bucket in weights:
+            if not bucket.are_buffers:
+                flat, dtype = bucket.flat, sum_dtype(bucket.flat.dtype)
+                self.theta[bucket] = torch.empty_like(flat, dtype=dtype)
+                has_same_dtype = flat.dtype == dtype
+                self.gradient[bucket] = bucket if has_same_dtype else sub_bucket_of(bucket, bucket.tensors, dtype)
+        weights.read(self.theta.__getitem__, self.theta)
+        self._views = {name: view for bucket, theta in self.theta.items() for name, view in bucket.named(theta).items()}
+        if self._views:
+            self.optimizer = self._make_optimizer()
+        if previous is not None:
+            theta = previous["theta"]
+            known = [name for name, view in self._views.items() if name in theta and theta[name].shape == view.shape]
+            for name in known:
+                self._views[name].copy_(theta[name])
+            self.load_outer(previous["outer"], known)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        algorithm, views = self._algorithm, list(self._views.values())
+        if algorithm.outer_optimizer is None:
+            mu = algorithm.outer_momentum
+            sgd = torch.optim.SGD(views, algorithm.outer_lr, mu, nesterov=algorithm.nesterov and mu > 0)
+            if mu > 0:  # create momentum now, as torch.distributed.checkpoint loads only into existing tensors
+                for view in views:
+                    sgd.state[view]["momentum_buffer"] = torch.zeros_like(view)
+            return sgd
+        optimizer: object = algorithm.outer_optimizer(views)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{self._owner}: outer_optimizer must return a torch.optim.Optimizer, got {optimizer!r}")
+        own = [id(view) for view in views]
+        given = [id(view) for group in optimizer.param_groups for view in group["params"]]
+        if sorted(given) != sorted(own):
+            raise ValueError(
+                f"{self._owner}: outer_optimizer must return an optimizer of the {len(own)} given tensors, got "
+                f"an optimizer of {len(given)} tensors, including {len(set(own) & set(given))} of these"
+            )
+        return optimizer
+
+    @torch.no_grad()
+    def restart(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Replace the shadow weights of the given parameters, and reset their outer optimizer state."""
+        loaded = {name: value for name, value in values.items() if name in self._views}
+        if self.optimizer is None or not loaded:
+            return
+        new = self._make_optimizer().state  # some optimizers have state before the first step
+        for name, value in loaded.items():
+            view = self._views[name]
+            view.copy_(value)
+            self.optimizer.state.pop(view, None)
+            if view in new:
+                self.optimizer.state[view] = new[view]
+
+    @torch.no_grad()
+    def step(self, buckets: Iterable[WeightBucket]) -> None:
+        """Step the outer optimizer on the means in the gradients of these buckets."""
+        means = {name: mean for each in buckets for name, mean in each.named(self.gradient[each].flat).items()}
+        # A parameter with an all-zero mean gets no gradient, like a frozen parameter: its momentum does not change.
+        stepped = {name: mean for name, mean in means.items() if _is_nonzero(mean)}
+        for name, mean in stepped.items():
+            self._views[name].grad = mean
+        if self.optimizer is not None and stepped:
+            self.optimizer.step()
+        for name in stepped:
+            self._views[name].grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of theta and of the outer optimizer's state, by parameter name, and its hyperparameters."""
+        if self.optimizer is None:
+            return {"theta": {}, "outer": {"state": {}, "param_groups": []}}
+        state, names = self.optimizer.state_dict(), self._optimizer_names(self.optimizer)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        by_name = {names[index]: dict(values) for index, values in state["state"].items()}
+        outer: dict[str, Any] = _copy({"state": by_name, "param_groups": groups})
+        return {"theta": {name: view.clone() for name, view in self._views.items()}, "outer": outer}
+
+    def load_outer(self, outer: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the outer optimizer's state of these parameters, and its hyperparameters."""
+        if self.optimizer is None:
+            return
+        groups = self.optimizer.state_dict()["param_groups"]
+        if len(groups) != len(outer["param_groups"]):
+            raise ValueError(
+                f"{self._owner}: the outer optimizer must have the same number of parameter groups as before, "
+                f"{len(outer['param_groups'])}, got {len(groups)}"
+            )
+        numbers = {name: number for number, name in enumerate(self._optimizer_names(self.optimizer))}
+        self.optimizer.load_state_dict(
+            {
+                "state": {numbers[name]: outer["state"][name] for name in names if name in outer["state"]},
+                "param_groups": [{**own, **saved} for own, saved in zip(groups, outer["param_groups"], strict=True)],
+            }
+        )
+
+    def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the parameter names of `optimizer`, in the order of the indices in its state."""
+        names = {id(view): name for name, view in self._views.items()}
+        return [names[id(view)] for group in optimizer.param_groups for view in group["params"]]
+
+
+def _is_nonzero(tensor: torch.Tensor) -> bool:
+    """Return whether any element is nonzero. Checks the first element first, which usually decides."""
+    return bool(tensor.numel()) and (bool(tensor[(0,) * tensor.dim()]) or bool(tensor.any()))
+
+
+def _copy(value: Any) -> Any:
+    """Return nested dicts and lists with copies of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def streaming_diloco(fragments: int = 4, delay: int = 5, **arguments: Any) -> DiLoCoAlgorithm:

@@ -1,4 +1,17 @@
-"""Decentralized training on a ring: each rank sends compressed changes of its weights to two neighbors."""
+"""Decentralized training on a ring: each rank sends compressed changes of its weights to two neighbors.
+
+On rank i, with the symbols of DCD-PSGD (Tang et al., arXiv 1803.06443, algorithm 1): codec C, and the replicas w, L and
+R of the weights x of ranks i, i - 1 and i + 1, each with the weight 1/3. The documentation calls z and C d and Q.
+
+    w, L, R = x of ranks i, i - 1 and i + 1                     # by a first round in full precision
+    for t = 0, 1, 2, ...:
+        x = x - gamma * gradient of F_i(x)                      # the attached optimizer
+        if t % communication_interval == 0:
+            wait for L and R of the last round
+            z = (w + L + R) / 3 + (x - w) - w
+            w = w + C(z); x = w
+            start a round: the lane sends C(z) to both neighbors, and adds the received C(z) to L and R
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
