@@ -12,10 +12,9 @@ lane repeats a round together with those of all n ranks (AD-PSGD, arXiv 1710.069
             m = 1/n sum_j s_j                 # or this rank's estimate, see `CompressedMean`
             d_i += m - s_i
 
-Only the training thread reads and writes the module. Between the threads, there are three flat tensors of each bucket
-(s_i, d_i, and m), and `BackgroundRounds._changed` guards them: the training thread owns s_i while it is asked, and d_i.
-A rank that does not answer, because it evaluates, sends its last snapshot again, so it may evaluate longer than the
-timeout.
+Only the training thread reads and writes the module. It owns d_i, and s_i while it is asked; the lane owns m, and s_i
+otherwise. One condition guards all that both use (`BackgroundRounds._changed`). A rank that does not answer, because it
+evaluates, sends its last snapshot again, so it may evaluate for longer than the timeout.
 
 A snapshot from before a load of weights never changes the loaded weights. While ranks have seen different numbers of
 loads, nothing is averaged, and differences of older rounds are dropped for the loaded weights. If ranks differ for
@@ -380,7 +379,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         pending = None if self._rounds is None else self._rounds.pending()
         differences, snapshots = pending or (weights.by_name(_zeros), weights.by_name(_zeros, weights.of_buffers))
         state = pending_state(self.runner, self.step, pending is not None, differences, snapshots)
-        return {**state, "is_enabled": self._is_enabled}
+        return state | {"is_enabled": self._is_enabled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state whose weights have been loaded. Collective: running rounds stop and restart."""
@@ -408,16 +407,16 @@ def _zeros(bucket: WeightBucket) -> torch.Tensor:
 
 
 class CompressedMean:
-    """Averages the snapshots of one bucket by their differences from a mean c, bitwise equal on all ranks.
+    """Averages the snapshots s_i of one bucket by their differences from a mean c, bitwise equal on all ranks.
 
-    From the snapshots s_i, with a two-phase mean of the codec Q and a residual E of its second phase:
+    With a two-phase mean of the codec Q and a residual E of its second phase:
 
     1. e_i = s_i - c;
     2. D = Q(mean_j Q(e_j) + E), and E becomes the residual of this encoding;
     3. c += D; rank i estimates the mean as c + (e_i - Q(e_i)).
 
-    The residual of e_i thus stays in the weights of rank i and is part of its next difference: the weights are their
-    own residual. (Compare Qsparse-local-SGD, Basu et al., arXiv 1906.02367, which stores a separate memory.)
+    The residual of e_i stays in the weights of rank i, and so in its next difference. (Qsparse-local-SGD, Basu et al.,
+    arXiv 1906.02367, stores it separately.)
     """
 
     def __init__(self, bucket: WeightBucket, codec: Compressor) -> None:
@@ -434,10 +433,7 @@ class CompressedMean:
         self._residuals.clear(self._bucket.slices_of(names))
 
     def average(self, loaded: Container[str], *, is_exact: bool) -> None:
-        """Write the mean snapshot to the flat tensor: this rank's estimate, or the mean, which becomes c.
-
-        `loaded` names weights that were loaded since the last mean.
-        """
+        """Write the exact mean of the snapshots, which becomes c, or this rank's estimate to the flat tensor."""
         self.forget(loaded)
         bucket = self._bucket
         if is_exact:
@@ -454,13 +450,10 @@ class BackgroundRounds:
     """A series of rounds on the lane, until all ranks have stopped or a rank leaves.
 
     The lane references the rounds, so they must not reference the module: when it is unreferenced, the lane ends.
-
-    Attributes:
-        num_rounds: rounds finished so far.
     """
 
     def __init__(self, runner: Runner, weights: WeightBuckets, means: Mapping[WeightBucket, CompressedMean]) -> None:
-        self.num_rounds = 0
+        self.num_rounds = 0  # finished so far
         self._group = runner.process_group
         self._weights: WeightBuckets = weakref.proxy(weights)  # used by the training thread only
         self._layout_watch = weights.lockstep.layout_watch
@@ -522,10 +515,7 @@ class BackgroundRounds:
                 self._handoff.record()
 
     def stop(self, reason: Reason, with_mean: bool, loading: Collection[str]) -> Outcome:
-        """Continue the rounds until all ranks have called this, and write a last mean if any rank wants it.
-
-        `loading` names weights that were loaded since the last step.
-        """
+        """Continue the rounds until all ranks have called this. Write a last mean if any rank wants it."""
         self._check_process()
         if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
             self.weights_loaded(loading, self._loads.with_pending())
