@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
-from torchbagua.algorithms.weights.background_rounds import BackgroundRounds
+from torchbagua.algorithms.weights.asynchronous import BackgroundRounds
 from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithmImpl
 from torchbagua.collectives.agreement import Settings, Verdict, all_reduce_max
 from torchbagua.collectives.process_group import BaguaProcessGroup

@@ -183,6 +183,44 @@ def test_abort_and_resume(compression: str | None) -> None:
         assert_same_weights(weights)
 
 
+def test_a_loaded_state_resets_residuals_and_rebuilt_buckets_replace_means() -> None:
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        impl = attachment.impl
+        while impl.num_rounds < 4:
+            trainer.step()
+        impl.abort(trainer.ddp, final_average=False)
+        residuals = [mean._residuals.mean for mean in impl._compressed_means.values()]
+        assert any(residual.values.any() for residual in residuals)
+        attachment.load_state_dict(attachment.state_dict())
+        assert not any(residual.values.any() for residual in residuals)
+        trainer.module.frozen.requires_grad_(True)
+        trainer.step()
+        assert len(impl._compressed_means) == len(residuals)
+        assert impl._compressed_means.keys() <= set(attachment.runner.buckets)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression="minmax_uint8"))
+
+
+def test_an_exception_in_averaged_weights_pauses_averaging_until_the_next_step() -> None:
+    """Other ranks may still be in their contexts, so a round would wait for them."""
+    all_have_left = threading.Barrier(2)
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        impl = attachment.impl
+        wait_for_rounds(impl, 1)
+        with pytest.raises(ZeroDivisionError), attachment.averaged_weights():
+            raise ZeroDivisionError
+        num_rounds = impl.num_rounds
+        all_have_left.wait(20)
+        time.sleep(0.05)
+        assert impl.num_rounds == num_rounds
+        all_have_left.wait(20)
+        trainer.step()
+        wait_for_rounds(impl, num_rounds + 1)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+
+
 def test_abort_without_a_last_mean_leaves_each_rank_its_own_weights() -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> Weights:
         for _ in range(3):

@@ -4,7 +4,8 @@ import itertools
 import random
 import threading
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, is_buffer, weights_of
 from ranks import run_ranks
-from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.asynchronous import BackgroundRounds
 from training import Wide, build, flat
 from transports import group_like_the_oracle
 
@@ -26,25 +27,25 @@ F32 = np.float32
 
 
 class ControlledClock:
-    """A clock that only `advance` moves, and that counts the waits for it."""
+    """The clock of one rank's rounds, which only `advance` moves. It counts the waits for it."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
         self.num_waits = 0
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
 
-    def now(self) -> float:
-        return self.time_s
-
-    def wait(self, turn: threading.Condition, timeout_s: float) -> None:
-        self._turn = turn
-        self.num_waits += 1
-        turn.wait(30)
+    def wait(self, rounds: BackgroundRounds, timeout_s: float, is_done: Callable[[], bool]) -> None:
+        """Replaces `BackgroundRounds._wait`."""
+        self._changed = rounds._changed
+        deadline_s = self.time_s + timeout_s
+        while not (is_done() or rounds._vote.leaves) and self.time_s < deadline_s:
+            self.num_waits += 1
+            self._changed.wait(30)
 
     def advance(self, seconds: float) -> None:
-        with self._turn:
+        with self._changed:
             self.time_s += seconds
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def until_waits(self, num_waits: int) -> None:
         """Return after `num_waits` waits have begun: the lane cannot proceed without this clock."""
@@ -54,16 +55,11 @@ class ControlledClock:
             time.sleep(0.001)
 
 
-@dataclass(frozen=True)
-class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
-    """AsyncModelAverage with a clock that the test controls."""
-
-    def make_impl(self, runner: tb.extend.Runner) -> AsyncModelAverageAlgorithmImpl:
-        return AsyncModelAverageAlgorithmImpl(runner, clock=ControlledClock())
-
-
 def clocked_run(
-    group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float, compression: str | None
+    group: dist.ProcessGroup,
+    clocks: Mapping[BackgroundRounds, ControlledClock],
+    model: nn.Module,
+    algorithm: tb.AsyncModelAverageAlgorithm,
 ) -> tuple[Trainer, list[str], Weights]:
     """Train at this rank's own pace; return the trainer, the events in order, and the final weights."""
     plan = random.Random(group.rank())
@@ -74,10 +70,9 @@ def clocked_run(
         trainer.step()
         log.append("step")
 
-    algorithm = ClockedAlgorithm(sync_interval_ms=INTERVAL_MS, bucket_cap_mb=bucket_cap_mb, compression=compression)
     own = group_like_the_oracle(group)
     with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=own) as attachment:
-        clock = attachment.impl.clock
+        clock = clocks[attachment.impl._rounds]
         clock.until_waits(1)
         for index in range(6):
             for _ in range(plan.randrange(3)):
@@ -129,11 +124,21 @@ class CompressedDifferences:
 @pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
 @pytest.mark.filterwarnings("ignore:torchbagua. AsyncModelAverageAlgorithmImpl sends")
 def test_equals_the_oracle_under_a_controlled_clock(
-    device: torch.device, make_model: type[nn.Module], size: int, compression: str | None, bucket_cap_mb: float
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    make_model: type[nn.Module],
+    size: int,
+    compression: str | None,
+    bucket_cap_mb: float,
 ) -> None:
     """x += mean - snapshot between two steps, whatever the ranks' paces; every step of every rank is bitwise equal."""
     model = build(make_model).to(device)
-    results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb, compression), device=device)
+    clocks: defaultdict[BackgroundRounds, ControlledClock] = defaultdict(ControlledClock)
+    monkeypatch.setattr(BackgroundRounds, "_wait", lambda rounds, *arguments: clocks[rounds].wait(rounds, *arguments))
+    algorithm = tb.AsyncModelAverageAlgorithm(
+        sync_interval_ms=INTERVAL_MS, bucket_cap_mb=bucket_cap_mb, compression=compression
+    )
+    results = run_ranks(size, lambda group: clocked_run(group, clocks, model, algorithm), device=device)
     traces, logs = [trainer.trace for trainer, _, _ in results], [log for _, log, _ in results]
     assert len({log.count("step") for log in logs}) > 1, "the ranks should take different numbers of steps"
     assert len({log.count("snapshot after") for log in logs}) > 1, "some ranks should miss rounds"

@@ -1,4 +1,4 @@
-"""SnapshotMeans: means of snapshots, exact or by compressed differences, are bitwise equal to the oracle's."""
+"""CompressedMean: means of snapshots, exact or by compressed differences, are bitwise equal to the oracle's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ import torchbagua as tb
 from components import WeightComponent, running
 from ranks import run_ranks
 from test_async_oracle import CompressedDifferences
-from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
+from torchbagua.algorithms.weights.asynchronous import CompressedMean
 from torchbagua.codecs import MinMaxUInt8
 from torchbagua.runtime.weight_buckets import WeightBucket
 from transports import group_like_the_oracle
@@ -25,18 +25,15 @@ CODEC = "minmax_uint8"
 
 
 class Component:
-    """The means and the weights; `is_compressed`: whether differences are compressed."""
+    """The weights, and the mean of their bucket."""
 
-    def __init__(self, runner: tb.extend.Runner, *, is_compressed: bool) -> None:
+    def __init__(self, runner: tb.extend.Runner) -> None:
         self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
-        self.means = SnapshotMeans()
-        self.is_compressed = is_compressed
 
     def append(self, bucket: tb.extend.BaguaBucket) -> None:
         assert isinstance(bucket, WeightBucket)
         bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
-        if self.is_compressed:
-            self.means.compress(bucket, MinMaxUInt8())
+        self.mean = CompressedMean(bucket, MinMaxUInt8())
 
 
 class Rounds:
@@ -45,13 +42,13 @@ class Rounds:
     def __init__(self, rank: int, runner: tb.extend.Runner, component: Component) -> None:
         self.rank = rank
         self.runner = runner
-        self.means = component.means
+        self.mean = component.mean
         self.bucket: WeightBucket
         (self.bucket,) = component.weights
 
     def round(self, number: int, *, is_exact: bool = False, loaded: Sequence[str] = ()) -> torch.Tensor:
         self.bucket.snapshot.copy_(snapshot(self.rank, number))
-        self.runner.lane.submit(lambda: self.means.average(self.bucket, is_exact, loaded)).result()
+        self.runner.lane.submit(lambda: self.mean.average(loaded, is_exact=is_exact)).result()
         return self.bucket.flat.clone()
 
 
@@ -61,11 +58,8 @@ def snapshot(rank: int, number: int) -> torch.Tensor:
     return shared + 0.01 * torch.randn(LENGTH, generator=torch.Generator().manual_seed(1000 + 10 * rank + number))
 
 
-def on_ranks(size: int, body: Any, *, is_compressed: bool = True) -> list[Any]:
-    def make(runner: tb.extend.Runner) -> Component:
-        return Component(runner, is_compressed=is_compressed)
-
-    algorithm = WeightComponent(make=make, append=Component.append, codec=MinMaxUInt8())
+def on_ranks(size: int, body: Any) -> list[Any]:
+    algorithm = WeightComponent(make=Component, append=Component.append, codec=MinMaxUInt8())
 
     def run(group: dist.ProcessGroup) -> Any:
         module = nn.Module()
@@ -99,12 +93,6 @@ def assert_equals(found: Sequence[torch.Tensor], expected: Sequence[oracle.Array
         np.testing.assert_array_equal(tensor.numpy(), row, err_msg=f"rank {rank}")
 
 
-def test_without_a_codec_each_round_is_the_mean() -> None:
-    ranks = on_ranks(3, lambda rounds: [rounds.round(number) for number in range(2)], is_compressed=False)
-    for number in range(2):
-        assert_equals([found[number] for found in ranks], [exact_mean(3, number)] * 3)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_differences_from_the_last_exact_mean_are_compressed(size: int) -> None:
     """The residual of a rank's difference stays with the rank; the residual of the mean is added to the next mean."""
@@ -126,12 +114,12 @@ def test_differences_from_the_last_exact_mean_are_compressed(size: int) -> None:
 
 @pytest.mark.parametrize("names", [["first"], ["second"], ["first", "second"]])
 def test_loaded_weights_have_no_residual(names: list[str]) -> None:
-    """`loaded` names some weights; `forget` concerns all weights."""
+    """Neither those that `average` names, nor those that `forget` names."""
 
     def body(rounds: Rounds) -> list[torch.Tensor]:
         found = [rounds.round(number, is_exact=number == 0) for number in range(2)]
         if len(names) == 2:
-            rounds.means.forget()
+            rounds.mean.forget(names)
             return [*found, rounds.round(2)]
         return [*found, rounds.round(2, loaded=names)]
 
@@ -145,12 +133,3 @@ def test_loaded_weights_have_no_residual(names: list[str]) -> None:
     for name in names:
         formula.two_phase.mean[slice(0, 2500) if name == "first" else slice(2500, LENGTH)] = 0
     assert_equals([found[2] for found in ranks], formula.of_round(2, 2))
-
-
-def test_rebuilt_buckets_start_in_full_precision() -> None:
-    def body(rounds: Rounds) -> torch.Tensor:
-        rounds.round(0, is_exact=True)
-        rounds.means.clear()
-        return rounds.round(1)
-
-    assert_equals(on_ranks(2, body), [exact_mean(2, 1)] * 2)

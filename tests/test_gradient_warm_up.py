@@ -1,5 +1,6 @@
-"""GradientWarmUp: weight buckets average gradients, and steps without averaged gradients are refused."""
+"""The warm-up of asynchronous averaging: gradients are averaged, and steps without averaged gradients are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,9 @@ from torch import nn
 
 import oracle
 import torchbagua as tb
-from components import WeightComponent, running
 from ranks import run_ranks
-from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
-from torchbagua.runtime.weight_buckets import WeightBucket
 from training import flat
 from transports import group_like_the_oracle
-
-NO_PROGRESS: dict[str, int] = {}
 
 
 class Parts(nn.Module):
@@ -30,21 +26,10 @@ class Parts(nn.Module):
         self.nowhere = nn.Parameter(torch.zeros(3))
         self.register_buffer("running", torch.arange(3.0))
 
-
-class Component:
-    """The warm-up, and the weights whose gradients it averages."""
-
-    def __init__(self, runner: tb.extend.Runner) -> None:
-        self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
-        self.warm_up = GradientWarmUp(self.weights, runner.process_group)
-
-
-def append(component: Component, bucket: tb.extend.BaguaBucket) -> None:
-    assert isinstance(bucket, WeightBucket)
-    bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
-
-
-ALGORITHM = WeightComponent(make=Component, append=append)
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return a loss with these gradients."""
+        losses = [(self.get_parameter(name) * gradient.conj()).real.sum() for name, gradient in gradients.items()]
+        return torch.stack(losses).sum()
 
 
 def random(parameter: torch.Tensor, seed: int) -> torch.Tensor:
@@ -53,11 +38,13 @@ def random(parameter: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.empty_like(parameter).copy_(values)  # in the parameter's memory order
 
 
-def on_ranks(size: int, body: Any) -> list[Any]:
+def on_ranks(size: int, body: Callable[[int, Parts, torch.optim.Optimizer], Any]) -> list[Any]:
     def run(group: dist.ProcessGroup) -> Any:
         module = Parts()
-        with running(group_like_the_oracle(group), ALGORITHM, module=module) as (_, component):
-            return body(group.rank(), module, component.warm_up)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        algorithm = tb.AsyncModelAverageAlgorithm(warmup_steps=9)
+        with tb.attach(module, optimizer, algorithm, process_group=group_like_the_oracle(group)):
+            return body(group.rank(), module, optimizer)
 
     return run_ranks(size, run)
 
@@ -65,11 +52,11 @@ def on_ranks(size: int, body: Any) -> list[Any]:
 def test_gradients_become_their_means() -> None:
     """Also gradients that some ranks lack, but not gradients that all ranks lack. Buffers do not change."""
 
-    def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> list[torch.Tensor]:
-        module.everywhere.grad = random(module.everywhere, rank)
+    def body(rank: int, module: Parts, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        gradients = {"everywhere": random(module.everywhere, rank)}
         if rank == 1:
-            module.somewhere.grad = random(module.somewhere, 7)
-        warm_up.average_gradients()
+            gradients["somewhere"] = random(module.somewhere, 7)
+        module(gradients).backward()
         assert module.nowhere.grad is None
         assert torch.equal(module.running, torch.arange(3.0))
         assert not module.everywhere.any()
@@ -89,12 +76,10 @@ def test_gradients_become_their_means() -> None:
 def test_gradients_of_another_backward_are_averaged_again() -> None:
     """The gradient that was averaged before is equal on all ranks, so its mean does not change."""
 
-    def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> torch.Tensor:
-        module.everywhere.grad = torch.full_like(module.everywhere, 1.0 + 2 * rank)
-        warm_up.average_gradients()
-        module.everywhere.grad += 4.0 * rank
-        warm_up.average_gradients()
-        warm_up.after_step()
+    def body(rank: int, module: Parts, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        module({"everywhere": torch.full_like(module.everywhere, 1.0 + 2 * rank)}).backward()
+        module({"everywhere": torch.full_like(module.everywhere, 4.0 * rank)}).backward()
+        optimizer.step()
         return module.everywhere.grad
 
     assert all(torch.equal(gradient, torch.full((4, 6), 4.0)) for gradient in on_ranks(2, body))
@@ -103,21 +88,21 @@ def test_gradients_of_another_backward_are_averaged_again() -> None:
 def test_a_gradient_that_was_cleared_counts_as_zero() -> None:
     """It does not count as the gradient of the last backward, which the buckets still contain."""
 
-    def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> torch.Tensor:
+    def body(rank: int, module: Parts, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         for has_gradient in (True, rank == 1):
-            module.everywhere.grad = torch.full_like(module.everywhere, 2.0) if has_gradient else None
-            warm_up.average_gradients()
+            optimizer.zero_grad()
+            name = "everywhere" if has_gradient else "nowhere"
+            module({name: torch.full_like(module.get_parameter(name), 2.0)}).backward()
         return module.everywhere.grad
 
     assert all(torch.equal(gradient, torch.full((4, 6), 1.0)) for gradient in on_ranks(2, body))
 
 
 def test_each_step_needs_averaged_gradients() -> None:
-    def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> None:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"without averaged gradients: .*; set warmup_steps=0 if"):
-                warm_up.after_step()
-            warm_up.average_gradients()
-            warm_up.after_step()
+    def body(rank: int, module: Parts, optimizer: torch.optim.Optimizer) -> None:
+        module({"nowhere": torch.ones(3)}).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"without averaged gradients: .*; set warmup_steps=0 if"):
+            optimizer.step()
 
     on_ranks(2, body)

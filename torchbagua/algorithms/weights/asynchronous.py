@@ -1,31 +1,62 @@
-"""Asynchronous model averaging: weights are averaged in the background, and training does not wait for other ranks."""
+"""Asynchronous model averaging: weights are averaged in the background, and training does not wait for other ranks.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+Rank i has weights x_i, a snapshot s_i of them, and differences d_i to add. Its training thread repeats a step, and its
+lane repeats a round together with those of all n ranks (AD-PSGD, arXiv 1710.06952; Bagua, arXiv 2107.01499):
+
+    step:   x_i -= gamma g_i(x_i)             # the optimizer, at this rank's own speed
+            x_i += d_i;  d_i = 0
+            if asked:  s_i = x_i
+    round:  sleep for the interval
+            ask for s_i; if no answer comes:  s_i += the last difference
+            vote; end if all ranks have stopped or a rank leaves
+            m = 1/n sum_j s_j                 # or this rank's estimate, see `CompressedMean`
+            d_i += m - s_i
+
+Only the training thread reads and writes the module. It owns d_i, and s_i while it is asked; the lane owns m, and s_i
+otherwise. One condition guards all that both use (`BackgroundRounds._changed`). A rank that does not answer, because it
+evaluates, sends its last snapshot again, so it may evaluate for longer than the timeout.
+
+A snapshot from before a load of weights never changes the loaded weights. While ranks have seen different numbers of
+loads, nothing is averaged, and differences of older rounds are dropped for the loaded weights. If ranks differ for
+longer than the timeout, all ranks raise.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from torchbagua import _concurrency
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import check_at_least, check_codecs, register
-from torchbagua.algorithms.weights.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
-from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
-from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
 from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
-from torchbagua.algorithms.weights.votes import Outcome, Reason
+from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
+from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
+from torchbagua.observe.events import Details
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.load_record import LoadMark, require_same_loads
+from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
-from torchbagua.runtime.weight_buckets import WeightBucket
+from torchbagua.runtime.sub_buckets import sub_bucket_of
+from torchbagua.runtime.weight_buckets import DIFFERENCE, SNAPSHOT, WeightBucket, WeightBuckets
 from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError
+from torchbagua.transport.streams import StreamHandoff
 
-Mode = Literal["warm-up", "running", "stopped", "ended"]
+# How long the lane waits for a snapshot before the rank's first step, while the duration of a step is not yet known.
+_FIRST_PATIENCE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,16 +117,13 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
             )
 
     def prepare(self) -> None:
-        """Load the native kernels if there is a codec. Full precision needs no kernels."""
-        if self.compression is not None:
+        if self.compression is not None:  # full precision needs no kernels
             super().prepare()
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return `average_buffers` and `warmup_steps`."""
         return {**super().state_arguments(process_group), "warmup_steps": self.warmup_steps}
 
     def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
-        """Raise ValueError for another `average_buffers`, or if the warm-up would start again."""
         num_warm = saved.get("warmup_steps", self.warmup_steps)
         if state.get("step", 0) >= num_warm < self.warmup_steps:
             raise ValueError(
@@ -108,11 +136,6 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         return by_name(self.compression)
 
     def make_impl(self, runner: Runner) -> "AsyncModelAverageAlgorithmImpl":
-        """Return the impl.
-
-        Raises:
-            ValueError: the interval between rounds is longer than half the group's timeout.
-        """
         timeout_s = runner.process_group.timeout.total_seconds()
         if self.sync_interval_ms > 500 * timeout_s:
             raise ValueError(
@@ -127,31 +150,29 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     Attributes:
         step: training steps so far.
-        clock: measures the interval between rounds.
     """
 
     algorithm: AsyncModelAverageAlgorithm
     runner: WeightRunner
 
-    def __init__(self, runner: Runner, *, clock: WaitClock | None = None) -> None:
+    def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.step = 0
-        self.clock = clock or MonotonicWaitClock()
         self._weights = self.algorithm.make_weights(self.runner, self._progress)
-        self._warm_up = GradientWarmUp(self._weights, runner.process_group)
-        self._means = SnapshotMeans()
+        self._compressed_means: dict[WeightBucket, CompressedMean] = {}
         self._is_single_rank = runner.process_group.size == 1
         self._is_enabled = True
         self._leaving_rank: int | None = None
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
+        self._has_averaged_gradients = False  # since the last step
         # Each rank skips steps independently.
         self.runner.needs_grad_scaler, self.runner.agree_on_overflow = False, bool
         self.runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> Literal["warm-up", "running", "stopped", "ended"]:
         """What is averaged: gradients in "warm-up", weights while "running", nothing when "stopped" or "ended".
 
         `abort` stops averaging and `resume` restarts it. During the warm-up, they determine the mode that follows it.
@@ -224,17 +245,22 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if not self._is_single_rank:
             self._weights.lockstep.submit(lambda: None, purpose).result()
 
+    def _progress(self) -> dict[str, int]:
+        return {
+            "optimizer steps of the warm-up": min(self.step, self.algorithm.warmup_steps),
+            "calls of abort and resume": self._num_calls,
+            "running series of rounds": int(self.mode == "running"),
+        }
+
     def need_reset(self) -> bool:
-        # During the warm-up, ranks synchronize at each step. Rounds refuse a changed layout at the next vote. Without
-        # rounds, ranks do not synchronize.
+        # In the warm-up, ranks synchronize at each step. Rounds refuse a changed layout at the next vote.
         return self._weights.need_reset(meets=self.mode == "warm-up")
 
     def reset(self) -> None:
-        """Rebuild buckets. Running rounds stop meanwhile, on all ranks."""
         was_running = self._rounds is not None
         if was_running:
-            self._stop("new buckets", with_mean=False)
-        self._means.clear()
+            self._stop("new buckets")
+        self._compressed_means.clear()
         super().reset()
         if was_running:
             self._start()
@@ -245,49 +271,72 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         codec = self.runner.codec_for(bucket)
         # Buffers are not compressed: a small variance next to a large one would be lost in 8 bits.
         if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not bucket.are_buffers:
-            self._means.compress(bucket, codec)
+            self._compressed_means[bucket] = CompressedMean(bucket, codec)
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
-        return self._after_backward
+        return self._average_gradients
 
-    def _after_backward(self) -> None:
-        """Average gradients during the warm-up."""
+    def _average_gradients(self) -> None:
+        """In the warm-up, replace gradients by their means: missing ones count as zero, unless no rank has them."""
         if self._is_single_rank or self.mode != "warm-up":
             return
         self.runner.reset_if_needed()  # a layer may have been unfrozen or replaced since the last step
-        self._warm_up.average_gradients()
+        world = self.runner.process_group.world
+        buckets = [bucket for bucket in self._weights if not bucket.are_buffers]
+        has_gradient = []
+        for tensor, part in (member for bucket in buckets for member in bucket.views(bucket.snapshot)):
+            gradient = tensor.parameter.grad
+            part.zero_() if gradient is None else part.copy_(local_shard(gradient))
+            has_gradient.append(int(gradient is not None))
+
+        def average() -> list[int]:
+            used = all_reduce_max(world, has_gradient, "the gradients")
+            for bucket in buckets:
+                bucket.run()
+            return used
+
+        all_used = self._weights.lockstep.submit(average, "the gradients").finish()
+        means = [member for bucket in buckets for member in bucket.views(bucket.flat)]
+        for (tensor, part), is_used in zip(means, all_used, strict=True):
+            if not is_used:
+                continue
+            if tensor.parameter.grad is None:
+                tensor.parameter.grad = torch.zeros_like(tensor.parameter)
+            local_shard(tensor.parameter.grad).copy_(part)
+        self._has_averaged_gradients = True
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        """Start averaging if there is no warm-up. Return the function that serves background rounds between steps."""
         self._start()
         return self._after_step
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.mode == "warm-up" and not self._is_single_rank:
-            self._warm_up.after_step()
+            if not self._has_averaged_gradients:
+                raise RuntimeError(
+                    "torchbagua: a warm-up step without averaged gradients: no backward pass started from an output of "
+                    "the attached module; set warmup_steps=0 if backward runs within that module's forward, as with "
+                    "Lightning's manual optimization"
+                )
+            self._has_averaged_gradients = False
         self.step += 1
         if self._rounds is None:
             self._start()
-            return
-        self._rounds.after_step()
-        if (outcome := self._rounds.outcome) is not None:
-            self._note_outcome(outcome)
+        elif (outcome := self._rounds.after_step()) is not None:
+            self._end_rounds(outcome)
 
     def _start(self) -> None:
         if self.mode == "running" and self._rounds is None and not self._is_single_rank:
-            interval_s = self.algorithm.sync_interval_ms / 1000
-            self._rounds = BackgroundRounds(self.runner, self._weights, self._means.average, interval_s, self.clock)
+            self._rounds = BackgroundRounds(self.runner, self._weights, self._compressed_means)
 
-    def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
+    def _stop(self, reason: Reason, with_mean: bool = False) -> bool:
+        """Stop the rounds together with all ranks. Return whether all ranks now have the mean of their weights."""
         assert self._rounds is not None
-        outcome = self._rounds.stop(reason, with_mean=with_mean, loading=self.runner.loading)
-        self._note_outcome(outcome)
-        return outcome
+        outcome = self._rounds.stop(reason, with_mean, self.runner.loading)
+        self._end_rounds(outcome)
+        return outcome.has_mean
 
-    def _note_outcome(self, outcome: Outcome) -> None:
-        assert self._rounds is not None
-        self._num_rounds_before += self._rounds.num_rounds
-        self._rounds = None
+    def _end_rounds(self, outcome: Outcome) -> None:
+        self._num_rounds_before, self._rounds = self.num_rounds, None
         self._leaving_rank = outcome.leaving_rank
         if self._leaving_rank is not None:
             self.runner.has_lost_ranks = True
@@ -296,37 +345,18 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 "this rank continues to train alone"
             )
 
-    def _progress(self) -> dict[str, int]:
-        return {
-            "optimizer steps of the warm-up": min(self.step, self.algorithm.warmup_steps),
-            "calls of abort and resume": self._num_calls,
-            "running series of rounds": int(self.mode == "running"),
-        }
-
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Prevent the means of snapshots from before the load from changing the loaded weights.
-
-        Averaging pauses until all ranks have loaded. All ranks raise if this takes longer than the timeout.
-        """
+        """Drop differences to snapshots from before the load. Averaging pauses until all ranks have loaded."""
         super().weights_loaded(values)
         if self._rounds is not None:
             self._rounds.weights_loaded(values.keys(), self._weights.lockstep.loads.mark)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Stop averaging, set all ranks' weights to their mean within the context, and resume averaging afterwards.
-
-        Collective: rounds continue until all ranks have entered the context, which they must do within the group's
-        timeout of each other. They restart when all ranks have left it,
-        which they must do within the group's timeout of each other. If an exception ends the context, they restart with
-        the next step.
-
-        Raises:
-            RuntimeError: a rank has left, or communication failed.
-        """
+        """Within the context, stop averaging and give all ranks the mean of their weights. Collective."""
         was_running = self._rounds is not None
         if was_running:
-            self._stop("averaged_weights", with_mean=False)
+            self._stop("averaged_weights")
         if self._leaving_rank is not None:
             raise RuntimeError(f"torchbagua: weights cannot be averaged: rank {self._leaving_rank} has left")
         with super().averaged_weights():
@@ -338,34 +368,21 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def finish(self) -> bool:
         """Stop averaging together with all ranks, as `abort` does."""
-        if self._leaving_rank is not None:
-            return False
         if self._rounds is None:
-            return super().finish()
+            return self._leaving_rank is None and super().finish()
         with self.runner.tracer.span("detach"):
-            return self._stop("detach", self.algorithm.final_average).has_mean
+            return self._stop("detach", self.algorithm.final_average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps so far, whether averaging is enabled, and the differences that are not yet applied.
-
-        A round in flight continues. It is part of the state of only those ranks that call this after the round has
-        ended. Between `abort` and `resume`, the states of all ranks are consistent.
-        """
+        """Return the state between two steps. A round in flight continues and is not part of it until it has ended."""
+        weights = self._weights
         pending = None if self._rounds is None else self._rounds.pending()
-        if pending is None:
-            differences, snapshots = (
-                self._weights.by_name(_zeros, of) for of in (self._weights, self._weights.of_buffers)
-            )
-        else:
-            differences, snapshots = pending
+        differences, snapshots = pending or (weights.by_name(_zeros), weights.by_name(_zeros, weights.of_buffers))
         state = pending_state(self.runner, self.step, pending is not None, differences, snapshots)
-        return {**state, "is_enabled": self._is_enabled}
+        return state | {"is_enabled": self._is_enabled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned, after the weights that belong to it have been loaded.
-
-        Collective: running rounds stop, without changing the weights, and restart.
-        """
+        """Load a state whose weights have been loaded. Collective: running rounds stop and restart."""
         weights = self._weights
         differences = {bucket: _zeros(bucket) for bucket in weights}
         snapshots = {bucket: _zeros(bucket) for bucket in weights.of_buffers}
@@ -373,9 +390,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._rounds is not None:
             loaded = {bucket: _zeros(bucket) for bucket in weights}
             weights.read(loaded.__getitem__)
-            self._stop("load_state_dict", with_mean=False)
+            self._stop("load_state_dict")
             weights.write(loaded.__getitem__)
-        self._means.forget()
+        for bucket, compressed in self._compressed_means.items():
+            compressed.forget([tensor.name for tensor in bucket.tensors])
         weights.lockstep.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
@@ -386,6 +404,275 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
 def _zeros(bucket: WeightBucket) -> torch.Tensor:
     return torch.zeros_like(bucket.flat)
+
+
+class CompressedMean:
+    """Averages the snapshots s_i of one bucket by their differences from a mean c, bitwise equal on all ranks.
+
+    With a two-phase mean of the codec Q and a residual E of its second phase:
+
+    1. e_i = s_i - c;
+    2. D = Q(mean_j Q(e_j) + E), and E becomes the residual of this encoding;
+    3. c += D; rank i estimates the mean as c + (e_i - Q(e_i)).
+
+    The residual of e_i stays in the weights of rank i, and so in its next difference. (Qsparse-local-SGD, Basu et al.,
+    arXiv 1906.02367, stores it separately.)
+    """
+
+    def __init__(self, bucket: WeightBucket, codec: Compressor) -> None:
+        self._bucket = bucket
+        self._residuals = TwoPhaseResiduals(bucket.flat.device)
+        self._differences = sub_bucket_of(bucket, bucket.tensors, torch.float32)
+        self._differences.append_centralized_synchronous_op(
+            hierarchical=False, compression=codec, error_feedback=self._residuals
+        )
+        self._mean = torch.zeros_like(self._differences.flat)
+
+    def forget(self, names: Container[str]) -> None:
+        """Reset E of these weights, which were loaded and need no correction. Do not call it during `average`."""
+        self._residuals.clear(self._bucket.slices_of(names))
+
+    def average(self, loaded: Container[str], *, is_exact: bool) -> None:
+        """Write the exact mean of the snapshots, which becomes c, or this rank's estimate to the flat tensor."""
+        self.forget(loaded)
+        bucket = self._bucket
+        if is_exact:
+            bucket.run()
+            self._mean.copy_(bucket.flat)
+            return
+        torch.sub(bucket.snapshot, self._mean, out=self._differences.flat)
+        self._mean.add_(self._differences.run())
+        self._residuals.mean.commit()  # the first phase's residual is not committed: it stays in the weights
+        torch.add(self._mean, self._residuals.sent.staged(slice(None)), out=bucket.flat)
+
+
+class BackgroundRounds:
+    """A series of rounds on the lane, until all ranks have stopped or a rank leaves.
+
+    The lane references the rounds, so they must not reference the module: when it is unreferenced, the lane ends.
+    """
+
+    def __init__(self, runner: Runner, weights: WeightBuckets, means: Mapping[WeightBucket, CompressedMean]) -> None:
+        self.num_rounds = 0  # finished so far
+        self._group = runner.process_group
+        self._weights: WeightBuckets = weakref.proxy(weights)  # used by the training thread only
+        self._layout_watch = weights.lockstep.layout_watch
+        self._buckets = list(weights)
+        self._compressed_means = means
+        self._interval_s = runner.algorithm.sync_interval_ms / 1000
+        self._timeout_s = runner.process_group.timeout.total_seconds()
+        self._device = self._buckets[0].flat.device if self._buckets else torch.device("cpu")
+        self._handoff = StreamHandoff(self._device)
+        self._check_process = runner.lane.check_process
+        self._running_rank: int | None = None  # a rank that had not stopped at the last round; written by the lane
+        # The lane alone uses these.
+        self._last_differences: list[torch.Tensor] = []  # of the last round alone
+        self._compared = LoadMark()  # the last load that all ranks have seen
+        self._loads_differ_since_s: float | None = None
+        self._changed = _concurrency.Condition()  # guards everything below
+        self._phase: Literal["pause", "asked", "ready", "averaging", "over"] = "pause"
+        self._vote = Vote()
+        self._loads = weights.lockstep.loads.mark
+        self._loaded: set[str] = set()  # names of weights
+        self._loaded_since_snapshot: set[str] = set()
+        # At the last snapshot: the vote, the loads, the number of steps, and of rounds whose differences it includes.
+        self._snapshot_vote, self._snapshot_loads = self._vote, self._loads
+        self._snapshot_step = self._snapshot_rounds = 0
+        # While differences are not applied: the step of the snapshot that was subtracted, and that snapshot of buffers.
+        self._pending: tuple[int, Mapping[WeightBucket, torch.Tensor]] | None = None
+        self._num_steps = 0
+        self._step_s = 0.0
+        self._last_step_at_s = _concurrency.monotonic()
+        weights.read(SNAPSHOT)
+        for bucket in self._buckets:
+            bucket.difference.zero_()  # creates the tensor here, and therefore on this thread's stream
+        self._handoff.record()
+        compare_progress = weights.lockstep.comparison("the first of the averaging rounds")
+        self._job = runner.lane.submit(partial(self._run, compare_progress), interrupt=self.leave)
+
+    # Called by the training thread.
+
+    def after_step(self) -> Outcome | None:
+        """Apply pending differences, and take a snapshot if the lane asks. Return how the rounds ended; None before."""
+        self._check_process()  # in a forked process, the lane may have held the lock
+        with self._changed:
+            now_s = _concurrency.monotonic()
+            self._step_s, self._last_step_at_s = now_s - self._last_step_at_s, now_s
+            self._num_steps += 1
+            self._apply_and_snapshot()
+        return self._job.result() if self._job.is_done() else None
+
+    def weights_loaded(self, names: Collection[str], loads: LoadMark) -> None:
+        """Drop the differences of loaded weights to snapshots from before the load."""
+        with self._changed:
+            self._loads = loads
+            self._loaded.update(names)
+            self._loaded_since_snapshot.update(names)
+            if self._pending is not None:
+                self._handoff.wait()
+                for bucket in self._buckets:
+                    bucket.clear(bucket.difference, names)
+                self._handoff.record()
+
+    def stop(self, reason: Reason, with_mean: bool, loading: Collection[str]) -> Outcome:
+        """Continue the rounds until all ranks have called this. Write a last mean if any rank wants it."""
+        self._check_process()
+        if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
+            self.weights_loaded(loading, self._loads.with_pending())
+        with self._group.tracer.span("wait"), self._changed:
+            self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
+            self._changed.notify_all()
+            late_at_s = _concurrency.monotonic() + self._timeout_s
+            while self._phase != "over" and not self._job.is_done():  # on a failed lane, the job is done at once
+                # With a timeout, because a lane that fails before it starts the rounds does not notify.
+                self._changed.wait_for(lambda: self._phase in ("asked", "over"), timeout=1.0)
+                self._apply_and_snapshot()
+                if _concurrency.monotonic() > late_at_s and self._running_rank is not None:
+                    late_at_s = math.inf
+                    waited = (
+                        f"torchbagua: {reason} has waited longer than the timeout of {self._timeout_s:g} s for rank "
+                        f"{self._running_rank}"
+                    )
+                    if reason == "averaged_weights":  # in other calls, a rank may train for long after others
+                        self._vote = replace(self._vote, stops=False)
+                        raise CommunicationError(f"{waited}; all ranks must enter it: {BUSY_ADVICE}")
+                    warn_user(f"{waited}, which still participates in averaging because it is training or blocked")
+            self._apply_and_snapshot()
+        outcome = self._job.finish()
+        if outcome.has_mean:
+            self._weights.write()
+        return outcome
+
+    def leave(self) -> None:
+        """End the rounds of all ranks, without waiting for their end."""
+        with self._changed:
+            self._vote = replace(self._vote, leaves=True)
+            self._changed.notify_all()
+
+    def pending(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+        """Return the differences that are not yet applied, and the snapshots of buffers, both by name; or None."""
+        with self._changed:
+            if self._pending is None:
+                return None
+            _, buffers = self._pending
+            self._handoff.wait()
+            copies = self._weights.by_name(DIFFERENCE), self._weights.by_name(buffers.__getitem__, buffers)
+            self._handoff.record()
+            return copies
+
+    def _apply_and_snapshot(self) -> None:
+        """Apply pending differences to the weights, and take a snapshot if the lane has asked for one."""
+        self._handoff.wait()
+        if self._pending is not None:
+            step, buffers = self._pending
+            self._weights.add(DIFFERENCE, buffers.__getitem__)
+            self._pending = None
+            now_ns = _concurrency.perf_counter_ns()
+            values = {"rounds": self.num_rounds, "staleness in steps": self._num_steps - step}
+            self._group.tracer.tell("apply", now_ns, now_ns, Details(values=values))
+        if self._phase == "asked":
+            self._weights.read(SNAPSHOT)
+            self._snapshot_vote, self._snapshot_loads = self._vote, self._loads
+            self._snapshot_step, self._snapshot_rounds = self._num_steps, self.num_rounds
+            self._loaded_since_snapshot.clear()
+            self._phase = "ready"
+            self._changed.notify_all()
+        self._handoff.record()
+
+    # Called by the lane.
+
+    def _run(self, compare_progress: Callable[[], object]) -> Outcome:
+        try:
+            compare_progress()
+            while True:
+                self._await_snapshot()
+                outcome = self._agree()
+                ends = outcome.leaving_rank is not None or outcome.running_rank is None
+                if ends and not outcome.has_mean:
+                    return outcome
+                if outcome.num_loads is None:
+                    continue
+                loaded: frozenset[str] = frozenset()
+                if outcome.num_loads != self._compared.num_loads:
+                    with self._changed:
+                        self._compared, loaded = self._snapshot_loads, frozenset(self._loaded)
+                    require_same_loads(self._group.world, self._compared, f"averaging round {self.num_rounds}")
+                is_exact = ends or self.num_rounds == 0 or bool(loaded)
+                for bucket in self._buckets:
+                    if bucket in self._compressed_means:
+                        self._compressed_means[bucket].average(loaded, is_exact=is_exact)
+                    else:
+                        bucket.run()
+                    if not ends:
+                        bucket.subtract(bucket.flat, bucket.snapshot, out=bucket.flat)  # while it is in the caches
+                self.num_rounds += 1
+                if ends:
+                    return outcome
+                self._publish_differences()
+        finally:
+            with self._changed:
+                self._phase = "over"
+                self._changed.notify_all()
+
+    def _await_snapshot(self) -> None:
+        with self._changed:
+            # 1. Wait for the interval, unless this rank stops.
+            self._phase = "pause"
+            self._wait(self._interval_s, lambda: self._vote.stops)
+            self._handoff.record()
+            # 2. Wait for a snapshot, or until this rank stops. A training rank answers within a step. If it does not
+            # answer by then, for example because it evaluates, its last snapshot is sent again. Meanwhile, the other
+            # ranks wait for this rank on the network.
+            self._phase = "asked"
+            self._changed.notify_all()
+            patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._timeout_s / 4)
+            self._wait(patience_s, lambda: self._phase == "ready" or self._vote.stops)
+            # 3. A rank that stops must answer, and does so at once: its last snapshot is its last weights.
+            self._wait(self._timeout_s / 4, lambda: self._phase == "ready" or not self._vote.stops)
+            self._phase = "averaging"
+            self._handoff.wait()
+            if self._snapshot_rounds < self.num_rounds:  # add the last differences, as the weights will add them too
+                for bucket, difference in zip(self._buckets, self._last_differences, strict=True):
+                    bucket.snapshot.add_(difference)
+                self._snapshot_rounds = self.num_rounds
+
+    def _agree(self) -> Outcome:
+        since_s = self._loads_differ_since_s
+        gives_up = since_s is not None and _concurrency.monotonic() - since_s > self._timeout_s
+        # A vote to stop counts from the rank's last snapshot on; a vote to leave counts at once.
+        num_loads = self._snapshot_loads.num_loads
+        vote = replace(self._snapshot_vote, leaves=self._vote.leaves, num_loads=num_loads, gives_up=gives_up)
+        outcome = count_votes(self._group.world, vote, self._layout_watch, f"averaging round {self.num_rounds}")
+        self._running_rank = outcome.running_rank
+        if outcome.num_loads is not None:
+            self._loads_differ_since_s = None
+        elif since_s is None:
+            self._loads_differ_since_s = _concurrency.monotonic()
+        return outcome
+
+    def _publish_differences(self) -> None:
+        """Pass the flat tensors, which contain mean minus snapshot, to the training thread."""
+        buffers = {bucket: bucket.snapshot.clone() for bucket in self._buckets if bucket.are_buffers}
+        # So that the training thread does not wait for the network when it applies the differences.
+        self._group.private.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
+        with self._changed:
+            self._handoff.wait()
+            self._last_differences = [bucket.flat for bucket in self._buckets]
+            for bucket in self._buckets:
+                if self._loaded_since_snapshot:
+                    bucket.clear(bucket.flat, self._loaded_since_snapshot)
+                if self._pending is None:
+                    bucket.difference, bucket.flat = bucket.flat, bucket.difference
+                else:  # the training thread has not applied the differences of the previous round
+                    bucket.difference.add_(bucket.flat)
+            self._pending = self._pending or (self._snapshot_step, buffers)
+            self._handoff.record()
+
+    def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done()`, until the rank leaves, or at most `timeout_s`."""
+        deadline_s = _concurrency.monotonic() + timeout_s
+        while not (is_done() or self._vote.leaves) and (remaining_s := deadline_s - _concurrency.monotonic()) > 0:
+            self._changed.wait(remaining_s)
 
 
 register("async", AsyncModelAverageAlgorithm, "weights averaged in the background, without blocking training")
