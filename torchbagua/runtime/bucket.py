@@ -459,6 +459,10 @@ class BaguaBucket(BucketOperations):
         self.num_received = 0
         self.operations: list[Operation] = []
 
+    def set_round(self, round_index: int) -> None:
+        """Continue after so many rounds."""
+        self.round_index = round_index
+
     def receive(self, flat: torch.Tensor, number: int) -> None:
         """Take the flat tensor of a DDP bucket, the runner's bucket of this number."""
         self.flat = flat

@@ -1,6 +1,6 @@
 """Records the loads of weights on a rank since attach, and checks that all ranks have loaded the same weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,12 +35,16 @@ class LoadRecord:
 
     Attributes:
         mark: the summary of the loads that have taken effect.
-        is_pending: returns whether weights were loaded that have not taken effect yet, since no step has begun.
+        is_pending: whether weights were loaded that have not taken effect yet, since no step has begun.
     """
 
     def __init__(self) -> None:
-        self.is_pending: Callable[[], bool] = lambda: False
+        self.is_pending = False
         self.forget()
+
+    def note_pending(self, is_pending: bool) -> None:
+        """Set `is_pending`."""
+        self.is_pending = is_pending
 
     def forget(self) -> None:
         """Reset the record, on all ranks: a loaded state defines the weights of each rank."""
@@ -59,7 +63,7 @@ class LoadRecord:
         """
         is_new = self.mark != self._compared
         self._compared = self.mark
-        return self.mark.with_pending() if self.is_pending() else self.mark, is_new
+        return self.mark.with_pending() if self.is_pending else self.mark, is_new
 
 
 def require_same_loads(communicator: Communicator, mark: LoadMark, purpose: str) -> None:

@@ -236,9 +236,6 @@ class WeightBucket(BaguaBucket):
 
     Each tensor is created on its first access, on the current stream of the accessing thread.
 
-    Attributes:
-        is_in_ring_of_two: whether its `replicas` belong to a ring of two ranks or nodes; set before the first access of
-            `replicas`.
     """
 
     # The contents of the tensors, and the thread that owns them: T, the training thread, or L, the lane. Unless noted
@@ -257,8 +254,6 @@ class WeightBucket(BaguaBucket):
     # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
     # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
 
-    is_in_ring_of_two = False
-
     @cached_property
     def are_buffers(self) -> bool:
         """Whether it contains buffers rather than parameters."""
@@ -274,15 +269,18 @@ class WeightBucket(BaguaBucket):
         """A tensor of the same kind as the flat tensor: mean minus snapshot, not yet added to the weights."""
         return torch.zeros_like(self.flat)
 
-    @cached_property
-    def replicas(self) -> Replicas:
-        """The replicas of the ring of compressed differences, with the length of the flat tensor, in its `sum_dtype`.
+    def make_replicas(self, ring_size: int) -> None:
+        """Create `replicas` for a ring of so many ranks or nodes: zeros of the length of `flat`, in its `sum_dtype`.
 
         In a ring of two, both neighbors are the same rank, so left and right are the same tensor.
         """
-        num_replicas = 2 if self.is_in_ring_of_two else 3
+        num_replicas = 2 if ring_size == 2 else 3
         own, left, *right = (torch.zeros_like(self.flat, dtype=sum_dtype(self.flat.dtype)) for _ in range(num_replicas))
-        return Replicas(own, left, *right or [left])
+        self.replicas = Replicas(own, left, *right or [left])
+
+    def swap_difference(self) -> None:
+        """Exchange `flat` and `difference`, without a copy."""
+        self.difference, self.flat = self.flat, self.difference
 
     def subtract(self, mean: torch.Tensor, snapshot: torch.Tensor, out: torch.Tensor) -> None:
         """Write mean minus snapshot to `out`, which may be either of them.

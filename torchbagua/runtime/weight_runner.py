@@ -22,13 +22,8 @@ class WeightRunner(Runner):
         buckets: the buckets of weights.
         loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
             `AlgorithmImpl.weights_loaded` is called later. Until then, no round in flight may change these weights.
-        has_lost_ranks: set to True when a rank has left early, so that the other ranks do not end in order.
-
-        An impl sets these in its constructor:
-
         weights: the weights to average, set by `average`.
-        agree_on_overflow: a function of a bool, whether this rank's gradients contain an Inf or NaN. Returns whether
-            the GradScaler must skip the step. By default, an Inf or NaN on any rank skips the step on all.
+        agree_on_overflow: see `average`.
         open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
             DDP of all ranks; collective. None unless DDP continues to average gradients within nodes.
         load_effect: the effect of `AlgorithmImpl.weights_loaded`, for the message that reports a load of weights.
@@ -40,7 +35,7 @@ class WeightRunner(Runner):
         super().__init__(process_group, algorithm)
         self.buckets: list[BaguaBucket] = []
         self.loading: frozenset[str] = frozenset()
-        self.has_lost_ranks = False
+        self._has_lost_ranks = False
         self.weights: WeightBuckets | None = None
         self.agree_on_overflow: Callable[[bool], bool] = bool
         self.open_node_gradients: Callable[[], GradientRunner] | None = None
@@ -48,18 +43,35 @@ class WeightRunner(Runner):
         process_group.move_to_lane()
         self._make_impl()
 
-    def average(self, weights: WeightBuckets) -> WeightBuckets:
-        """Register and return the weights to average. This makes the algorithm a weight algorithm.
+    def average(
+        self,
+        weights: WeightBuckets,
+        *,
+        agree_on_overflow: Callable[[bool], bool] | None = None,
+        skips_alone: bool = False,
+        replicas_diverge: Callable[[], bool] | None = None,
+        load_effect: str = "and no round in flight changes them",
+        open_node_gradients: Callable[[], GradientRunner] | None = None,
+    ) -> WeightBuckets:
+        """Register and return the weights to average; for the constructor of an impl.
 
         With several ranks, all ranks then skip a step if the GradScaler of any rank skips it.
+
+        Args:
+            weights: the weights.
+            agree_on_overflow: returns whether the GradScaler must skip the step, given whether this rank's gradients
+                contain an Inf or NaN. By default, an Inf or NaN on any rank skips the step on all.
+            skips_alone: whether each rank skips steps alone instead, by its own gradients.
+            replicas_diverge: see the attribute. By default, ranks do if `detach` gives them the mean of their weights.
+            load_effect, open_node_gradients: see the attributes.
         """
         self._require_constructor("average")
         self.weights = weights
-        self.replicas_diverge = lambda: weights.has_final_mean
-        weights.lockstep.loads.is_pending = lambda: bool(self.loading)
-        if self.process_group.size > 1:
+        self.replicas_diverge = replicas_diverge or (lambda: weights.has_final_mean)
+        self.load_effect, self.open_node_gradients = load_effect, open_node_gradients
+        if self.process_group.size > 1 and not skips_alone:
             self.needs_grad_scaler = True
-            self.agree_on_overflow = weights.lockstep.agree_on_overflow
+            self.agree_on_overflow = agree_on_overflow or weights.lockstep.agree_on_overflow
         return weights
 
     @property
@@ -69,6 +81,12 @@ class WeightRunner(Runner):
     def note_loading(self, names: Iterable[str]) -> None:
         """Set `loading`."""
         self.loading = frozenset(names)
+        if self.weights is not None:
+            self.weights.lockstep.loads.note_pending(bool(self.loading))
+
+    def note_lost_ranks(self) -> None:
+        """A rank has left early, so the other ranks do not end in order."""
+        self._has_lost_ranks = True
 
     def rebuild_buckets(self) -> None:
         """Rebuild the buckets."""
@@ -147,5 +165,5 @@ class WeightRunner(Runner):
 
     def finish(self, *, failed: bool) -> bool:
         has_mean = super().finish(failed=failed)
-        self.ends_in_order &= not self.has_lost_ranks
+        self.ends_in_order &= not self._has_lost_ranks
         return has_mean

@@ -158,7 +158,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.step = 0
-        self._weights = self.algorithm.make_weights(self.runner, self._progress)
+        self._weights = self.algorithm.make_weights(
+            self.runner,
+            self._progress,
+            skips_alone=True,
+            replicas_diverge=self._replicas_diverge,
+        )
         self._compressed_means: dict[WeightBucket, CompressedMean] = {}
         self._is_single_rank = runner.process_group.size == 1
         self._is_enabled = True
@@ -167,9 +172,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._num_rounds_before = 0
         self._num_calls = 0
         self._has_averaged_gradients = False  # since the last step
-        # Each rank skips steps independently.
-        self.runner.needs_grad_scaler, self.runner.agree_on_overflow = False, bool
-        self.runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
+
+    def _replicas_diverge(self) -> bool:
+        return self.mode == "running" and self._weights.has_final_mean
 
     @property
     def mode(self) -> Literal["warm-up", "running", "stopped", "ended"]:
@@ -339,7 +344,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._num_rounds_before, self._rounds = self.num_rounds, None
         self._leaving_rank = outcome.leaving_rank
         if self._leaving_rank is not None:
-            self.runner.has_lost_ranks = True
+            self.runner.note_lost_ranks()
             warn_user(
                 f"torchbagua: rank {self._leaving_rank} has left the training: asynchronous averaging has ended, and "
                 "this rank continues to train alone"
@@ -662,7 +667,7 @@ class BackgroundRounds:
                 if self._loaded_since_snapshot:
                     bucket.clear(bucket.flat, self._loaded_since_snapshot)
                 if self._pending is None:
-                    bucket.difference, bucket.flat = bucket.flat, bucket.difference
+                    bucket.swap_difference()
                 else:  # the training thread has not applied the differences of the previous round
                     bucket.difference.add_(bucket.flat)
             self._pending = self._pending or (self._snapshot_step, buffers)

@@ -101,7 +101,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         assert isinstance(bucket, WeightBucket)
-        bucket.round_index = self.rounds.num_rounds  # selects the peers
+        bucket.set_round(self.rounds.num_rounds)  # selects the peers
         # The mean is written to `difference`, from which the snapshot is subtracted later.
         bucket.append_decentralized_synchronous_op(
             bucket.difference, self.algorithm.hierarchical, self.algorithm.topology
@@ -120,7 +120,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply the round in flight, and start the next round if it is due."""
-        self.rounds.step += 1
+        self.rounds.count_step()
         if self.runner.lane.has_failed:  # otherwise, the failure would be noticed only at the next round
             self._apply_round(starts_next=False)
         if self._is_due():
@@ -195,10 +195,9 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._weights.load_by_name(FLAT, state["buffer_snapshots"], self._weights.of_buffers)
         self._weights.lockstep.loads.forget()
         self._in_flight = dict.fromkeys(self._weights) if state["has_differences"] else {}
-        self.rounds.step = state["step"]
-        self.rounds.num_rounds = state["num_rounds"]
+        self.rounds.load(state["step"], state["num_rounds"])
         for bucket in self._weights:
-            bucket.round_index = self.rounds.num_rounds
+            bucket.set_round(self.rounds.num_rounds)
 
 
 register("decentralized", DecentralizedAlgorithm, "weights averaged with all ranks, or with one peer at a time")

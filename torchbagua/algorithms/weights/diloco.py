@@ -202,14 +202,16 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self.runner.load_effect = "they become the shadow weights, and their outer momentum and residuals are reset"
         algorithm, group = self.algorithm, runner.process_group
         # The node of each rank if ranks send shards to other nodes. None if each rank sends whole outer gradients.
         self._nodes = group.nodes if algorithm.hierarchical and group.intra_node is not None else None
         runner.on_close(self._report_dropped)
-        if self._nodes is not None:
-            self.runner.open_node_gradients = self._open_node_gradients
-        self.rounds = SynchronousRounds(self.runner, algorithm)
+        self.rounds = SynchronousRounds(
+            self.runner,
+            algorithm,
+            load_effect="they become the shadow weights, and their outer momentum and residuals are reset",
+            open_node_gradients=None if self._nodes is None else self._open_node_gradients,
+        )
         self.shadow = ShadowWeights(algorithm)
         self.num_dropped = 0
         self._weights = self.rounds.weights
@@ -231,7 +233,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply the round in flight if its delay is over, and start the round of the fragment that is due."""
-        self.rounds.step += 1
+        self.rounds.count_step()
         if self.rounds.is_single_rank:
             return
         due = [bucket for bucket in self._weights if self._is_due(bucket)]
@@ -447,7 +449,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._has_differences = False
         self._weights.lockstep.loads.forget()
         if self.rounds.is_single_rank:
-            self.rounds.step = state["step"]
+            self.rounds.load(state["step"], self.rounds.num_rounds)
             return
         self._load_residuals(state["residuals"])
         if state["theta"]:
@@ -463,7 +465,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
         members = [bucket for bucket in self._weights if self._fragment_of(bucket.tensors[0]) == state["fragment"]]
         self._buckets = members if self._has_differences else []
-        self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
+        self.rounds.load(state["step"], state["num_rounds"])
         also = ("as a digest of the shadow weights", fingerprint_of_values(list(self.shadow.theta.values())))
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
 

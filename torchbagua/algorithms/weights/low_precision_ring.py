@@ -109,8 +109,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self.runner.load_effect = "and they become the replicas"
-        self.rounds = SynchronousRounds(self.runner, self.algorithm)
+        self.rounds = SynchronousRounds(self.runner, self.algorithm, load_effect="and they become the replicas")
         self._weights = self.rounds.weights
         self._exchange: Job[None] | None = None
 
@@ -135,7 +134,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         assert isinstance(bucket, WeightBucket)
         group = self.runner.process_group
         is_of_nodes = self.algorithm.hierarchical and group.intra_node is not None
-        bucket.is_in_ring_of_two = (len(group.node_ranks) if is_of_nodes else group.size) == 2
+        bucket.make_replicas(len(group.node_ranks) if is_of_nodes else group.size)
         # Full precision for the first round, which must make the zero replicas bitwise equal to the ranks' weights. For
         # parameters, this operation is replaced afterwards. Buffers keep it: a small variance next to a large one would
         # be lost in 8 bits.
@@ -162,7 +161,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         """If a round is due, apply the quantized update to the weights, and submit its exchange to the lane."""
         rounds = self.rounds
         is_due = rounds.is_due(self.algorithm.communication_interval)
-        rounds.step += 1
+        rounds.count_step()
         if is_due or self.runner.lane.has_failed:  # otherwise, the failure would be noticed only at the next round
             self._receive()
         if is_due:
@@ -224,7 +223,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         for name, replica in _REPLICAS.items():
             self._weights.load_by_name(replica, state[name])
         self._weights.lockstep.loads.forget()
-        self.rounds.step = state["step"]
+        self.rounds.load(state["step"], self.rounds.num_rounds)
 
 
 register(

@@ -45,8 +45,13 @@ class ModelAveragingAlgorithm(Algorithm):
         """Return `average_buffers`."""
         return {"average_buffers": self.average_buffers}
 
-    def make_weights(self, runner: WeightRunner, progress: Callable[[], Mapping[str, int]]) -> WeightBuckets:
-        """Make `runner` average weights with these options. Return the buckets. For `progress`, see `WeightBuckets`."""
+    def make_weights(
+        self, runner: WeightRunner, progress: Callable[[], Mapping[str, int]], **options: Any
+    ) -> WeightBuckets:
+        """Make `runner` average weights with these options and those of `WeightRunner.average`. Return the buckets.
+
+        For `progress`, see `WeightBuckets`.
+        """
         return runner.average(
             WeightBuckets(
                 runner,
@@ -54,7 +59,8 @@ class ModelAveragingAlgorithm(Algorithm):
                 average_buffers=self.average_buffers,
                 final_average=self.final_average,
                 bucket_cap_mb=self.bucket_cap_mb,
-            )
+            ),
+            **options,
         )
 
 
@@ -64,6 +70,7 @@ class SynchronousRounds:
     Args:
         runner: the impl's runner.
         algorithm: the algorithm, whose options determine which weights are averaged.
+        options: see `WeightRunner.average`.
 
     Attributes:
         weights: the weights that are averaged.
@@ -73,14 +80,14 @@ class SynchronousRounds:
             them only if a GradScaler that attach was not given steps the optimizer: it may skip a step on one rank.
     """
 
-    def __init__(self, runner: WeightRunner, algorithm: ModelAveragingAlgorithm) -> None:
+    def __init__(self, runner: WeightRunner, algorithm: ModelAveragingAlgorithm, **options: Any) -> None:
         self.step = 0
         self.num_rounds = 0
         self.num_backwards = 0
         self._runner = runner
-        self.weights = algorithm.make_weights(runner, self._progress)
-        if not self.is_single_rank:
-            runner.agree_on_overflow = self._agree_on_overflow
+        self.weights = algorithm.make_weights(
+            runner, self._progress, agree_on_overflow=self._agree_on_overflow, **options
+        )
 
     @property
     def is_single_rank(self) -> bool:
@@ -90,6 +97,14 @@ class SynchronousRounds:
     def is_due(self, interval: int) -> bool:
         """Return whether the step after `step` steps communicates, given a round every `interval` steps."""
         return not self.is_single_rank and self.step % interval == 0
+
+    def count_step(self) -> None:
+        """Count a training step."""
+        self.step += 1
+
+    def load(self, step: int, num_rounds: int = 0) -> None:
+        """Continue after so many steps and rounds."""
+        self.step, self.num_rounds = step, num_rounds
 
     def count_backward(self) -> None:
         """Count a backward pass. For `AlgorithmImpl.init_post_backward_hook`."""
