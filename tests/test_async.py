@@ -212,7 +212,7 @@ def test_an_exception_in_averaged_weights_pauses_averaging_until_the_next_step()
             raise ZeroDivisionError
         num_rounds = impl.num_rounds
         all_have_left.wait(20)
-        time.sleep(0.05)
+        time.sleep(0.3)  # longer than a round waits for a step
         assert impl.num_rounds == num_rounds
         all_have_left.wait(20)
         trainer.step()
