@@ -12,7 +12,7 @@ from torchbagua import _concurrency
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.observe.events import Details
-from torchbagua.runtime.load_record import LoadMark, require_same_loads
+from torchbagua.runtime.lockstep import LoadMark, require_same_loads
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket, WeightBuckets
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError

@@ -520,7 +520,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             self.reset()
         self._round.load_state_dict(state)
         self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
-        also = ("as a digest of the shadow weights", self.shadow.digest())
+        also = ("a digest of the shadow weights", self.shadow.digest())
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
 
 

@@ -116,7 +116,7 @@ class ShadowWeights:
         return gradient.views(gradient.flat)
 
     def digest(self) -> int:
-        """Return a number below 2^40 that distinguishes different shadow weights."""
+        """Return a number below 2^56 that distinguishes different shadow weights."""
         return fingerprint_of_values(self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
