@@ -27,6 +27,8 @@ _ENOUGH_CLEARED = 3
 
 _HOST = torch.device("cpu")
 
+_NONE = torch.empty(0, dtype=torch.int64)
+
 _WIRE = struct.Struct("<qi3?x")
 
 
@@ -90,16 +92,16 @@ class Meeting:
     Attributes:
         group: the ranks.
         own: the progress of this rank.
-        digests: returns digests of the weights, int64.
-        num_digests: their number.
+        num_digests: the number of weights.
+        digests: returns digests of the weights, int64, if this rank compares them.
         suspicion: why this rank compares its weights, if a step may have changed them on this rank alone.
         finding: what `compare` has found; None before.
     """
 
     group: BaguaProcessGroup
     own: Progress
-    digests: Callable[[], torch.Tensor]
     num_digests: int
+    digests: Callable[[], torch.Tensor] = lambda: _NONE
     suspicion: str | None = None
     finding: Finding | None = None
     _purpose: str = field(default="", init=False)
@@ -138,9 +140,8 @@ class Meeting:
         differing: list[int] = []
         if own.compares_weights or theirs.compares_weights:
             # A rank sends its digests if it compares, and receives those of the rank before if that compares.
-            none = torch.empty(0, dtype=torch.int64)
-            sent = self.digests() if own.compares_weights else none
-            received = none.new_empty(self.num_digests) if theirs.compares_weights else none
+            sent = self.digests()
+            received = torch.empty(self.num_digests, dtype=torch.int64) if theirs.compares_weights else _NONE
             RingMessage(world, sent, received, self._purpose, WEIGHTS_PIECE).receive()
             if len(sent) == len(received) and not (own.has_joined or theirs.has_joined):
                 differing = (sent != received).nonzero().flatten().tolist()
@@ -183,7 +184,7 @@ class Meetings:
         self.num_backwards = 0
         self._group = group
         self._steps = steps
-        self._weights: list[dict[str, torch.Tensor]] = []  # of each device
+        self._weights: dict[str, torch.Tensor] = {}
         self._unreported: list[Meeting] = []  # those that compare weights
         self._has_joined = False  # in any backward so far
         self._is_muted = False
@@ -193,10 +194,7 @@ class Meetings:
 
     def compare_weights(self, named: Mapping[str, torch.Tensor]) -> None:
         """Compare these weights from now on; the same on all ranks."""
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, weight in named.items():
-            by_device.setdefault(weight.device, {})[name] = weight
-        self._weights = list(by_device.values())
+        self._weights = dict(named)
 
     def mute(self) -> None:
         """Warn of no more weights that differ: a warning has named the cause."""
@@ -268,28 +266,26 @@ class Meetings:
     def _meeting(self, *, compares_weights: bool, has_ended: bool) -> Meeting:
         compares_weights &= bool(self._weights)
         own = Progress(self.num_backwards, self._steps.number, compares_weights, has_ended, self._has_joined)
-        parts = [self._digests_of(list(members.values())) for members in self._weights] if compares_weights else []
-        meeting = Meeting(
-            self._group,
-            own,
-            lambda: torch.cat([part() for part in parts]),
-            num_digests=sum(map(len, self._weights)),
-            suspicion=self._suspicion if compares_weights else None,
-        )
+        meeting = Meeting(self._group, own, num_digests=len(self._weights))
         if compares_weights:
+            meeting.digests, meeting.suspicion = self._digests(), self._suspicion
             self._suspicion = None
             if not has_ended:
                 self._unreported.append(meeting)
         return meeting
 
-    def _digests_of(self, weights: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        if weights[0].is_cpu:  # the lane reads them during backward, in which they do not change
-            return lambda: _digests(weights)
-        on_device = _digests(weights)  # on the training stream, before the next step
+    def _digests(self) -> Callable[[], torch.Tensor]:
+        """Return a function for the lane that returns a digest of each weight, as the weights are now."""
+        weights = list(self._weights.values())
+        devices = {weight.device for weight in weights}
+        # The lane reads weights in host memory during backward, in which they do not change. GPUs read them on the
+        # training stream, before the next step.
+        sums = [] if devices == {_HOST} else _sums_of_bits(weights)
 
         def on_host() -> torch.Tensor:
-            self._group.private.wait_for_gpu(on_device.device, "comparing the weights of ranks")
-            return on_device.cpu()
+            for device in devices:
+                self._group.private.wait_for_gpu(device, "comparing the weights of ranks")
+            return torch.stack([each.cpu() for each in sums or _sums_of_bits(weights)])
 
         return on_host
 
@@ -310,12 +306,11 @@ class Meetings:
         if finding.position is None or self._is_muted:
             return
         self.mute()
-        names = [name for members in self._weights for name in members]
         world = self._group.world
         first, second = map(world.name_of, sorted(((rank - 1) % world.size, rank)))
         found = (
             f"{first} and {second} hold different weights after {meeting.own.num_steps} optimizer steps: "
-            f"{names[finding.position]}{', and others' if finding.has_more else ''}"
+            f"{[*self._weights][finding.position]}{', and others' if finding.has_more else ''}"
         )
         if meeting.suspicion is not None:
             warn_user(f"torchbagua: {meeting.suspicion}. Now {found}")
@@ -331,7 +326,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def _digests(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a digest of each tensor: the sum of its elements' bits as integers, which is exact in any order."""
+def _sums_of_bits(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sum of the elements' bits of each tensor as integers, which is exact in any order."""
     real = [torch.view_as_real(weight) if weight.is_complex() else weight for weight in weights]
-    return torch.stack([part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in real])
+    return [part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in real]
