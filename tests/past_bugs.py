@@ -5,6 +5,7 @@ Each function of `PAST_BUGS` returns a context manager. Within the context, all 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -18,8 +19,7 @@ from torchbagua.collectives.agreement import Settings, Verdict, all_reduce_max
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Residual
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.load_record import LoadMark
-from torchbagua.runtime.weight_buckets import Lockstep
+from torchbagua.runtime.lockstep import LoadMark, Lockstep
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.store_requests import StoreRequests
@@ -185,7 +185,7 @@ def pending_load_counts_as_another_one() -> AbstractContextManager[object]:
     """
 
     def with_pending(mark: LoadMark) -> LoadMark:
-        return mark._replace(num_loads=mark.num_loads + 1)
+        return replace(mark, num_loads=mark.num_loads + 1)
 
     return patch.object(LoadMark, "with_pending", with_pending)
 

@@ -1,17 +1,36 @@
-"""Agreement of ranks over an open group: maxima of small numbers, and progress."""
+"""Agreement of ranks over an open group: maxima of small numbers, and records."""
 
 import random
 import re
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
+from torchbagua.collectives.agreement import (
+    Progress,
+    agree,
+    all_reduce_max,
+    first_difference,
+    name_ranks,
+    require_same_progress,
+)
+from torchbagua.transport.communicator import Communicator
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
+@dataclass(frozen=True)
+class Fact:
+    number: int
+    text: str = ""
+    flag: bool = False
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_maximum_over_any_number_of_ranks(size: int) -> None:
     values = [[random.Random(f"{rank}/{index}").randint(-(2**50), 2**50) for index in range(5)] for rank in range(size)]
 
@@ -26,37 +45,93 @@ def test_maximum_over_any_number_of_ranks(size: int) -> None:
         assert num_messages == (size - 1).bit_length()
 
 
+@pytest.mark.parametrize("kind", ["equal", "one differs", "all differ"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_has_the_records_of_all(size: int, kind: str) -> None:
+    """Records that are equal are not sent, but only two digests and a length. Others differ in length."""
+    records = {
+        "equal": [Fact(7, "x", True)] * size,
+        "one differs": [Fact(7, flag=rank == size - 1) for rank in range(size)],
+        "all differ": [Fact(10**rank, rank * "é") for rank in range(size)],
+    }[kind]
+
+    def body(group: dist.ProcessGroup) -> tuple[list[Fact], list[int]]:
+        recorder = tb.observe.Recorder()
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
+        found = agree(own.world, records[group.rank()], "a test")
+        return found, [event.wire_bytes for event in recorder.events if event.phase == "send"]
+
+    num_turns = (size - 1).bit_length()
+    for found, sent_bytes in run_ranks(size, body):
+        assert found == records
+        assert sent_bytes[:num_turns] == [24] * num_turns
+        assert len(sent_bytes) == (num_turns if len(set(records)) == 1 else 2 * num_turns)
+
+
+def test_the_numbers_of_a_round_take_at_most_136_bytes() -> None:
+    """Between two ranks, the number of bytes that the maxima of all numbers once took."""
+
+    def body(group: dist.ProcessGroup) -> int:
+        recorder = tb.observe.Recorder()
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
+        agree(
+            own.world, Progress("the round after 5 steps", {f"number {index}": index for index in range(7)}), "a round"
+        )
+        return sum(event.wire_bytes for event in recorder.events if event.phase == "send")
+
+    assert run_ranks(2, body) == [24, 24]
+
+
+def test_ranks_in_different_agreements_all_raise() -> None:
+    def body(group: dist.ProcessGroup) -> str:
+        own = tb.BaguaProcessGroup(group)
+        record: Any = Fact(1) if group.rank() == 1 else Progress("a round", {})
+        with pytest.raises(tb.CommunicationError) as caught:
+            agree(own.world, record, "a vote" if group.rank() == 1 else "a round")
+        return str(caught.value)
+
+    for rank, error in enumerate(run_ranks(4, body)):
+        own = "a vote" if rank == 1 else "a round"
+        assert f"out of step in {own}. Ranks 0 and 2-3 are in a round, rank 1 in a vote. Every" in error
+
+
+def compare(communicator: Communicator, numbers: dict[str, int], call: str) -> None:
+    require_same_progress(communicator, agree(communicator, Progress(call, numbers), call))
+
+
 def test_ranks_in_step_and_out_of_step() -> None:
-    """If one rank is out of step, all ranks raise the same error, with two ranks and their numbers."""
+    """If one rank is out of step, all ranks raise the same error, with the number of every rank."""
 
     def body(group: dist.ProcessGroup) -> str:
         own = tb.BaguaProcessGroup(group)
-        require_same_progress(own.world, {"steps": 2**40 - 1, "rounds": 0}, "a good round")
+        compare(own.world, {"steps": 2**62, "rounds": 0}, "a good round")
         with pytest.raises(tb.CommunicationError) as caught:
-            require_same_progress(own.world, {"rounds": 7, "steps": 6 if group.rank() == 2 else 5}, "a bad round")
+            compare(own.world, {"rounds": 7, "steps": 6 if group.rank() == 2 else 5}, "a bad round")
         return str(caught.value)
 
     messages = run_ranks(5, body)
     assert len(set(messages)) == 1
-    assert "out of step in a bad round: rank 2 has 6 steps, rank 4 has 5. Every rank" in messages[0]
+    expected = "out of step in a bad round: ranks disagree on steps: ranks 0-1 and 3-4 have 5, rank 2 has 6. Every rank"
+    assert expected in messages[0]
 
 
 def test_ranks_in_different_calls() -> None:
-    """All ranks name the calls of both ranks, also a call that a rank has made alone."""
+    """All ranks name the calls of all ranks, also if their numbers are equal."""
 
-    def body(group: dist.ProcessGroup) -> str:
+    def body(group: dist.ProcessGroup) -> list[str]:
         own = tb.BaguaProcessGroup(group)
         is_alone = group.rank() == 1
-        purpose = "the mean of é" + 60 * "x" if is_alone else "the round after 5 steps"
-        with pytest.raises(tb.CommunicationError) as caught:
-            require_same_progress(own.world, {"steps": 4 if is_alone else 5}, purpose)
-        return str(caught.value)
+        errors = []
+        for steps in (4 if is_alone else 5), 5:
+            with pytest.raises(tb.CommunicationError) as caught:
+                compare(own.world, {"steps": steps}, "the mean of é" if is_alone else "the round after 5 steps")
+            errors.append(str(caught.value))
+        return errors
 
-    for message in run_ranks(3, body):
-        named = re.search(r"rank 1 has 4 steps, rank 2 has 5\. Rank 1 is in (\S.+), rank 2 in (.+)\. Every", message)
-        assert named
-        assert named[1].startswith("the mean of é" + 40 * "x")
-        assert named[2] == "the round after 5 steps"
+    calls = r"Ranks 0 and 2 are in the round after 5 steps, rank 1 in the mean of é\. Every"
+    for different, equal in run_ranks(3, body):
+        assert re.search(rf"disagree on steps: ranks 0 and 2 have 5, rank 1 has 4\. {calls}", different)
+        assert re.search(rf"ranks are out of step in the (round after 5 steps|mean of é)\. {calls}", equal)
 
 
 def test_ranks_of_a_node_in_different_calls() -> None:
@@ -67,10 +142,33 @@ def test_ranks_of_a_node_in_different_calls() -> None:
         assert own.intra_node is not None
         is_first = group.rank() % 2 == 0
         with pytest.raises(tb.CommunicationError) as caught:
-            require_same_progress(own.intra_node, {"steps": 4 if is_first else 5}, "a mean" if is_first else "a round")
+            compare(own.intra_node, {"steps": 4 if is_first else 5}, "a mean" if is_first else "a round")
         return str(caught.value)
 
     for rank, message in enumerate(run_ranks(4, body)):
         first, second = (0, 1) if rank < 2 else (2, 3)
-        assert f"rank {first} has 4 steps, rank {second} has 5. " in message
+        assert f"rank {first} has 4, rank {second} has 5. " in message
         assert f"Rank {first} is in a mean, rank {second} in a round. Every" in message
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([0, 2], "ranks 0 and 2"), ([0, 1, 2, 5, 8, 9], "ranks 0-2, 5 and 8-9")],
+)
+def test_ranks_are_named(ranks: list[int], named: str) -> None:
+    assert name_ranks(ranks) == named
+
+
+def test_the_first_difference_has_the_values_of_all_ranks() -> None:
+    records: list[dict[str, object]] = [{"size": 1, "kind": [0, 1]}, {"size": 1.0}, {"size": 1, "kind": [0, 1]}]
+    assert first_difference(records, [4, 5, 6]) == "ranks disagree on kind: ranks 4 and 6 have [0, 1], rank 5 has None"
+    assert first_difference(records[::2], [4, 6]) is None
+    assert first_difference([{"size": 1}, {"size": 1, "more": True}], [0, 1]) == (
+        "ranks disagree on more: rank 0 has None, rank 1 has True"
+    )
+
+
+def test_an_error_lists_a_limited_number_of_values() -> None:
+    difference = first_difference([{"seed": rank} for rank in range(1000)], range(1000))
+    assert difference is not None
+    assert difference.endswith("rank 15 has 15, and 984 others differ too")

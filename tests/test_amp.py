@@ -85,7 +85,7 @@ def test_without_the_scaler_all_ranks_raise(name: str) -> None:
 
         with pytest.raises(
             tb.CommunicationError,
-            match=r"out of step in .*: rank \d has \d backward passes in \d steps .*, rank \d has \d\. .*scaler",
+            match=r"out of step in .* on backward passes in \d steps .*: ranks? .* ha.* \d, .* \d\. .*scaler",
         ):
             train()
         assert len(loop.updates) <= OVERFLOW_STEP + 4  # with an interval of 2, the second round after it raises
@@ -107,9 +107,7 @@ def test_a_rank_that_ends_early_with_a_scaler(name: str) -> None:
                 for step in range(2 if group.rank() == 1 else NUM_STEPS):
                     loop.step(step)
 
-        with pytest.raises(
-            tb.CommunicationError, match=r"out of step in .*: rank \d has 0 ended attachments, rank 1 has 1"
-        ):
+        with pytest.raises(tb.CommunicationError, match=r"out of step in .* on ended attachments: .* 0, rank 1 has 1"):
             train()
 
     run_ranks(2, body)

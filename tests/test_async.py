@@ -142,7 +142,7 @@ def test_a_rank_that_aborts_alone_in_the_warm_up() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, model)
         algorithm = tb.AsyncModelAverageAlgorithm(warmup_steps=9)
-        message = "rank 0 has 0 calls of abort and resume, rank 1 has 1"
+        message = "calls of abort and resume: rank 0 has 0, rank 1 has 1"
         with (
             pytest.raises(tb.CommunicationError, match=message),
             tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment,

@@ -111,7 +111,7 @@ def test_ranks_that_give_different_modules_raise(name: str) -> None:
         return ""
 
     for message in run_ranks(2, body):
-        assert "as fingerprint of the other tensors to average" in message
+        assert "the fingerprint of the other tensors to average" in message
 
 
 def test_refused() -> None:

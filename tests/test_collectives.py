@@ -103,7 +103,7 @@ def test_disagreement_names_rank_field_and_values() -> None:
         tb.BaguaProcessGroup(group, nodes=[0, group.rank() == 2, 0])
 
     with pytest.raises(
-        ValueError, match=r"disagree on BaguaProcessGroup's argument nodes: rank 0 has \[0, 0, 0\], rank 2"
+        ValueError, match=r"disagree on BaguaProcessGroup's argument nodes: ranks 0-1 have \[0, 0, 0\], rank 2"
     ):
         run_ranks(3, nodes)
 

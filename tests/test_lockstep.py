@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torchbagua.observe import Recorder
 from torchbagua.runtime.bucket import BaguaTensor
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.weight_buckets import Lockstep
+from torchbagua.runtime.lockstep import Lockstep
 
 
 class Rank:
@@ -73,10 +73,10 @@ def test_ranks_in_step_run_the_round() -> None:
 @pytest.mark.parametrize(
     ("difference", "message"),
     [
-        ("progress", "rank 0 has 5 steps, rank 1 has 6"),
-        ("also", "rank 0 has 2 fragments, rank 1 has 3"),
-        ("is_last", "rank 0 has 0 ended attachments, rank 1 has 1"),
-        ("fingerprint", "rank 0 has 0 as fingerprint of the tensors to average, rank 1 has 7"),
+        ("progress", "steps: rank 0 has 5, rank 1 has 6"),
+        ("also", "fragments: rank 0 has 2, rank 1 has 3"),
+        ("is_last", "ended attachments: rank 0 has 0, rank 1 has 1"),
+        ("fingerprint", "the fingerprint of the tensors to average: rank 0 has 0, rank 1 has 7"),
     ],
 )
 def test_all_ranks_raise_before_anything_runs(difference: str, message: str) -> None:
@@ -90,7 +90,7 @@ def test_all_ranks_raise_before_anything_runs(difference: str, message: str) -> 
         return rank.error(tb.CommunicationError, also=also, is_last=difference == "is_last" and is_ahead)
 
     (error,) = set(on_ranks(2, body))
-    assert f"out of step in a round: {message}." in error
+    assert f"out of step in a round: ranks disagree on {message}." in error
 
 
 def test_progress_is_read_at_the_call_and_not_on_the_lane() -> None:
@@ -128,8 +128,8 @@ def test_loads_are_compared_once() -> None:
 @pytest.mark.parametrize(
     ("loaded_by", "message"),
     [
-        ((1.0, None), "rank 0 has seen 1 load, rank 1 0 loads"),
-        ((1.0, 2.0), "ranks 0 and 1 have loaded different values"),
+        ((1.0, None), "the number of loads: rank 0 has 1, rank 1 has 0"),
+        ((1.0, 2.0), r"a digest of the loaded values: rank 0 has "),
     ],
 )
 def test_ranks_with_different_loads_raise(loaded_by: tuple[float | None, ...], message: str) -> None:

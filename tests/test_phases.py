@@ -157,4 +157,4 @@ def test_states_of_different_backward_passes_are_an_error_on_all_ranks() -> None
         return str(caught.value)
 
     (message,) = set(on_ranks(3, body))
-    assert "rank 1 has 5 as backward passes so far in its state, rank 2 has 4" in message
+    assert "backward passes so far in the state: ranks 0 and 2 have 4, rank 1 has 5" in message

@@ -82,8 +82,8 @@ def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
 @pytest.mark.parametrize(
     ("saved_after", "message"),
     [
-        (1, r"rank 0 has 0 parameters past their warm-up, rank 1 has 6\."),
-        (NUM_WARM, r"rank 0 has 18 updates of parameters past their warm-up, rank 1 has 30\."),
+        (1, r"parameters past their warm-up: rank 0 has 0, rank 1 has 6\."),
+        (NUM_WARM, r"updates of parameters past their warm-up: rank 0 has 18, rank 1 has 30\."),
     ],
 )
 def test_a_state_that_one_rank_alone_has_loaded_after_the_warm_up(saved_after: int, message: str) -> None:

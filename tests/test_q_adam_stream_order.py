@@ -170,7 +170,7 @@ def test_a_state_that_only_one_rank_loads_raises_on_all(waits: list[str], loads:
     numbers = [(NUM_STEPS, NUM_WARM + 1)[rank == loads] * num_parameters for rank in range(2)]
     counted = "updates of parameters past their warm-up"
     for error in run_ranks(2, body):
-        assert f"rank 0 has {numbers[0]} {counted}, rank 1 has {numbers[1]}" in error
+        assert f"{counted}: rank 0 has {numbers[0]}, rank 1 has {numbers[1]}" in error
 
 
 def test_steps_without_a_backward_between_them_are_agreed_on(waits: list[str]) -> None:

@@ -297,7 +297,7 @@ def test_ranks_that_load_residuals_of_other_parameters() -> None:
         trainer = Trainer(group, build(Tower))
         impl = tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT).reify(group)
         values = {f"parameter {group.rank()}": list(trainer.named.values())[group.rank()].detach()}
-        with pytest.raises(tb.CommunicationError, match="as a digest of the names in its state"):
+        with pytest.raises(tb.CommunicationError, match="a digest of the names in the state"):
             impl.load_state_dict({**impl.state_dict(), "sent": values, "mean": values})
         impl.close()
 

@@ -22,7 +22,7 @@ SLACK_S = 3.0
 _RANK = r"rank \d+( \(global rank \d+\))?"
 NAMED = re.compile(
     rf"CommunicationError: torchbagua: \w+ of .+ over the [\w ]+ group failed on {_RANK} (receiving from|sending to) "
-    rf"{_RANK}|CommunicationError: torchbagua: ranks are out of step in .+: rank \d+ has .+, rank \d+ has "
+    rf"{_RANK}|CommunicationError: torchbagua: ranks are out of step in .+: ranks disagree on .+: rank.+, rank"
 )
 
 

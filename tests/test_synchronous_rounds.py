@@ -70,7 +70,10 @@ def test_ranks_that_differ_all_raise(attribute: str, name: str) -> None:
     first, second = on_ranks(2, body)
     num_steps = [4, 5] if attribute == "step" else [0, 0]
     for error, number in zip((first, second), num_steps, strict=True):
-        assert f"out of step in the round after {number} steps: rank 0 has 4 {name}, rank 1 has 5." in error
+        assert (
+            f"out of step in the round after {number} steps: ranks disagree on {name}: rank 0 has 4, rank 1 has 5."
+            in error
+        )
 
 
 def test_an_inf_of_one_rank_is_known_to_all() -> None:
@@ -96,7 +99,7 @@ def test_all_ranks_raise_if_only_one_searches_for_inf() -> None:
         return str(caught.value)
 
     for error in on_ranks(2, body):
-        assert "rank 0 has 0 searches for Inf, rank 1 has 1." in error
+        assert "searches for Inf: rank 0 has 0, rank 1 has 1." in error
 
 
 def test_a_single_rank_needs_no_agreement() -> None:

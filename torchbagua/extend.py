@@ -11,9 +11,10 @@ from torchbagua.collectives.topology import Topology
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.lockstep import Lockstep
 from torchbagua.runtime.parameter_state import BucketState, ParameterState, residual_state
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
-from torchbagua.runtime.weight_buckets import Lockstep, WeightBucket, WeightBuckets, WeightMeans
+from torchbagua.runtime.weight_buckets import WeightBucket, WeightBuckets, WeightMeans
 from torchbagua.runtime.weight_runner import WeightRunner
 
 __all__ = [

@@ -21,12 +21,13 @@ _CAUSE = "for example by .to(memory_format=...)"
 
 
 class LayoutWatch:
-    """Detects a parameter whose layout has changed, and encodes the finding as a number for the other ranks.
-
-    All ranks watch the same parameters, in the same order.
+    """Detects a parameter whose layout has changed. All ranks watch the same parameters, in the same order.
 
     Args:
         advice: how to change a layout, for the error.
+
+    Attributes:
+        changed_parameter: 1 + the index of a parameter whose layout had changed at the last `look`; 0 for none.
     """
 
     def __init__(self, advice: str) -> None:
@@ -36,7 +37,7 @@ class LayoutWatch:
         # For each of these, a function that returns its strides, and strides that are known to be in the stored order.
         self._get_strides: list[Callable[[], tuple[int, ...]]] = []
         self._known: list[tuple[int, ...]] = []
-        self._changed = 0  # 1 + the index of the changed parameter; 0 for none
+        self.changed_parameter = 0
 
     def watch(self, tensors: Sequence[BaguaTensor]) -> None:
         """Watch these parameters instead of the previous ones."""
@@ -54,8 +55,8 @@ class LayoutWatch:
         """Return whether the layout of a watched parameter has changed. Costs 0.1 us per parameter."""
         now = [get_strides() for get_strides in self._get_strides]
         changed = 0 if now == self._known else self._compare(now)
-        self._changed = changed  # one assignment, since a lane may read it concurrently
-        return self.has_changed
+        self.changed_parameter = changed  # one assignment, since a lane may read it concurrently
+        return changed > 0
 
     def _compare(self, now: Sequence[tuple[int, ...]]) -> int:
         for index, (strides, (number, tensor)) in enumerate(zip(now, self._checked, strict=True)):
@@ -65,40 +66,19 @@ class LayoutWatch:
                 self._known[index] = strides
         return 0
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the last `look` found a changed layout."""
-        return self._changed > 0
-
-    def message(self, rank: int, size: int, *, flag: bool = False) -> int:
-        """Return the result of the last `look` as a number. `check` decodes the largest number over the ranks.
+    def check(self, changed_parameters: Sequence[int]) -> None:
+        """Raise RuntimeError, which names the parameter, if a layout has changed on any rank.
 
         Args:
-            rank: this rank.
-            size: the number of ranks.
-            flag: one additional bit, for `has_flag`.
+            changed_parameters: the `changed_parameter` of each rank.
         """
-        return 2 * (self._changed * size + rank if self._changed else 0) + flag
-
-    def check(self, largest_message: int, size: int) -> None:
-        """Raise RuntimeError, with the name of the parameter, if a layout has changed on any rank.
-
-        Args:
-            largest_message: the largest message over the ranks.
-            size: the number of ranks.
-        """
-        number, rank = divmod(largest_message // 2, size)
-        if number:
-            raise self._error(number, rank)
-
-    @staticmethod
-    def has_flag(largest_message: int) -> bool:
-        """Return whether any rank has set the flag. Valid only if no layout has changed."""
-        return largest_message % 2 == 1
+        for rank, number in enumerate(changed_parameters):
+            if number:
+                raise self._error(number, rank)
 
     def local_error(self, rank: int) -> RuntimeError:
         """Return the error for the changed layout that the last `look` found on this rank."""
-        return self._error(self._changed, rank)
+        return self._error(self.changed_parameter, rank)
 
     def _error(self, number: int, rank: int) -> RuntimeError:
         tensor = self._tensors[number - 1]

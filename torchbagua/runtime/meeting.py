@@ -4,6 +4,7 @@ DDP averages the k-th synchronized backward of a rank with the k-th of every oth
 itself, its later gradients are averaged with earlier ones of the others, and no exchange of gradients notices.
 """
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,11 @@ from typing import NamedTuple
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.exchange import tag_of
+from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, RingMessage, agree
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import InSteps, Lane
 from torchbagua.runtime.optimizer_steps import StepCount
-from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, OutOfStep
-
-# Agreements of other kinds have smaller piece numbers (collectives/agreement.py).
-_PROGRESS_PIECE, _DIGEST_PIECE, _FINDING_PIECE = 1024, 1025, 1026
 
 # The synchronized backward passes in which ranks compare their weights: some early ones, and then one in so many.
 _EARLY, _INTERVAL = (1, 10, 100), 500
@@ -30,9 +27,13 @@ _ENOUGH_CLEARED = 3
 
 _HOST = torch.device("cpu")
 
+_NONE = torch.empty(0, dtype=torch.int64)
+
+_WIRE = struct.Struct("<qi3?x")
+
 
 class Progress(NamedTuple):
-    """How far a rank is: 16 bytes on the wire.
+    """How far a rank is: 16 bytes on the wire, in this order.
 
     Attributes:
         num_backwards: the synchronized backward passes that it has begun.
@@ -48,14 +49,12 @@ class Progress(NamedTuple):
     has_ended: bool = False
     has_joined: bool = False
 
-    def pack(self) -> torch.Tensor:
-        flags = 4 * self.compares_weights + 2 * self.has_ended + self.has_joined
-        return torch.tensor([self.num_backwards, 8 * self.num_steps + flags])
+    def encode(self) -> torch.Tensor:
+        return torch.tensor(list(_WIRE.pack(*self)), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, packed: torch.Tensor) -> "Progress":
-        num_backwards, rest = packed.tolist()
-        return cls(num_backwards, rest // 8, bool(rest & 4), bool(rest & 2), bool(rest & 1))
+    def decode(cls, wire: torch.Tensor) -> "Progress":
+        return cls(*_WIRE.unpack(bytes(wire.tolist())))
 
     def fits(self, other: "Progress") -> bool:
         """Return whether the gradients, or the ends, of two ranks with this progress belong together."""
@@ -70,27 +69,17 @@ class Progress(NamedTuple):
         return f"is in synchronized backward pass {self.num_backwards}, after {steps}"
 
 
-class Finding(NamedTuple):
-    """Weights that differ between two ranks.
+@dataclass(frozen=True)
+class Finding:
+    """Weights that differ between a rank and the rank before it.
 
     Attributes:
-        rank: the rank whose weights differ from those of the rank before it.
-        position: the position of the first weight that differs.
+        position: the position of the first weight that differs; None without any.
         has_more: whether more weights differ.
     """
 
-    rank: int
-    position: int
+    position: int | None
     has_more: bool
-
-    def pack(self) -> int:
-        """Return a positive number."""
-        return ((self.rank + 1) << 32) + 2 * self.position + self.has_more
-
-    @classmethod
-    def unpack(cls, packed: int) -> "Finding":
-        rest = packed & 0xFFFFFFFF
-        return cls((packed >> 32) - 1, rest // 2, bool(rest & 1))
 
 
 @dataclass
@@ -103,20 +92,20 @@ class Meeting:
     Attributes:
         group: the ranks.
         own: the progress of this rank.
-        digests: returns digests of the weights, int64.
-        num_digests: their number.
+        num_digests: the number of weights.
+        digests: returns digests of the weights, int64, if this rank compares them.
         suspicion: why this rank compares its weights, if a step may have changed them on this rank alone.
-        differing: the positions of the digests that differ from those of the rank before; None before `compare`.
+        finding: what `compare` has found; None before.
     """
 
     group: BaguaProcessGroup
     own: Progress
-    digests: Callable[[], torch.Tensor]
     num_digests: int
+    digests: Callable[[], torch.Tensor] = lambda: _NONE
     suspicion: str | None = None
-    differing: Sequence[int] | None = None
+    finding: Finding | None = None
     _purpose: str = field(default="", init=False)
-    _message: "_RingMessage | None" = field(default=None, init=False)
+    _message: RingMessage | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Send and compare. Collective; on the lane's thread, as all methods."""
@@ -125,8 +114,8 @@ class Meeting:
 
     def post(self, purpose: str) -> None:
         """Start to send this rank's progress, and to receive that of the rank before; `purpose` is for errors."""
-        self._purpose = purpose
-        self._message = _RingMessage(self.group.world, self.own.pack(), self._purpose, _PROGRESS_PIECE)
+        self._purpose, wire = purpose, self.own.encode()
+        self._message = RingMessage(self.group.world, wire, torch.empty_like(wire), purpose, PROGRESS_PIECE)
 
     def compare(self) -> None:
         """Wait for the progress of the rank before.
@@ -135,97 +124,28 @@ class Meeting:
             OutOfStep: it does not fit this rank's.
         """
         assert self._message is not None
-        world, theirs = self.group.world, Progress.unpack(self._message.receive())
-        if not self.own.fits(theirs):
-            ends = sorted([(world.rank_before(1), theirs), (world.rank, self.own)])
-            (first, its), (second, own) = ((world.name_of(rank), progress) for rank, progress in ends)
+        world, own, theirs = self.group.world, self.own, Progress.decode(self._message.receive())
+        if not own.fits(theirs):
+            first, second = (
+                f"{world.name_of(rank)} {progress}"
+                for rank, progress in sorted([(world.rank_before(1), theirs), (world.rank, own)])
+            )
             text = (
-                f"torchbagua: ranks are out of step: {first} {its}; {second} {own}. Every rank must run the same "
+                f"torchbagua: ranks are out of step: {first}; {second}. Every rank must run the same "
                 "synchronized backward passes and optimizer steps, since DDP averages gradients in this order. Instead "
                 "of leaving out a bad batch, let the rank run forward and backward with a loss of zero, and step"
             )
             self.group.post_reason(text)
             raise OutOfStep(text)
-        self.differing = self._compare_weights(theirs) if self.own.compares_weights or theirs.compares_weights else ()
-
-    def _compare_weights(self, theirs: Progress) -> Sequence[int]:
-        """Send digests if this rank compares, and receive those of the rank before if it does."""
-        own = self.digests() if self.own.compares_weights else torch.zeros(self.num_digests, dtype=torch.int64)
-        message = _RingMessage(
-            self.group.world,
-            own,
-            self._purpose,
-            _DIGEST_PIECE,
-            sends=self.own.compares_weights,
-            receives=theirs.compares_weights,
-        )
-        other = message.receive()
-        if not (self.own.compares_weights and theirs.compares_weights) or self.own.has_joined or theirs.has_joined:
-            return ()
-        return (own != other).nonzero().flatten().tolist()
-
-    def gather_finding(self) -> Finding | None:
-        """Return the finding of one of the ranks, the same on all; None without any. Collective.
-
-        No rank returns before all have called it. It fails if a rank has raised instead.
-        """
-        world = self.group.world
-        largest = torch.tensor([self.finding().pack() if self.differing else 0])
-        distance = 1
-        while distance < world.size:
-            theirs = _RingMessage(world, largest, self._purpose, _FINDING_PIECE, distance).receive()
-            largest = torch.maximum(largest, theirs)
-            distance *= 2
-        return Finding.unpack(int(largest)) if largest else None
-
-    def finding(self) -> Finding:
-        """Return what `compare` has found on this rank."""
-        assert self.differing
-        return Finding(self.group.world.rank, self.differing[0], len(self.differing) > 1)
-
-
-class _RingMessage:
-    """Sends a tensor to the rank `distance` places after this one, and receives one from the rank as far before.
-
-    Observers are not notified: the message overlaps with those of the first bucket, and their spans nest.
-    """
-
-    def __init__(
-        self,
-        world: Communicator,
-        own: torch.Tensor,
-        purpose: str,
-        piece: int,
-        distance: int = 1,
-        *,
-        sends: bool = True,
-        receives: bool = True,
-    ) -> None:
-        self._world = world
-        self._sends, self._receives = sends, receives
-        self._target, self._source = world.rank_after(distance), world.rank_before(distance)
-        self._purpose = purpose
-        self._tag = tag_of("agreement", piece)
-        self._own, self._theirs = own, torch.empty_like(own)
-        if world.posts_messages(own.device):
-            world.connect([self._target, self._source], purpose)
-            if receives:
-                world.post("receiving from", self._source, self._theirs, tag=self._tag, purpose=purpose)
-            if sends:
-                world.post("sending to", self._target, own, tag=self._tag, purpose=purpose)
-        else:
-            sent, received = ([own.new_empty(0) for _ in range(world.size)] for _ in range(2))
-            sent[self._target], received[self._source] = own, self._theirs
-            world.all_to_all(received, sent, purpose, lambda: ())
-
-    def receive(self) -> torch.Tensor:
-        """Wait for both messages, and return the received one."""
-        if self._world.posts_messages(self._own.device):
-            if self._receives:
-                self._world.wait("receiving from", self._source, tag=self._tag, purpose=self._purpose)
-            if self._sends:
-                self._world.wait("sending to", self._target, tag=self._tag, purpose=self._purpose)
-        return self._theirs
+        differing: list[int] = []
+        if own.compares_weights or theirs.compares_weights:
+            # A rank sends its digests if it compares, and receives those of the rank before if that compares.
+            sent = self.digests()
+            received = torch.empty(self.num_digests, dtype=torch.int64) if theirs.compares_weights else _NONE
+            RingMessage(world, sent, received, self._purpose, WEIGHTS_PIECE).receive()
+            if len(sent) == len(received) and not (own.has_joined or theirs.has_joined):
+                differing = (sent != received).nonzero().flatten().tolist()
+        self.finding = Finding(differing[0] if differing else None, has_more=len(differing) > 1)
 
 
 class OpeningBucket:
@@ -264,7 +184,7 @@ class Meetings:
         self.num_backwards = 0
         self._group = group
         self._steps = steps
-        self._weights: list[dict[str, torch.Tensor]] = []  # of each device
+        self._weights: dict[str, torch.Tensor] = {}
         self._unreported: list[Meeting] = []  # those that compare weights
         self._has_joined = False  # in any backward so far
         self._is_muted = False
@@ -274,10 +194,7 @@ class Meetings:
 
     def compare_weights(self, named: Mapping[str, torch.Tensor]) -> None:
         """Compare these weights from now on; the same on all ranks."""
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, weight in named.items():
-            by_device.setdefault(weight.device, {})[name] = weight
-        self._weights = list(by_device.values())
+        self._weights = dict(named)
 
     def mute(self) -> None:
         """Warn of no more weights that differ: a warning has named the cause."""
@@ -324,10 +241,12 @@ class Meetings:
         self.report()
         meeting = self._meeting(compares_weights=True, has_ended=True)
 
-        def meet() -> Finding | CommunicationError | None:
+        def meet() -> Sequence[Finding] | CommunicationError:
             try:
                 meeting.run()
-                return meeting.gather_finding()
+                assert meeting.finding is not None
+                # No rank returns before all have called it. It fails if a rank has raised instead.
+                return agree(self._group.world, meeting.finding, "the weights at the end of training")
             except CommunicationError as error:
                 explained = self._group.explain(error)
                 if isinstance(explained, OutOfStep):
@@ -335,39 +254,38 @@ class Meetings:
                 return error  # does not fail the lane: the training of this rank is complete
 
         outcome = lane.submit(meet).result()
-        if isinstance(outcome, Finding):
-            self._warn(meeting, outcome)
-        elif outcome is not None:
+        if isinstance(outcome, CommunicationError):
             warn_user(
                 f"torchbagua: rank {self._group.rank} has detached, but could not compare its progress with the other "
                 f"ranks: {outcome}"
             )
+            return
+        for rank, finding in enumerate(outcome):  # the first of them warns, on all ranks of the same two
+            self._warn(meeting, rank, finding)
 
     def _meeting(self, *, compares_weights: bool, has_ended: bool) -> Meeting:
         compares_weights &= bool(self._weights)
         own = Progress(self.num_backwards, self._steps.number, compares_weights, has_ended, self._has_joined)
-        parts = [self._digests_of(list(members.values())) for members in self._weights] if compares_weights else []
-        meeting = Meeting(
-            self._group,
-            own,
-            lambda: torch.cat([part() for part in parts]),
-            num_digests=sum(map(len, self._weights)),
-            suspicion=self._suspicion if compares_weights else None,
-        )
+        meeting = Meeting(self._group, own, num_digests=len(self._weights))
         if compares_weights:
+            meeting.digests, meeting.suspicion = self._digests(), self._suspicion
             self._suspicion = None
             if not has_ended:
                 self._unreported.append(meeting)
         return meeting
 
-    def _digests_of(self, weights: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        if weights[0].is_cpu:  # the lane reads them during backward, in which they do not change
-            return lambda: _digests(weights)
-        on_device = _digests(weights)  # on the training stream, before the next step
+    def _digests(self) -> Callable[[], torch.Tensor]:
+        """Return a function for the lane that returns a digest of each weight, as the weights are now."""
+        weights = list(self._weights.values())
+        devices = {weight.device for weight in weights}
+        # The lane reads weights in host memory during backward, in which they do not change. GPUs read them on the
+        # training stream, before the next step.
+        sums = [] if devices == {_HOST} else _sums_of_bits(weights)
 
         def on_host() -> torch.Tensor:
-            self._group.private.wait_for_gpu(on_device.device, "comparing the weights of ranks")
-            return on_device.cpu()
+            for device in devices:
+                self._group.private.wait_for_gpu(device, "comparing the weights of ranks")
+            return torch.stack([each.cpu() for each in sums or _sums_of_bits(weights)])
 
         return on_host
 
@@ -377,24 +295,22 @@ class Meetings:
         Raises:
             RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error.
         """
-        while self._unreported and (differing := self._unreported[0].differing) is not None:
+        while self._unreported and (finding := self._unreported[0].finding) is not None:
             meeting = self._unreported.pop(0)
-            if differing:
-                self._warn(meeting, meeting.finding())
-            elif meeting.suspicion is not None:
+            if finding.position is None and meeting.suspicion is not None:
                 self._num_cleared[meeting.suspicion] += 1
+            self._warn(meeting, self._group.world.rank, finding)
 
-    def _warn(self, meeting: Meeting, finding: Finding) -> None:
-        if self._is_muted:
+    def _warn(self, meeting: Meeting, rank: int, finding: Finding) -> None:
+        """Warn of the finding of a rank, unless it has found nothing."""
+        if finding.position is None or self._is_muted:
             return
         self.mute()
-        names = [name for members in self._weights for name in members]
         world = self._group.world
-        ranks = sorted(((finding.rank - 1) % world.size, finding.rank))
-        first, second = map(world.name_of, ranks)
+        first, second = map(world.name_of, sorted(((rank - 1) % world.size, rank)))
         found = (
             f"{first} and {second} hold different weights after {meeting.own.num_steps} optimizer steps: "
-            f"{names[finding.position]}{', and others' if finding.has_more else ''}"
+            f"{[*self._weights][finding.position]}{', and others' if finding.has_more else ''}"
         )
         if meeting.suspicion is not None:
             warn_user(f"torchbagua: {meeting.suspicion}. Now {found}")
@@ -410,7 +326,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def _digests(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a digest of each tensor: the sum of its elements' bits as integers, which is exact in any order."""
+def _sums_of_bits(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sum of the elements' bits of each tensor as integers, which is exact in any order."""
     real = [torch.view_as_real(weight) if weight.is_complex() else weight for weight in weights]
-    return torch.stack([part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in real])
+    return [part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in real]

@@ -12,7 +12,7 @@ import torch
 
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.lookup import codec_for_dtype
-from torchbagua.collectives.agreement import fingerprint, require_same_progress
+from torchbagua.collectives.agreement import Progress, agree, fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.loader import load_kernels
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
@@ -215,9 +215,9 @@ class Runner:
         kept.load_state_dict(self.name, state, self._named_parameters())
         # Whether ranks sum the state in the next backward depends on the state, so all ranks must load the same names.
         names = list(state[kept.names[0]])
-        progress = {"as a digest of the names in its state": fingerprint(names)}
+        own = Progress("loading the state", {"a digest of the names in the state": fingerprint(names)})
         world = self.process_group.world
-        self.lane.submit(lambda: require_same_progress(world, progress, "loading the state")).result()
+        self.lane.submit(lambda: require_same_progress(world, agree(world, own, own.call))).result()
         self.impl.reset()
 
     def _parameters_of_state(self) -> list[torch.Tensor]:

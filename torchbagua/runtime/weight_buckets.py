@@ -2,25 +2,21 @@
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
 from torchbagua.codecs.base import sum_dtype
-from torchbagua.collectives.agreement import fingerprint, require_same_progress
+from torchbagua.collectives.agreement import fingerprint
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.low_precision_ring import Replicas
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
-from torchbagua.runtime.lane import Job, Lane
-from torchbagua.runtime.load_record import LoadRecord, require_same_loads
+from torchbagua.runtime.lockstep import Lockstep
 from torchbagua.runtime.parameters import MemoryOrder, flat_length, local_shard, name_of_shard, reshard, sharded_parts
 from torchbagua.runtime.runner import Runner
-from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.errors import CommunicationError
 
 _PART_ELEMENTS = 2**21  # for tensors outside buckets, since the group caches buffers for each length that it averages
 
@@ -121,7 +117,7 @@ class WeightMeans:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in by_kind.items()}
         layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        also = ("as fingerprint of the other tensors to average", fingerprint(layout))
+        also = ("the fingerprint of the other tensors to average", fingerprint(layout))
         group = self._group
 
         def average() -> None:
@@ -134,101 +130,6 @@ class WeightMeans:
             parts = flats[key].split([tensor.numel() for tensor in members])
             for tensor, part in zip(members, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-class Lockstep:
-    """Compares the progress, the loads of weights and the memory layouts of the ranks before each collective.
-
-    Args:
-        lane: runs the comparisons, and the functions that follow them.
-        world: the ranks.
-        progress: returns numbers that describe the progress of this rank, keyed by their names in errors. Each is below
-            2^40. The set of names never changes.
-
-    Attributes:
-        loads: the loads of weights, from `AlgorithmImpl.weights_loaded`. If a load is new, ranks compare their loads
-            in `submit`.
-        layout_watch: detects a change of a parameter's memory layout. After a change, all ranks raise in `submit`.
-        num_overflow_checks: the number of calls of `agree_on_overflow`.
-        fingerprint: a number below 2^40 that is equal on ranks with equal buckets; part of the progress.
-    """
-
-    def __init__(self, lane: Lane, world: Communicator, progress: Callable[[], Mapping[str, int]]) -> None:
-        self.loads = LoadRecord()
-        self.layout_watch = LayoutWatch(OF_WEIGHTS)
-        self.fingerprint = 0
-        self.num_overflow_checks = 0
-        self._lane = lane
-        self._world = world
-        self._progress = progress
-
-    def submit(
-        self, run: Callable[[], T], purpose: str, *, also: tuple[str, int] | None = None, is_last: bool = False
-    ) -> Job[T]:
-        """Have the lane run a function once all ranks have called this. If their progress differs, all ranks raise.
-
-        All ranks also raise if, since the last call, they have not recorded the same loads of weights in `loads`.
-
-        Args:
-            run: the function.
-            purpose: the purpose of the call, for errors; the same on all ranks.
-            also: an additional number that must be equal on all ranks, after its name in errors.
-            is_last: whether this call ends the attachment.
-        """
-        mark, is_new = self.loads.take()
-        compare, world = self.comparison(purpose, flag=is_new, also=also, is_last=is_last), self._world
-
-        def job() -> T:
-            if compare():  # some rank has a new load
-                require_same_loads(world, mark, purpose)
-            return run()
-
-        return self._lane.submit(job)
-
-    def comparison(
-        self, purpose: str, *, flag: bool = False, also: tuple[str, int] | None = None, is_last: bool = False
-    ) -> Callable[[], bool]:
-        """Return a collective function for the lane to call. It returns whether any rank has set `flag`.
-
-        The function raises RuntimeError on all ranks if a memory layout has changed on any of them, and
-        CommunicationError if their progress differs.
-        """
-        # Every call compares the same number of values, since ranks may be in different calls.
-        name, number = also or ("as an additional number", 0)
-        progress = {
-            "ended attachments": int(is_last),
-            **self._progress(),
-            "as fingerprint of the tensors to average": self.fingerprint,
-            "as digest of its call": fingerprint(purpose),
-            name: number,
-        }
-        world, watch = self._world, self.layout_watch
-        message = watch.message(world.rank, world.size, flag=flag)
-
-        def compare() -> bool:
-            check = partial(watch.check, size=world.size)
-            return watch.has_flag(require_same_progress(world, progress, purpose, message, check))
-
-        return compare
-
-    def agree_on_overflow(self, found_inf: bool, purpose: str = "the search for Inf") -> bool:
-        """Return whether any rank has found an Inf or NaN in its gradients. Collective.
-
-        Ranks also compare their progress, which detects a rank that skipped a step alone.
-        """
-        self.num_overflow_checks += 1
-        return self._lane.submit(self.comparison(purpose, flag=found_inf)).result()
-
-    def refuse_changed_layout(self) -> None:
-        """Report a changed memory layout on this rank, so that all ranks raise at their next comparison.
-
-        Raises:
-            RuntimeError: always; names the parameter.
-        """
-        try:
-            self.submit(lambda: None, "the comparison of memory layouts").result()
-        except CommunicationError as error:  # other ranks have disconnected, or are too far behind
-            raise self.layout_watch.local_error(self._world.rank) from error
 
 
 class WeightBucket(BaguaBucket):
@@ -321,7 +222,7 @@ class WeightBuckets:
     Args:
         runner: the runner of the impl.
         progress: returns numbers that describe the progress of this rank, keyed by their names in errors. Ranks compare
-            them before each collective. Each is below 2^40. The set of names never changes.
+            them before each collective.
         average_buffers: average floating-point and complex buffers too, if the module's `state_dict` contains them.
             Integer buffers are not averaged.
         final_average: give all ranks the mean of their weights when the attachment ends without an error.

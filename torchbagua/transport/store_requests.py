@@ -112,8 +112,17 @@ class StoreRequests:
     def missing_ranks(self, what: str, size: int) -> list[int]:
         """Return the ranks that have not announced `what`; none if the store no longer responds."""
         with suppress(RuntimeError):
-            return [rank for rank in range(size) if not self.check([f"{what}/{rank}"])]
+            return self.missing([f"{what}/{rank}" for rank in range(size)])
         return []
+
+    def missing(self, keys: list[str], start: int = 0) -> list[int]:
+        """Return the positions of the keys that are not set, from `start` on; a set half takes one request."""
+        if self.check(keys):
+            return []
+        if len(keys) == 1:
+            return [start]
+        half = len(keys) // 2
+        return self.missing(keys[:half], start) + self.missing(keys[half:], start + half)
 
     def read_texts(self, keys: list[str]) -> list[str]:
         """Return the text under each of `keys`; wait for the keys that are not set yet."""

@@ -1,15 +1,24 @@
 """Warm-up phases: operations that change after a number of training steps, at the same step on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
+from torchbagua.collectives.agreement import Progress, agree, all_reduce_max, require_same_progress
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.rank_state import check_keys
 
 _PASSES, _STEPS = "num_backward_passes", "num_steps"
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The counts in the state that a rank loads."""
+
+    num_backward_passes: int
+    num_steps: int
 
 
 class Phases:
@@ -74,10 +83,14 @@ class Phases:
         """
         check_keys(self._runner.name, state, [_PASSES, _STEPS])
         num_passes, num_steps, world = int(state[_PASSES]), int(state[_STEPS]), self._runner.process_group.world
-        progress = {"as backward passes so far in its state": num_passes}
-        agreement = self._runner.lane.submit(
-            lambda: require_same_progress(world, progress, "loading the state", value=num_steps)
-        )
-        # The maximum over ranks, because a rank that had joined has counted fewer steps.
-        self.num_steps = self._agreed_steps = agreement.result()
+        own = _Position(num_passes, num_steps)
+
+        def compare() -> int:
+            positions = agree(world, own, purpose := "loading the state")
+            passes = [{"backward passes so far in the state": each.num_backward_passes} for each in positions]
+            require_same_progress(world, [Progress(purpose, numbers) for numbers in passes])
+            # Not the same on all ranks: a rank that had joined has counted fewer steps.
+            return max(each.num_steps for each in positions)
+
+        self.num_steps = self._agreed_steps = self._runner.lane.submit(compare).result()
         self.num_backward_passes, self._has_backward = num_passes, False

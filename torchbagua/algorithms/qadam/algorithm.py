@@ -35,7 +35,7 @@ from torchbagua.codecs.block_codec import NativeBlockCodec
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sign1bit import Sign1Bit
-from torchbagua.collectives.agreement import require_same_progress
+from torchbagua.collectives.agreement import Progress, agree, require_same_progress
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.value_form import CodecOf
@@ -49,13 +49,6 @@ from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.parameters import flat_length
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
-
-
-class _Position(NamedTuple):
-    """The values that a rank compares: its progress, and the result of its check of memory layouts."""
-
-    progress: Mapping[str, int]
-    message: int
 
 
 class WarmupAgreement:
@@ -83,7 +76,7 @@ class WarmupAgreement:
     def __init__(self, runner: GradientRunner, q_adam: QAdamOptimizer) -> None:
         self._runner = runner
         self._q_adam = q_adam
-        self._announced: tuple[_Position, Job[None]] | None = None
+        self._announced: tuple[Progress, Job[None]] | None = None
         self._confirmation: Job[None] | None = None
         self._is_listening = False
 
@@ -100,32 +93,32 @@ class WarmupAgreement:
         """
         world = self._runner.process_group.world
         if not world.in_stream_order(device):
-            self._submit(self._position())
+            self._submit(self._progress())
             return
         self._listen()
-        position = self._position()
-        announced, agreement = self._announced or (position, self._submit(position))
+        progress = self._progress()
+        announced, agreement = self._announced or (progress, self._submit(progress))
         self._announced = None
         agreement.result()
-        self._confirmation = self._submit(position)
-        if position != announced:
+        self._confirmation = self._submit(progress)
+        if progress != announced:
             self._confirmation.result()
 
-    def _position(self) -> _Position:
+    def _progress(self) -> Progress:
         num_updates = self._q_adam.num_updates_past_warmup.values()
-        progress = {
+        numbers = {
             "parameters past their warm-up": len(num_updates),
             "updates of parameters past their warm-up": sum(num_updates),
         }
-        world, layout_watch = self._runner.process_group.world, self._runner.gradient_buckets.layout_watch
-        return _Position(progress, layout_watch.message(world.rank, world.size))
+        return Progress("the gradients", numbers, self._runner.gradient_buckets.layout_watch.changed_parameter)
 
-    def _submit(self, position: _Position) -> Job[None]:
+    def _submit(self, progress: Progress) -> Job[None]:
         world, layout_watch = self._runner.process_group.world, self._runner.gradient_buckets.layout_watch
 
         def compare() -> None:
-            check = partial(layout_watch.check, size=world.size)
-            require_same_progress(world, position.progress, "the gradients", position.message, check)
+            of_ranks = agree(world, progress, progress.call)
+            layout_watch.check([each.changed_parameter for each in of_ranks])
+            require_same_progress(world, of_ranks)
 
         return self._runner.submit_agreement(compare)
 
@@ -160,8 +153,8 @@ class WarmupAgreement:
 
     def _announce(self) -> None:
         if self._announced is None:  # after several steps without a backward, the first announcement remains valid
-            position = self._position()
-            self._announced = position, self._submit(position)
+            progress = self._progress()
+            self._announced = progress, self._submit(progress)
 
 
 # In elements. A longer block does not stay in a core's cache between the computation and the encoding of its momenta.

@@ -46,7 +46,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.observe.events import Details
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.load_record import LoadMark, require_same_loads
+from torchbagua.runtime.lockstep import LoadMark, require_same_loads
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import sub_bucket_of

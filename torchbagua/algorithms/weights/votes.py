@@ -1,19 +1,16 @@
 """Votes by which ranks that average asynchronously agree on when to stop."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.agreement import agree, name_ranks, ranks_by_value
 from torchbagua.runtime.changed_layout import LayoutWatch
-from torchbagua.runtime.load_record import different_loads
+from torchbagua.runtime.lockstep import require_same_numbers
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 
 Reason = Literal["abort", "detach", "new buckets", "load_state_dict", "averaged_weights"]
 """Why a rank stops. All ranks must have the same reason."""
-
-_REASONS: tuple[Reason, ...] = get_args(Reason)
-_GIVES_UP = 2  # more than a request for the mean, so that the maximum over ranks includes it
 
 
 @dataclass(frozen=True)
@@ -27,14 +24,16 @@ class Vote:
         reason: why the rank stops. It has no meaning if the rank does not stop.
         num_loads: the number of loads of weights before the rank's snapshot.
         gives_up: whether the rank has waited too long for ranks that have seen another number of loads.
+        changed_parameter: see `LayoutWatch`; `count_votes` sets it.
     """
 
     leaves: bool = False
     stops: bool = False
     wants_mean: bool = False
-    reason: Reason = _REASONS[0]
+    reason: Reason = "abort"
     num_loads: int = 0
     gives_up: bool = False
+    changed_parameter: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,35 +68,21 @@ def count_votes(communicator: Communicator, vote: Vote, watch: LayoutWatch, purp
         CommunicationError: ranks stop for different reasons. Or ranks have loaded weights different numbers of times
             when all ranks stop or a rank gives up. Or communication failed.
     """
-    size, own = communicator.size, communicator.rank + 1
-    requests = int(vote.wants_mean) + (_GIVES_UP if vote.gives_up else 0)
-    message = watch.message(communicator.rank, size)  # an even number
-    # Reasons matter only if the numbers of loads are equal.
-    loads = (vote.num_loads * len(_REASONS) + _REASONS.index(vote.reason)) * size + communicator.rank
-    values = [own if vote.leaves else 0, 0 if vote.stops else own, message * _GIVES_UP + requests, loads, -loads]
-    leaving_rank, running_rank, largest, most, fewest = all_reduce_max(communicator, values, purpose)
-    message, requests = divmod(largest, 2 * _GIVES_UP)
-    watch.check(2 * message, size)
-    fewest_loads, first_reason, behind = _unpack(-fewest, size)
-    most_loads, last_reason, ahead = _unpack(most, size)
-    ends = not leaving_rank and not running_rank
-    if fewest_loads != most_loads and not leaving_rank and (ends or requests >= _GIVES_UP):
-        loads_of = sorted({communicator.ranks[behind]: fewest_loads, communicator.ranks[ahead]: most_loads}.items())
-        (first, first_number), (second, second_number) = loads_of
-        raise different_loads((first, second), (first_number, second_number))
-    if ends and first_reason != last_reason:
-        seen = {communicator.ranks[behind]: _REASONS[first_reason], communicator.ranks[ahead]: _REASONS[last_reason]}
-        reasons = ", ".join(f"rank {rank} for {reason}" for rank, reason in sorted(seen.items()))
-        raise CommunicationError(f"torchbagua: ranks have stopped averaging for different reasons: {reasons}")
+    votes = agree(communicator, replace(vote, changed_parameter=watch.changed_parameter), purpose)
+    watch.check([vote.changed_parameter for vote in votes])
+    leaving_rank = max((rank for rank, vote in enumerate(votes) if vote.leaves), default=None)
+    running_rank = max((rank for rank, vote in enumerate(votes) if not vote.stops), default=None)
+    ends = leaving_rank is None and running_rank is None
+    num_loads = [vote.num_loads for vote in votes]
+    if leaving_rank is None and (ends or any(vote.gives_up for vote in votes)):
+        require_same_numbers(communicator, num_loads)
+    reasons = ranks_by_value([vote.reason for vote in votes], communicator.ranks)
+    if ends and len(reasons) > 1:
+        seen = ", ".join(f"{name_ranks(ranks)} for {reason}" for reason, ranks in reasons)
+        raise CommunicationError(f"torchbagua: ranks have stopped averaging for different reasons: {seen}")
     return Outcome(
-        leaving_rank - 1 if leaving_rank else None,
-        running_rank - 1 if running_rank else None,
-        ends and bool(requests % _GIVES_UP),
-        most_loads if fewest_loads == most_loads else None,
+        leaving_rank,
+        running_rank,
+        has_mean=ends and any(vote.wants_mean for vote in votes),
+        num_loads=num_loads[0] if len(set(num_loads)) == 1 else None,
     )
-
-
-def _unpack(packed: int, size: int) -> tuple[int, int, int]:
-    """Return the number of loads, the index of the reason, and the rank that are packed into `packed`."""
-    rest, rank = divmod(packed, size)
-    return *divmod(rest, len(_REASONS)), rank

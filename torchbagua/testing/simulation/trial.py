@@ -241,10 +241,12 @@ _HARMLESS_TIMEOUTS = {
     "late store": 0.5,
 }
 
+_RANKS = r"ranks? \d[\d, and-]*"
 _OWN = r"(?:rank {rank}|rank \d+ \(global rank {rank}\))"
 _NAMED = (
     rf"torchbagua: .+ failed on {_OWN} (?:receiving from|sending to|connecting to) rank \d+",
-    r"torchbagua: ranks are out of step in .+: rank \d+ has \d+ .+, rank \d+ has \d+",
+    rf"torchbagua: ranks are out of step in .+: ranks disagree on .+: {_RANKS} ha\w+ \d+, {_RANKS} ha\w+ \d+",
+    rf"torchbagua: ranks are out of step in .+\. R{_RANKS[1:]} (?:is|are) in .+, {_RANKS} in .+\. Every",
     r"torchbagua: ranks are out of step: rank \d+ .+; rank \d+ .+ optimizer steps",
     rf"torchbagua: ranks are out of step: rank \d+ .+ has ended .+ failed on {_OWN} .+ rank \d+",
     r"torchbagua: timed out after .+ s waiting for ranks \[\d.*\] of \d+",
@@ -252,8 +254,8 @@ _NAMED = (
     rf"torchbagua: opening private groups on all ranks .+ failed on {_OWN}, waiting for rank \d+",
     rf"torchbagua: opening private groups on all ranks .+ failed on {_OWN}: rank \d+ has left",
     r"torchbagua: weights cannot be averaged: rank \d+ has left",
-    r"torchbagua: ranks have stopped averaging for different reasons: rank \d+ for \w+, rank \d+ for \w+",
-    r"torchbagua: ranks have not loaded the same weights since attach: (?:rank \d+ .*rank \d+|ranks \d+ and \d+ )",
+    rf"torchbagua: ranks have stopped averaging for different reasons: {_RANKS} for \w+, {_RANKS} for \w+",
+    rf"torchbagua: ranks have not loaded the same weights since attach: ranks disagree on .+: {_RANKS} .+, {_RANKS} ",
 )
 _CHANGE_WEIGHTS = ("skipped step", "other state")
 _OUT_OF_STEP = ("early end", "skipped step", "other call")
