@@ -61,6 +61,7 @@ from torchbagua.training.ddp import (
     limit_ddp_to_nodes,
     named_tensors,
 )
+from torchbagua.training.lint import install_lints
 from torchbagua.training.lint.end_warnings import (
     warn_of_different_weights,
     warn_of_missing_detach,
@@ -143,6 +144,7 @@ class Attachment:
                 undo.callback(OuterDdps(setup.modules, setup.called, runner.step_watches, silence_outer).close)
             step_hooks, self._clock = install_step_hooks(setup, runner)
             undo.enter_context(step_hooks)
+            undo.enter_context(install_lints(setup, runner))
             if isinstance(runner, WeightRunner):
                 if setup.is_sharded:
                     from torchbagua.training.fsdp2.communication import bound_waits

@@ -18,7 +18,6 @@ from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.ddp import ModuleHook
-from torchbagua.training.lint import install_lints
 from torchbagua.training.setup import TrainingSetup
 
 # The number of consecutive backward passes, with changing weights, after which gradients cleared without an optimizer
@@ -356,7 +355,6 @@ def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack,
     runner.tracer.count_optimizer_steps()
     with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
-        handles.enter_context(install_lints(setup, runner))
         if on_forward is not None or loss_scale is not None:
             for wrapper in wrappers:
                 handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)
