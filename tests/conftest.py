@@ -3,7 +3,9 @@
 import gc
 import importlib
 import os
+import threading
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 # Set before torch is imported, when OpenMP reads it for threads that start later, such as ranks.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -11,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import hypothesis
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from devices import CPU, require_gpu
 from host_kernels import HostKernels, compile_kernels
@@ -94,3 +97,16 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     """The CUDA kernels, compiled for the CPU, once for all workers; skips if no compiler is found."""
     folder = made_once(tmp_path_factory, "cuda_on_host", compile_kernels)
     return HostKernels(folder / "kernels.so")
+
+
+@pytest.fixture
+def forwards_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one rank at a time run the forward within a DDP: torch has one attribute for the running DDP of a process."""
+    lock, inside = threading.RLock(), DistributedDataParallel._inside_ddp_forward
+
+    @contextmanager
+    def inside_alone(ddp: DistributedDataParallel) -> Iterator[None]:
+        with lock, inside(ddp):
+            yield
+
+    monkeypatch.setattr(DistributedDataParallel, "_inside_ddp_forward", inside_alone)

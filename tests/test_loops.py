@@ -1,10 +1,7 @@
 """Training loops that use DDP and its module in their own ways: DDP stays silent, or an error says why not."""
 
 import copy
-import gc
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
 from ranks import run_ranks
-from torchbagua.training.outer_ddps import search_ddps_around
 from training import build
 
 NUM_MICRO_STEPS = 2
@@ -91,6 +87,7 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(name: str) 
     [(nn.Sequential, {}), (lambda module: module, {"static_graph": True})],
     ids=["deeper", "static"],
 )
+@pytest.mark.usefixtures("forwards_in_turn")
 def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> None:
     """As a Trainer's callback and accelerate's unwrap_model return it; the DDP around it is silent."""
     model = build(Normed)
@@ -106,8 +103,7 @@ def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Modul
             ddp(data()).square().sum().backward()
             optimizer.step()
 
-        with tb.attach(module, optimizer, RARELY[name]) as attachment:
-            assert attachment.runner.process_group.process_group is group
+        with tb.attach(module, optimizer, RARELY[name], process_group=group):
             step()
             alone(group, step)
         assert ddp.require_backward_grad_sync
@@ -115,7 +111,7 @@ def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Modul
     run_ranks(2, body)
 
 
-def test_every_ddp_around_the_module_is_silent() -> None:
+def test_every_ddp_around_the_module_is_silent(forwards_in_turn: None) -> None:
     """A model that was wrapped again is trained through the new DDP."""
 
     def body(group: dist.ProcessGroup) -> None:
@@ -130,52 +126,21 @@ def test_every_ddp_around_the_module_is_silent() -> None:
             optimizer.step()
 
         for attached in (first, module):
-            with tb.attach(attached, optimizer, RARELY["decentralized"]):
+            with tb.attach(attached, optimizer, RARELY["decentralized"], process_group=group):
                 step()
                 alone(group, step)
 
     run_ranks(2, body)
 
 
-def test_a_deleted_ddp_is_ignored() -> None:
-    """It would be refused, since it trains more than the module. One rank, since others would reference the DDP."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        ddp = DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)), process_group=group)
-        ddp.itself = [ddp]
-        del ddp
-        optimizer = torch.optim.SGD(module.parameters())
-        tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)).detach()
-
-    gc.disable()
-    try:
-        run_ranks(1, body)
-    finally:
-        gc.enable()
-
-
-def test_an_unfinished_ddp_is_ignored() -> None:
-    """As if its constructor had raised, and the caller stored the error."""
-    unfinished = DistributedDataParallel.__new__(DistributedDataParallel)
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(module.parameters())
-        tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)).detach()
-
-    run_ranks(1, body)
-    del unfinished
-
-
-def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change() -> None:
+def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change(forwards_in_turn: None) -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         module = nn.Linear(3, 3)
         nn.init.constant_(module.bias, float(group.rank()))
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
         ddp = DistributedDataParallel(module, process_group=group)
         optimizer = torch.optim.SGD([module.weight], lr=0.01)
-        with tb.attach(module, optimizer, "decentralized"):
+        with tb.attach(module, optimizer, "decentralized", process_group=group):
             ddp(torch.ones(1, 3)).sum().backward()
             optimizer.step()
         return module.bias.tolist()
@@ -183,28 +148,18 @@ def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change() -> None
     assert run_ranks(2, body) == [[0.0] * 3, [1.0] * 3]
 
 
-def test_a_part_of_the_module_that_a_ddp_trains_is_refused() -> None:
+def test_a_part_of_the_module_that_a_ddp_trains_is_refused(forwards_in_turn: None) -> None:
+    """When the DDP calls it."""
+
     def body(group: dist.ProcessGroup) -> None:
         parts = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         ddp = DistributedDataParallel(parts, process_group=group)
         optimizer = torch.optim.SGD(parts[0].parameters())
-        with pytest.raises(ValueError, match=r"must be the DistributedDataParallel around Linear, .* first 1\.weight"):
-            tb.attach(parts[0], optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
-        assert ddp.require_backward_grad_sync
-
-    run_ranks(2, body)
-
-
-def test_a_module_that_is_wrapped_after_attach() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(module.parameters())
-        own_group = tb.BaguaProcessGroup(group)
-        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=own_group):
-            ddp = DistributedDataParallel(module, process_group=group)
-            ddp(torch.ones(1, 3)).sum().backward()
-            with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
-                optimizer.step()
+        with tb.attach(parts[0], optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"the DistributedDataParallel around Linear, .* first 1\.weight"):
+                    ddp(torch.ones(1, 3))
+            assert ddp.require_backward_grad_sync
 
     run_ranks(2, body)
 
@@ -225,33 +180,3 @@ def test_join_is_refused(name: str) -> None:
             tb.attach(ddp, optimizer, RARELY[name])
 
     run_ranks(2, body)
-
-
-def test_other_threads_may_build_tuples_during_the_search_for_ddps() -> None:
-    """CPython 3.11 fails to build a tuple from an iterator while another thread lists all objects."""
-    is_over = threading.Event()
-    errors: list[SystemError] = []
-
-    def numbers() -> Iterator[int]:
-        for number in range(20):
-            time.sleep(0.0005)  # the other thread continues
-            yield number
-
-    def make_tuples() -> None:
-        while not is_over.is_set():
-            try:
-                tuple(numbers())
-            except SystemError as error:
-                errors.append(error)
-
-    many_lists: list[list[int]] = [[] for _ in range(200_000)]  # iterating takes longer than a thread's time slice
-    thread = threading.Thread(target=make_tuples)
-    thread.start()
-    try:
-        for _ in range(20):
-            assert search_ddps_around([torch.nn.Linear(2, 2)]) == []
-    finally:
-        is_over.set()
-        thread.join()
-    assert not errors
-    assert not any(many_lists)

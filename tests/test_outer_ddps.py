@@ -1,9 +1,9 @@
-"""DistributedDataParallel around an attached module: found when it calls, or by a search if a reducer may exist."""
+"""DistributedDataParallel around an attached module, or around a part of it: found when it calls."""
 
 import copy
-import gc
+import functools
 import pickle
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,44 +14,194 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
-from ranks import run_ranks
-from torchbagua.training import outer_ddps
+from ranks import gloo_group, run_ranks
 from training import build
 
+pytestmark = pytest.mark.usefixtures("forwards_in_turn")
 
-@pytest.mark.parametrize("is_ddp", [True, False])
-@pytest.mark.parametrize("name", RARELY)
-def test_attach_and_the_first_step_do_not_search(name: str, is_ddp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search takes tenths of a second if a million objects exist."""
+
+OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+WRAPPED: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
+    "the module": lambda module: [module],
+    "its parts": lambda module: [module.first, module.norm, module.last],
+    "a container": lambda module: [nn.Sequential(module)],
+    "another of its parts": lambda module: [nn.Sequential(module.first, module.norm), module.last],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_module_whose_ddps_attach_was_not_given_trains_alone(
+    wrapped: Callable[[nn.Module], list[nn.Module]], options: dict[str, Any], is_later: bool
+) -> None:
+    """Bitwise as without a DDP, from the first step on, no matter whether DDPs were created before or after attach."""
     model = build(Normed)
-    num_searches = 0
-
-    def search(*objects: object) -> list[Any]:
-        nonlocal num_searches
-        num_searches += 1
-        return []
-
-    monkeypatch.setattr(outer_ddps, "gc", SimpleNamespace(get_referrers=search, collect=search))
 
     def body(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        called = DistributedDataParallel(module, process_group=group) if is_ddp else module
+        module, alone = copy.deepcopy(model), copy.deepcopy(model)
+
+        def wrap() -> list[DistributedDataParallel]:
+            return [DistributedDataParallel(part, process_group=group, **options) for part in wrapped(module)]
+
+        def forward(batch: torch.Tensor) -> torch.Tensor:
+            if len(ddps) == 1:
+                return ddps[0](batch)
+            hidden = functools.reduce(lambda x, ddp: ddp(x), ddps[:-1], batch)
+            return ddps[-1](module.frozen(hidden.tanh()).tanh())
+
+        ddps = [] if is_later else wrap()
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        with tb.attach(called, optimizer, RARELY[name], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(2):
-                loss = called(batches(group.rank())()).square().sum()
-                loss.backward()
-                optimizer.step()
+        optimizer_alone = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.01)
+        data = batches(group.rank())
+        algorithm = tb.DecentralizedAlgorithm(communication_interval=100, final_average=False)
+        with tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group)):
+            if is_later:
+                ddps = wrap()
+            for _ in range(4):
+                batch = data()
+                for forward_one, stepped in ((forward, optimizer), (alone, optimizer_alone)):
+                    stepped.zero_grad()
+                    forward_one(batch).square().sum().backward()
+                    stepped.step()
+            assert module.state_dict().keys() == alone.state_dict().keys()
+            for own, expected in zip(module.state_dict().values(), alone.state_dict().values(), strict=True):
+                assert torch.equal(own, expected)
+            assert not any(ddp.require_backward_grad_sync for ddp in ddps)
+        assert all(ddp.require_backward_grad_sync and ddp.require_forward_param_sync for ddp in ddps)
 
     run_ranks(2, body)
-    assert num_searches == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=str,
-)
+def test_parts_have_a_hook_until_they_were_called_in_the_first_step() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
+        leaves = [*module[0], module[1]]
+        optimizer = torch.optim.SGD(module.parameters())
+
+        def num_hooks() -> list[int]:
+            return [len(leaf._forward_pre_hooks) for leaf in leaves]
+
+        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
+            for before_step in ([1, 1, 1], [0, 0, 1]):
+                module[0](torch.ones(1, 3)).sum().backward()
+                assert num_hooks() == before_step
+                optimizer.step()
+                assert num_hooks() == [0, 0, 1]
+            module[1](torch.ones(1, 3))
+            assert num_hooks() == [0, 0, 0]
+
+    run_ranks(2, body)
+
+
+def test_a_part_that_a_ddp_calls_only_after_the_first_step_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        parts = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        ddp = DistributedDataParallel(parts[1], process_group=group)
+        optimizer = torch.optim.SGD(parts.parameters())
+        with tb.attach(parts, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
+            parts[0](torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="is called by it only after the first step"):
+                    ddp(torch.ones(1, 3))
+
+    run_ranks(2, body)
+
+
+def test_a_ddp_around_the_ddp_that_attach_was_given_is_silent() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 3)
+        ddp = DistributedDataParallel(module, process_group=group)
+        outer = DistributedDataParallel(nn.Sequential(ddp), process_group=group)
+        optimizer = torch.optim.SGD(module.parameters())
+        with tb.attach(ddp, optimizer, RARELY["decentralized"]):
+            outer(torch.full((1, 3), 1.0 + group.rank())).sum().backward()
+            assert torch.equal(module.weight.grad, torch.full((3, 3), 1.0 + group.rank()))
+            assert not outer.require_backward_grad_sync
+
+    run_ranks(2, body)
+
+
+def test_a_ddp_around_a_ddp_that_was_found_is_refused_when_it_calls_again() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 3)
+        outer = DistributedDataParallel(
+            nn.Sequential(DistributedDataParallel(module, process_group=group)), process_group=group
+        )
+        optimizer = torch.optim.SGD(module.parameters())
+        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
+            outer(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="Sequential was wrapped in DistributedDataParallel after attach"):
+                outer(torch.ones(1, 3))
+
+    run_ranks(2, body)
+
+
+def test_a_ddp_that_ignores_what_attach_has_made_equal_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        container = nn.Sequential(module)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(container, ["0.1.bias"])
+        ddp = DistributedDataParallel(container, process_group=group)
+        optimizer = torch.optim.SGD(module.parameters())
+        with (
+            tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)),
+            pytest.raises(ValueError, match=r"ignores 0\.1\.bias, which attach did not know"),
+        ):
+            ddp(torch.ones(1, 3))
+
+    run_ranks(2, body)
+
+
+def test_a_ddp_over_other_ranks_than_the_default_group_is_refused() -> None:
+    """Run with a default group of one rank, as all tests."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 3)
+        ddp = DistributedDataParallel(module, process_group=group)
+        optimizer = torch.optim.SGD(module.parameters())
+        expected = "process_group must have the ranks of the DistributedDataParallel around Linear: rank . of 2"
+        with tb.attach(module, optimizer, RARELY["decentralized"]), pytest.raises(ValueError, match=expected):
+            ddp(torch.ones(1, 3))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("way", ["the module", "the module in place", "a part"])
+def test_a_ddp_around_a_compiled_module_is_silent(way: str) -> None:
+    """It is found when the module is compiled, and removed hooks do not make torch compile the module again."""
+    torch._dynamo.reset()
+    num_graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    group = gloo_group(dist.HashStore(), 0, 1)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    optimizer = torch.optim.SGD(module.parameters())
+    wrapped: nn.Module = module
+    if way == "the module":
+        wrapped = torch.compile(module, backend=backend)  # type: ignore[assignment]
+    elif way == "the module in place":
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+    else:
+        wrapped = torch.compile(module[1], backend=backend)  # type: ignore[assignment]
+    ddp = DistributedDataParallel(wrapped, process_group=group)
+    with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
+        for step in range(3):
+            ddp(torch.ones(1, 3)).sum().backward()
+            assert not ddp.require_backward_grad_sync
+            optimizer.step()
+            if step == 0:
+                num_graphs_at_first = num_graphs
+        assert num_graphs == num_graphs_at_first > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("is_later", [False, True])
 def test_another_ddp_around_the_same_module_is_silent(options: dict[str, Any], is_later: bool) -> None:
     """From its first forward on, no matter when it was created."""
@@ -115,34 +265,6 @@ def test_a_module_that_is_wrapped_after_its_first_step() -> None:
     run_ranks(2, body)
 
 
-def test_a_ddp_around_a_forward_without_hooks_is_found_by_a_search() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(module.parameters())
-        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            ddp = DistributedDataParallel(module, process_group=group)
-            module.forward(torch.ones(1, 3)).sum().backward()
-            with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
-                optimizer.step()
-            del ddp
-
-    run_ranks(2, body)
-
-
-def test_a_ddp_around_one_of_two_modules_whose_forward_calls_no_hooks() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()])
-        with tb.attach([first, second], optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            ddp = DistributedDataParallel(second, process_group=group)
-            second.forward(first(torch.ones(1, 3))).sum().backward()
-            with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
-                optimizer.step()
-            del ddp
-
-    run_ranks(2, body)
-
-
 def test_a_module_in_an_attached_ddp_can_be_pickled_and_copied() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
@@ -154,25 +276,3 @@ def test_a_module_in_an_attached_ddp_can_be_pickled_and_copied() -> None:
                 assert torch.equal(copied(torch.ones(1, 3)), ddp.module(torch.ones(1, 3)))
 
     run_ranks(1, body)
-
-
-def test_modules_with_and_without_a_reducer() -> None:
-    """Reducers own the nodes that accumulate gradients. This is not documented; torch 2.13 does it."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = build(Normed)
-        module(torch.randn(4, 10)).sum().backward()
-        assert not outer_ddps._may_have_reducer(module)
-        container = nn.Sequential(module)
-        ddp = DistributedDataParallel(container, process_group=group)
-        assert outer_ddps._may_have_reducer(module)
-        assert outer_ddps.ddps_around([module]) == [ddp]
-        ddp.itself = ddp
-        del ddp
-        assert outer_ddps.ddps_around([module]) == []
-
-    gc.disable()
-    try:
-        run_ranks(1, body)
-    finally:
-        gc.enable()

@@ -436,7 +436,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Parts, lambda: nn.ModuleList(Parts().children())], ids=["forward", "container"])
-def test_ddps_around_parts_are_silent(make: Callable[[], nn.Module]) -> None:
+def test_ddps_around_parts_are_silent(make: Callable[[], nn.Module], forwards_in_turn: None) -> None:
     model = build(make)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -444,7 +444,7 @@ def test_ddps_around_parts_are_silent(make: Callable[[], nn.Module]) -> None:
         first, second = [wrap(group, part) for part in module.children()]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         recorder = tb.observe.Recorder()
-        with tb.attach(module, optimizer, RARELY["diloco"], observers=[recorder]):
+        with tb.attach(module, optimizer, RARELY["diloco"], process_group=group, observers=[recorder]):
             optimizer.zero_grad()
             second(first(torch.full((1, 10), group.rank() + 1.0))).sum().backward()
             local = next(module.parameters()).grad.clone()
@@ -461,9 +461,11 @@ def test_a_ddp_around_a_part_and_more_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module, other = nn.ModuleList([nn.Linear(10, 10)]), nn.Linear(10, 3)
         ddp = wrap(group, nn.Sequential(module[0], other))
-        with pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"):
-            tb.attach(module, torch.optim.SGD(module.parameters()), "diloco", process_group=group)
-        del ddp
+        with (
+            tb.attach(module, torch.optim.SGD(module.parameters()), RARELY["diloco"], process_group=group),
+            pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"),
+        ):
+            ddp(torch.ones(1, 10))
 
     run_ranks(1, body)
 
@@ -476,16 +478,17 @@ def test_a_ddp_that_shares_only_frozen_and_ignored_parts_is_left_alone() -> None
         ddp, other = wrap(group, module[1]), wrap(group, elsewhere)
         optimizer = torch.optim.SGD(module[1].parameters())
         with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(2):
+                for called in (ddp, other):
+                    called(torch.ones(1, 10)).sum().backward()
+                optimizer.step()
             assert not ddp.require_backward_grad_sync
             assert other.require_backward_grad_sync
 
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1])
-def test_a_ddp_that_wraps_a_part_later_is_refused(num_steps: int) -> None:
-    """On all ranks; at the end of the first step, or when it calls the part of a container later."""
-
+def test_a_ddp_that_calls_a_part_after_the_first_step_is_refused(forwards_in_turn: None) -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 3)])
         optimizer = torch.optim.SGD(module.parameters())
@@ -495,8 +498,7 @@ def test_a_ddp_that_wraps_a_part_later_is_refused(num_steps: int) -> None:
             optimizer.step()
 
         with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(num_steps):
-                step(*module)
+            step(*module)
             ddp = wrap(group, module[1])
             with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
                 step(module[0], ddp)

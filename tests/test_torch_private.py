@@ -1,6 +1,7 @@
 """Canaries: every private name of torch that torchbagua uses still exists, and behaves as torchbagua expects."""
 
 import copy
+import pickle
 import re
 from datetime import timedelta
 from functools import partial
@@ -410,21 +411,73 @@ def test_a_grad_scaler_of_another_kind_is_refused() -> None:
 
 
 def test_the_step_of_a_grad_scaler() -> None:
-    """GradScaler calls a step from the code object that `scaled_step_code` returns."""
-    import inspect
-
+    """An enabled GradScaler reads `_step_supports_amp_scaling` right before it steps an optimizer that is not fused."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu")
-    callers: list[bool] = []
-    code = _torch.scaled_step_code()
-    optimizer.register_step_post_hook(
-        lambda *_: callers.append(any(frame.frame.f_code is code for frame in inspect.stack(0)))
-    )
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("step"))
+    undo = [_torch.call_before_scaled_step(optimizer, lambda name=name: calls.append(name)) for name in ("a", "b")]
     scaler.scale(parameter.sum()).backward()
+    copied = pickle.loads(pickle.dumps(vars(optimizer)["_step_supports_amp_scaling"]))
+    assert copied is False
+    scaler.step(optimizer)
+    assert calls == ["a", "b", "step"]
+    scaler.update()
+    undo[0]()
+    calls.clear()
+    scaler.step(optimizer)
+    assert calls == ["b", "step"]
+    scaler.update()
+    undo[1]()
+    calls.clear()
     scaler.step(optimizer)
     optimizer.step()
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-    assert callers == [True, False, False]
+    assert calls == ["step"] * 3
+    assert optimizer._step_supports_amp_scaling is False
+
+
+def test_the_step_of_a_fused_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1, fused=True), torch.amp.GradScaler("cpu")
+    are_scaled: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: are_scaled.append(_torch.is_scaled_in_step(optimizer)))
+    undo = _torch.call_before_scaled_step(optimizer, lambda: pytest.fail("a fused optimizer is not changed"))
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    undo()
+    assert are_scaled == [True, False]
+    assert optimizer._step_supports_amp_scaling is True
+
+
+def test_the_ddp_that_is_running(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)  # threads of other tests may have left one
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    ddp = DistributedDataParallel(module, process_group=group)
+    seen: list[DistributedDataParallel | None] = []
+    for watched in (ddp, module, module[0]):
+        watched.register_forward_pre_hook(lambda *_: seen.append(_torch.active_ddp()))
+    ddp(torch.ones(1, 2))
+    module(torch.ones(1, 2))
+    assert seen == [None, ddp, ddp, None, None]
+
+
+def test_a_call_at_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has effects on Python's state, is called once, and does not break the graph."""
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)  # the compiler splits the graph for a DDP
+    torch._dynamo.reset()
+    calls: list[bool] = []
+    call = _torch.call_at_compilation(lambda: calls.append(torch.compiler.is_compiling()))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return 2 * x
+
+    for _ in range(3):
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+    assert calls == [True]
 
 
 def test_dispatcher() -> None:

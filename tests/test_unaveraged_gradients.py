@@ -755,8 +755,6 @@ def test_the_warning_points_at_the_step_of_the_loop() -> None:
 
 
 def test_one_of_many_frozen_parameters_is_found() -> None:
-    """A step checks only a part of them."""
-
     class FrozenLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -795,3 +793,34 @@ def test_a_suspicion_that_was_cleared_leaves_the_comparison_of_weights() -> None
         return loop.weights()
 
     check_one_warning(body, "hold different weights", "A rank has changed its weights alone")
+
+
+def test_only_the_first_steps_of_each_optimizer_are_checked() -> None:
+    """Steps without an average do not count, so that a mistake after a long warm-up without averages is found."""
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (loop.net[0], loop.net[2])]  # type: ignore[index]
+        own_group = tb.BaguaProcessGroup(group)
+
+        def num_hooks() -> int:
+            return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in loop.net.parameters())
+
+        with tb.attach(loop.ddp, halves, "gradient_allreduce", process_group=own_group) as attachment:
+            with loop.ddp.no_sync():
+                for _ in range(30):
+                    loop.step()
+                    halves[0].step()
+                    loop.average_by_hand()
+            assert num_hooks() == 4
+            for step in range(30):
+                loop.ddp.zero_grad()
+                loop.backward()
+                halves[0].step()
+                if step >= 5:
+                    halves[1].step()
+                assert num_hooks() == 2 * (step < 19) + 2 * (step < 24)
+            assert [len(watch._listeners) for watch in attachment.runner.step_watches] == [1, 1]  # of the meetings
+
+    check_no_warning(body)

@@ -6,7 +6,6 @@ tests/test_torch_private.py has a canary for each name, which fails if a new tor
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -264,6 +263,11 @@ def is_joining(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._join_config.enable)
 
 
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP whose forward is running. All threads share it: it may be another thread's."""
+    return DistributedDataParallel._active_ddp_module
+
+
 def has_learnt_graph(ddp: DistributedDataParallel) -> bool:
     """Return False until the first backward of a DDP with static_graph, which records the used parameters."""
     return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
@@ -463,6 +467,19 @@ def is_profiling() -> bool:
     return bool(profiler._is_profiler_enabled)
 
 
+def call_at_compilation(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that a compiled function calls only when it is compiled, and without a break of its graph.
+
+    The public torch.compiler.assume_constant_result imports the compiler, which takes seconds.
+    """
+
+    def call_now() -> None:
+        call()
+
+    call_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call_now
+
+
 # Optimizers and GradScaler. Checked in 2.11 to 2.13.
 
 
@@ -506,9 +523,45 @@ def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
-def scaled_step_code() -> CodeType:
-    """Return the code object in which an enabled GradScaler calls an optimizer that is not fused."""
-    return torch.amp.GradScaler._maybe_opt_step.__code__
+class _NotFused:
+    """False, as the value of `_step_supports_amp_scaling`: GradScaler reads it right before it steps the optimizer."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        for listener in tuple(self.listeners):
+            listener()
+        return False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle as False."""
+        return bool, ()
+
+
+def call_before_scaled_step(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> Callable[[], None]:
+    """Have an enabled GradScaler call `listener` right before it steps the optimizer; return a function that undoes it.
+
+    A fused optimizer is left as it is: see `is_scaled_in_step`.
+    """
+    probe = getattr(optimizer, "_step_supports_amp_scaling", None)
+    if not isinstance(probe, _NotFused):
+        if probe:
+            return lambda: None
+        probe = optimizer._step_supports_amp_scaling = _NotFused()  # type: ignore[attr-defined]
+    probe.listeners.append(listener)
+
+    def undo() -> None:
+        probe.listeners.remove(listener)
+        if not probe.listeners:
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+    return undo
+
+
+def is_scaled_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an enabled GradScaler is stepping a fused optimizer."""
+    return getattr(optimizer, "found_inf", None) is not None
 
 
 def replace_find_inf(scaler: torch.amp.GradScaler, replace: Callable[[FindInf], FindInf]) -> Callable[[], None]:

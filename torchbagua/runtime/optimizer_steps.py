@@ -100,7 +100,7 @@ class StepWatch:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._listeners: list[StepEnd] = []
-        self._at_next_start: Callable[[Any, Any], object] | None = None
+        self._at_next_start: list[Callable[[Any, Any], object]] = []
         self._outermost: FrameType | None = None
         self._skips = False
         self._reads_overflow = False
@@ -138,13 +138,13 @@ class StepWatch:
 
     def call_at_next_start(self, call: Callable[[Any, Any], object]) -> None:
         """Call `call` once, when the next step begins, with the positional and the keyword arguments of `step`."""
-        self._at_next_start = call
+        self._at_next_start.append(call)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_running(self._outermost):
             self._outermost = sys._getframe(1)
-            if self._at_next_start is not None:
-                call, self._at_next_start = self._at_next_start, None
+            calls, self._at_next_start = self._at_next_start, []
+            for call in calls:
                 call(args, kwargs)
             # On a GPU this read blocks. Read before the step, to avoid waiting for the kernels of the step too.
             self._skips = self._reads_overflow and is_told_to_skip(optimizer)

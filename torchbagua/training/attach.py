@@ -46,14 +46,27 @@ from torchbagua.runtime.optimizer_steps import is_sharded, unwrap
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_runner import WeightRunner
-from torchbagua.training.attach_checks import check_arguments, check_within_nodes, mark_attached, warn_uncompressed
-from torchbagua.training.ddp import comm_hook, disable_ddp_sync, install_hook, limit_ddp_to_nodes, named_tensors
+from torchbagua.training.attach_checks import (
+    check_arguments,
+    check_outer_ddp,
+    check_within_nodes,
+    mark_attached,
+    warn_uncompressed,
+)
+from torchbagua.training.ddp import (
+    OuterDdps,
+    comm_hook,
+    disable_ddp_sync,
+    install_hook,
+    limit_ddp_to_nodes,
+    named_tensors,
+)
+from torchbagua.training.lint import install_lints
 from torchbagua.training.lint.end_warnings import (
     warn_of_different_weights,
     warn_of_missing_detach,
     warn_of_unused_optimizers,
 )
-from torchbagua.training.outer_ddps import CallerWatch, check_caller, refuse_later_ddps
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.steps import install_step_hooks
 
@@ -122,31 +135,16 @@ class Attachment:
                 else:
                     silenced.enter_context(limit_ddp_to_nodes(ddp, None) if within_nodes else disable_ddp_sync(ddp))
 
-            def silence_caller(ddp: DistributedDataParallel) -> None:
-                check_caller(runner.name, setup, ddp, within_nodes=within_nodes)
+            def silence_outer(ddp: DistributedDataParallel, is_late: bool) -> None:
+                group = runner.process_group.process_group
+                check_outer_ddp(setup, ddp, group, within_nodes=within_nodes, is_late=is_late)
                 silence(ddp)
 
-            watch: CallerWatch | None = None
             if isinstance(runner, WeightRunner):
-                # A second DDP may wrap the module of a DDP that attach was given. No DDP may wrap another module later.
-                wrapped = [inner for module, inner in pairs if inner is not module]
-                if wrapped:
-                    undo.callback(CallerWatch(wrapped, setup.ddps, silence_caller).close)
-                if len(wrapped) < len(pairs):
-                    plain = [module for module in setup.called if not isinstance(module, DistributedDataParallel)]
-                    watch = CallerWatch(plain, setup.ddps)
-                    undo.callback(watch.close)
-
-            def after_first_step() -> None:
-                if runner.needs_grad_scaler and setup.grad_scaler is None:
-                    from torchbagua.training.grad_scaler import note_unknown_scaler
-
-                    note_unknown_scaler(setup, runner)
-                if watch is not None:
-                    refuse_later_ddps(setup, watch)
-
-            step_hooks, self._clock = install_step_hooks(setup, runner, after_first_step=after_first_step)
+                undo.callback(OuterDdps(setup.modules, setup.called, runner.step_watches, silence_outer).close)
+            step_hooks, self._clock = install_step_hooks(setup, runner)
             undo.enter_context(step_hooks)
+            undo.enter_context(install_lints(setup, runner))
             if isinstance(runner, WeightRunner):
                 if setup.is_sharded:
                     from torchbagua.training.fsdp2.communication import bound_waits
@@ -505,8 +503,8 @@ def attach(
             `torchbagua.fsdp.attach`. If the module is not a DistributedDataParallel, a weight algorithm first
             broadcasts rank 0's parameters, buffers and optimizer state to all ranks. While a weight algorithm is
             attached, DDP sends neither gradients nor buffers. This also holds for a DDP that wraps the module you pass,
-            or a part of it. A list contains no sharded module, and names of parameters begin with the module's position
-            in it: "0.weight".
+            or a part of it, from its first forward on, which must be in the first step. A list contains no sharded
+            module, and names of parameters begin with the module's position in it: "0.weight".
         optimizer: the optimizer of the module's parameters, or a list of optimizers. An optimizer that accelerate or
             Lightning has wrapped is accepted. A step ends when every optimizer has stepped, or was skipped by a
             GradScaler. If the optimizer also has parameters of other modules, a gradient algorithm ignores these, and a
@@ -514,7 +512,7 @@ def attach(
             copies of the module's parameters in their place, such as float32 masters.
         algorithm: an algorithm, or its registered name.
         process_group: a torch process group, whose ranks are assigned to nodes by host name, or a BaguaProcessGroup,
-            which specifies the node of each rank. The default is the module's group, or the world if there is no DDP.
+            which specifies the node of each rank. The default is the module's group, or the world if it is no DDP.
             If the algorithm averages gradients within nodes, DDP's own process group is allowed to be smaller: it
             can consist of the ranks of one node.
         grad_scaler: the GradScaler of your loop. QAdam and error feedback read the loss scale from it. With a

@@ -22,9 +22,8 @@ from torchbagua.observe.tracer import check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.runtime.parameters import reshard, sharded_parts
-from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
+from torchbagua.training.ddp import JOIN_REFUSAL, check_no_foreign_hook, named_tensors, parameters_in
 from torchbagua.training.lint import lint_arguments
-from torchbagua.training.outer_ddps import ddps_of
 from torchbagua.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def check_arguments(
         raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
     for each in modules:
         check_detached(each)
-    setup = TrainingSetup(modules, ddps_of(modules), optimizers, algorithm, grad_scaler, sharding)
+    setup = TrainingSetup(modules, optimizers, algorithm, grad_scaler, sharding, process_group is None)
     check_foreign_parameters(setup)
     if setup.is_sharded or sharding is not None:
         from torchbagua.training.fsdp2.checks import check_sharding
@@ -274,11 +273,55 @@ def check_weight_averaging(setup: TrainingSetup) -> None:
                 "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
                 "got ZeroRedundancyOptimizer, in which each rank steps its own share and sends it to the others"
             )
-    for ddp in setup.ddps:
-        if ddp not in setup.modules:
-            check_around(setup.inner, ddp)
-        if is_joining(ddp):
-            raise ValueError(f"attach: {JOIN_REFUSAL}. The module was passed to Join: wrap the model again")
+    if any(map(is_joining, setup.ddps)):
+        raise ValueError(f"attach: {JOIN_REFUSAL}. The module was passed to Join: wrap the model again")
+
+
+def check_outer_ddp(
+    setup: TrainingSetup, ddp: DistributedDataParallel, group: dist.ProcessGroup, *, within_nodes: bool, is_late: bool
+) -> None:
+    """Raise an error unless a weight algorithm over `group` can disable `ddp`, which calls a module, or a part of it.
+
+    `attach` was not given `ddp`. `is_late`: the first step has ended, and other ranks may have different weights.
+    """
+    name = type(setup.inner).__name__
+    parameters = parameters_in(ddp)
+    own = {id(parameter) for parameter in setup.parameters()}
+    foreign = [each for each, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in own]
+    if foreign:
+        raise ValueError(
+            f"attach: module must be the DistributedDataParallel around {name}, which averages gradients of "
+            f"{len(foreign)} other parameters too, the first {foreign[0]}; or wrap {name} alone"
+        )
+    if is_joining(ddp):
+        raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
+    if within_nodes:
+        raise ValueError(
+            f"torchbagua: {type(setup.algorithm).__name__} with hierarchical=True has one DistributedDataParallel "
+            f"average gradients within nodes, but {name} was called by another "
+            "DistributedDataParallel; call the one that attach was given"
+        )
+    plain = [module for module in setup.modules if module not in setup.ddps]
+    in_plain = {id(tensor) for module in plain for _, tensor in named_tensors(module)}
+    if in_plain.isdisjoint(map(id, parameters.values())):
+        return
+    if is_late:
+        raise RuntimeError(
+            f"torchbagua: {type(ddp.module).__name__} was wrapped in DistributedDataParallel after attach, or is "
+            "called by it only after the first step, so DistributedDataParallel averages gradients alongside the "
+            "algorithm: wrap it before attach, and pass attach the DistributedDataParallel, or a list of all modules"
+        )
+    ignored = {id(tensor): each for each, tensor in named_tensors(ddp.module) if each in ddp.parameters_to_ignore}
+    known = setup.ignored_names()
+    for own_name, tensor in named_tensors(setup.inner):
+        if id(tensor) in ignored and id(tensor) in in_plain and own_name not in known:
+            raise ValueError(
+                f"torchbagua: the DistributedDataParallel around {name} ignores {ignored[id(tensor)]}, which attach "
+                "did not know and has made equal on all ranks: pass attach the DistributedDataParallel"
+            )
+    if setup.has_default_group:
+        expected = f"the ranks of the DistributedDataParallel around {name}"
+        require_same_ranks(ddp.process_group, group, range(group.size()), expected)
 
 
 def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProcessGroup) -> None:
@@ -288,10 +331,7 @@ def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProce
     """
     group = given.process_group if isinstance(given, BaguaProcessGroup) else given
     within_nodes = setup.algorithm.averages_gradients_within_nodes
-    if setup.is_sharded:
-        owners = [setup.process_group()]
-    else:
-        owners = [ddp.process_group for ddp in setup.ddps if within_nodes or ddp in setup.modules]
+    owners = [setup.process_group()] if setup.is_sharded else [ddp.process_group for ddp in setup.ddps]
     for owner in owners:
         if not within_nodes or owner.size() == group.size():
             require_same_ranks(owner, group, list(range(group.size())), "the module's ranks")

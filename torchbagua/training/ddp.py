@@ -6,7 +6,7 @@ knows an optimizer only if `reify` was given one.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
@@ -15,14 +15,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from torchbagua import _concurrency
-from torchbagua._torch import comm_hooks_of, current_backward, has_learnt_graph, is_joining, queue_callback
+from torchbagua._torch import (
+    active_ddp,
+    call_at_compilation,
+    comm_hooks_of,
+    current_backward,
+    has_learnt_graph,
+    is_joining,
+    queue_callback,
+)
 from torchbagua.observe.events import Timestamp
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.meeting import Meeting, OpeningBucket
+from torchbagua.runtime.optimizer_steps import StepWatch
 
 JOIN_REFUSAL = (
     "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
@@ -56,20 +66,11 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     return chain(module.named_parameters(), module.named_buffers())
 
 
-def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
-    """Raise ValueError if `ddp` averages gradients outside of `module`, so that an algorithm cannot replace it."""
-    own = {id(parameter) for parameter in module.parameters()}
-    foreign = [
-        name
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore and id(parameter) not in own
-    ]
-    if foreign:
-        raise ValueError(
-            f"attach: module must be the DistributedDataParallel around {type(module).__name__}, which averages "
-            f"gradients of {len(foreign)} other parameters too, the first {foreign[0]}; or wrap "
-            f"{type(module).__name__} alone"
-        )
+def parameters_in(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the DDP's module that it does not ignore, by name."""
+    return {
+        name: parameter for name, parameter in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore
+    }
 
 
 class _Off(int):
@@ -116,6 +117,93 @@ def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
         # and backward, as accelerate's trigger_sync_in_backward does.
         undo.enter_context(install_hook(ddp, _keep_gradients))
         return undo.pop_all()
+
+
+class OuterDdps:
+    """Finds the DDPs that call attached modules, or parts of them, and that `attach` was not given.
+
+    A module has no reference to its DDP, so forward pre-hooks ask which DDP is running. It may wrap any part of a
+    module: a part with parameters has the hook until it was called, at least in the first step.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        called: Sequence[torch.nn.Module],
+        watches: Sequence[StepWatch],
+        on_found: Callable[[DistributedDataParallel, bool], None],
+    ) -> None:
+        self._modules = modules
+        self._on_found = on_found  # called within the DDP's forward, with whether the first step has ended
+        self._known: set[DistributedDataParallel] = set()
+        self._unstepped = {watch.optimizer: watch for watch in watches}
+        self._installed = ExitStack()
+        self._parts: dict[torch.nn.Module, RemovableHandle] = {}
+        self._is_compiled = False
+
+        self._look_while_compiling = call_at_compilation(self._look_at_compilation)
+        for ddp in modules:
+            if isinstance(ddp, DistributedDataParallel):
+                self._known.add(ddp)
+                self._watch(ddp)
+                self._watch(ddp.module)
+        plain = [module for module in called if not isinstance(module, DistributedDataParallel)]
+        for module in plain:
+            self._watch(module)
+        for part in chain.from_iterable(module.modules() for module in plain):
+            own = [] if isinstance(part, torch.jit.ScriptModule) or part in plain else part.parameters(recurse=False)
+            if any(parameter.requires_grad for parameter in own):
+                self._parts[part] = part.register_forward_pre_hook(ModuleHook(self._before_forward))
+        self._uncalled = set(self._parts)
+        for watch in watches:
+            watch.add(self._after_step, reads_overflow=False)
+
+    def close(self) -> None:
+        """Find no more DDPs."""
+        for watch in self._unstepped.values():
+            watch.remove(self._after_step)
+        for hook in self._parts.values():
+            hook.remove()
+        self._installed.close()
+
+    def _watch(self, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+            self._installed.callback(module.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._look_while_compiling()
+            return
+        self._look()
+        if module in self._uncalled:
+            self._uncalled.remove(module)
+            self._leave_parts()
+
+    def _look_at_compilation(self) -> None:
+        self._is_compiled = True
+        self._look()
+
+    def _look(self) -> None:
+        ddp = active_ddp()
+        if ddp is None or ddp in self._known:
+            return
+        own = {id(parameter) for module in self._modules for parameter in module.parameters()}
+        common = [parameter for parameter in parameters_in(ddp).values() if id(parameter) in own]
+        if any(parameter.requires_grad for parameter in common):
+            self._on_found(ddp, not self._unstepped)
+            self._watch(ddp)  # another DDP may wrap it
+        elif common:  # all are frozen, perhaps only now
+            return
+        self._known.add(ddp)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+        self._unstepped.pop(optimizer).remove(self._after_step)
+        self._leave_parts()
+
+    def _leave_parts(self) -> None:
+        if not (self._unstepped or self._is_compiled):  # without its hook, a compiled part would be compiled again
+            for part in self._parts.keys() - self._uncalled:
+                self._parts.pop(part).remove()
 
 
 def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:

@@ -1,17 +1,13 @@
-"""Makes a GradScaler agree on overflows over all ranks, and detects a GradScaler that `attach` was not given."""
+"""Makes a GradScaler agree on overflows over all ranks."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from torchbagua._torch import FindInf, FoundInf, loss_scale_of, num_writes, replace_find_inf, scaled_step_code
-from torchbagua._warnings import warn_user
-from torchbagua.runtime.runner import Runner
+from torchbagua._torch import FindInf, FoundInf, loss_scale_of, num_writes, replace_find_inf
 from torchbagua.runtime.weight_runner import WeightRunner
-from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.steps import StepClock
 
 
@@ -74,34 +70,6 @@ class HostCopy:
 
 # Attribute of a GradScaler that was passed to `attach`.
 _SHARED = "_torchbagua_shared"
-
-
-def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an enabled GradScaler called the optimizer step that is now running."""
-    if getattr(optimizer, "found_inf", None) is not None:  # GradScaler sets it on a fused optimizer
-        return True
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is scaled_step_code():
-            return True
-        frame = frame.f_back
-    return False
-
-
-def note_unknown_scaler(setup: TrainingSetup, runner: Runner) -> None:
-    """Note and warn, within a step, that a GradScaler calls it that attach was not given."""
-    if any(map(is_stepped_by_scaler, setup.optimizers)):
-        runner.has_unknown_scaler = True
-        consequence = (
-            "ranks would skip different steps"
-            if runner.averages_weights
-            else "residuals would be stored with a wrong scale"
-        )
-        stepped, algorithm = type(setup.optimizers[0]).__name__, runner.name
-        warn_user(
-            f"torchbagua: {stepped} is stepped by a GradScaler that {algorithm} was not given: {consequence}; pass the "
-            "GradScaler: attach(..., grad_scaler=scaler)",
-        )
 
 
 def install_overflow_agreement(

@@ -27,19 +27,24 @@ class TrainingSetup:
 
     Attributes:
         modules: the modules that `attach` was given: one, or those of a list. No module contains another.
-        ddps: those of `modules` that are DDPs, and the DDPs around the others or around parts of them.
         optimizers: the optimizers of their parameters.
         algorithm: the attached algorithm.
         grad_scaler: the loop's GradScaler.
         sharding: the further arguments of `torchbagua.fsdp.attach`; None for `torchbagua.attach`.
+        has_default_group: whether `attach` was given no process group.
     """
 
     modules: Sequence[torch.nn.Module]
-    ddps: Sequence[DistributedDataParallel]
     optimizers: Sequence[torch.optim.Optimizer]
     algorithm: Algorithm
     grad_scaler: torch.amp.GradScaler | None = None
     sharding: "Sharding | None" = None
+    has_default_group: bool = False
+
+    @cached_property
+    def ddps(self) -> Sequence[DistributedDataParallel]:
+        """Those of `modules` that are DDPs. Others may be in a DDP that is unknown until it calls them."""
+        return [module for module in self.modules if isinstance(module, DistributedDataParallel)]
 
     @cached_property
     def sharded_parts(self) -> Mapping[str, Any]:
@@ -224,7 +229,7 @@ class TrainingSetup:
             "the memory layout of parameters": _layout(self.inner),
             "the shapes and dtypes of buffers, as a digest": _digest(self.inner.buffers()),
             "the optimizers, with the number of parameters in each group": repr(sizes),
-            "the number of DistributedDataParallel modules around it": len(self.ddps),
+            "the number of modules that are a DistributedDataParallel": len(self.ddps),
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
             "whether attach was given a replicate_group": self.replicate_group is not None,
             "attach's argument quantize_weights": repr(self.sharding and self.sharding.quantize_weights),
@@ -245,7 +250,7 @@ class TrainingSetup:
             "model": f"{', '.join(type(inner).__name__ for inner in self.inners)}, {num_elements:,} trained elements",
             "dtypes": ", ".join(sorted({str(parameter.dtype) for parameter in trained})),
         }
-        if caps := {f"{ddp.bucket_bytes_cap / 2**20:g}" for ddp in self.ddps if ddp in self.modules}:
+        if caps := {f"{ddp.bucket_bytes_cap / 2**20:g}" for ddp in self.ddps}:
             settings["DDP's bucket_cap_mb"] = ", ".join(sorted(caps))
         for index, optimizer in enumerate(self.optimizers):
             defaults = ", ".join(f"{key}={value}" for key, value in optimizer.defaults.items())

@@ -18,7 +18,6 @@ from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.ddp import ModuleHook
-from torchbagua.training.lint import install_lints
 from torchbagua.training.setup import TrainingSetup
 
 # The number of consecutive backward passes, with changing weights, after which gradients cleared without an optimizer
@@ -304,12 +303,7 @@ def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
     return gradient.data_ptr(), num_writes(gradient)
 
 
-def install_step_hooks(
-    setup: TrainingSetup,
-    runner: Runner,
-    *,
-    after_first_step: Callable[[], None],
-) -> tuple[ExitStack, StepClock]:
+def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack, StepClock]:
     """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock.
 
     Args:
@@ -317,7 +311,6 @@ def install_step_hooks(
             steps drive the clock.
         runner: its impl provides the hooks. With a weight algorithm, it also decides which steps the GradScaler skips:
             with the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
-        after_first_step: called within the optimizer's `step`, since it searches the call stack for a GradScaler.
     """
     wrappers, module, impl = setup.called, setup.inner, runner.impl
     on_forward = impl.init_forward_pre_hook(module)
@@ -340,13 +333,7 @@ def install_step_hooks(
             if loss_scale is not None and not torch.compiler.is_compiling():  # the compiler would trace stream calls
                 loss_scale.fetch()
 
-    is_first = True
-
     def end_step(optimizer: torch.optim.Optimizer) -> None:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            after_first_step()
         try:
             if isinstance(runner, WeightRunner):
                 runner.refuse_capture()
@@ -368,7 +355,6 @@ def install_step_hooks(
     runner.tracer.count_optimizer_steps()
     with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
-        handles.enter_context(install_lints(setup, runner))
         if on_forward is not None or loss_scale is not None:
             for wrapper in wrappers:
                 handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)

@@ -1,40 +1,54 @@
 """Warnings about loops that probably contain a mistake. Each lint is one file, and one line installs it.
 
-May import what `training` may. No result depends on a lint. The lines are here, but for two lints:
-training/rank_weights.py has unaveraged_state.py examine states before a mean, and training/attach.py calls
-end_warnings.py at the end.
+May import what `training` may. A lint is imported only if it applies. Those that watch the loop run in its first steps,
+and then leave. The lines are here, but for two lints: training/rank_weights.py has unaveraged_state.py examine states
+before a mean, and training/attach.py calls end_warnings.py at the end.
 Begin with unaveraged_gradients.py.
 """
 
 from contextlib import ExitStack
 
+import torch
+
+from torchbagua._torch import named_bucket_bytes
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.lint.optimizers import (
-    warn_of_closures,
-    warn_of_parameters_without_optimizer,
-    warn_of_shared_parameters,
-)
 from torchbagua.training.setup import TrainingSetup
+
+# No lint warns of smaller buckets.
+_LARGE_BUCKET_BYTES = 5 << 20
 
 
 def lint_arguments(setup: TrainingSetup) -> None:
     """Warn about arguments of attach."""
-    warn_of_shared_parameters(setup)
-    warn_of_closures(setup)
+    if len(setup.optimizers) > 1:
+        from torchbagua.training.lint.shared_parameters import warn_of_shared_parameters
+
+        warn_of_shared_parameters(setup)
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in setup.optimizers):
+        from torchbagua.training.lint.closures import warn_of_closures
+
+        warn_of_closures()
     if setup.algorithm.averages_weights:
-        warn_of_parameters_without_optimizer(setup)
-    elif setup.ddps:
+        from torchbagua.training.lint.unstepped_parameters import warn_of_unstepped_parameters
+
+        warn_of_unstepped_parameters(setup)
+    elif any((named_bucket_bytes(ddp) or 0) > _LARGE_BUCKET_BYTES for ddp in setup.ddps):
         from torchbagua.training.lint.large_buckets import warn_of_large_buckets
 
         warn_of_large_buckets(setup)
 
 
 def install_lints(setup: TrainingSetup, runner: Runner) -> ExitStack:
-    """Watch the training loop until the returned stack is closed."""
+    """Watch the first steps of the training loop, at most until the returned stack is closed."""
     undo = ExitStack()
+    if runner.needs_grad_scaler and setup.grad_scaler is None:
+        from torchbagua.training.lint.unknown_scaler import UnknownScaler
+
+        undo.callback(UnknownScaler(runner).close)
     if not isinstance(runner, GradientRunner):
-        if runner.process_group.size > 1:
+        is_own = any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers)
+        if runner.process_group.size > 1 and is_own:
             from torchbagua.training.lint.collectives import watch_collectives_of_first_steps
 
             watch_collectives_of_first_steps(setup, runner)

@@ -1,8 +1,8 @@
 """Warnings about optimizer steps on gradients that were not averaged: mistakes that plain DDP ignores silently."""
 
 import weakref
+from collections import Counter
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +14,10 @@ from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.training.setup import TrainingSetup
 
-_requires_grad = attrgetter("requires_grad")
-_NUM_NAMED = 3
-# How many of the parameters that DDP does not train are checked in a step; consecutive steps check all in turn. A check
-# takes 0.05 us, and a model with an adapter has a thousand such parameters.
-_NUM_LOOKED_AT = 100
+# The steps of each optimizer after a synchronized backward, with all steps before them, that are checked.
+_NUM_STEPS = 20
 
+_NUM_NAMED = 3
 _NEVER_AVERAGED = (
     "has stepped on gradients that DistributedDataParallel did not average. If the module was converted after it "
     "was wrapped (ddp.double(), .half(), .to(...)), DDP's hooks were dropped: convert it first, wrap it in a new DDP, "
@@ -42,7 +40,7 @@ _LEFTOVER = (
 
 
 class UnaveragedGradients:
-    """Warns once if an attached optimizer steps on this rank's local gradients although a gradient algorithm is used.
+    """Warns once if one of an optimizer's first steps is on local gradients although a gradient algorithm is attached.
 
     Four mistakes cause this. Each is also wrong with plain DDP. None is an error, since a loop may do it on purpose:
 
@@ -60,9 +58,9 @@ class UnaveragedGradients:
         self._num_received: dict[int, int] = {}  # of the runner, at the last step of each optimizer, by its id
         # The runner's number of buckets at the last step without an average, by the optimizer's id.
         self._bare_steps: dict[int, int] = {}
+        self._num_steps: Counter[int] = Counter()  # with an average, of each optimizer, by its id
         self._num_parameters: dict[int, int] = {}  # of each optimizer, when `_untrained` was computed
         self._untrained: list[torch.Tensor] = []
-        self._position = 0  # index into `_untrained` at which the next check begins
         self._gradients: dict[int, list[_WatchedGradient]] = {}  # of each optimizer, by its id
         self._watches = list(runner.step_watches)
         trained_ids = {id(parameter) for parameter in setup.trained().values()}
@@ -85,10 +83,20 @@ class UnaveragedGradients:
             watch.remove(self._after_step)
         for gradients in self._gradients.values():
             for gradient in gradients:
-                for hook in gradient.hooks:
-                    hook.remove()
+                gradient.hook.remove()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+        num_received = self._num_received.get(id(optimizer), 0)
+        self._check_step(optimizer)
+        self._num_steps[id(optimizer)] += self._runner.num_received != num_received
+        if self._num_steps[id(optimizer)] == _NUM_STEPS:
+            for watch in self._watches:
+                if watch.optimizer is optimizer:
+                    watch.remove(self._after_step)
+            for gradient in self._gradients.pop(id(optimizer)):
+                gradient.hook.remove()
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         before = self._num_received.get(id(optimizer))
         if before is None and is_in_backward():
             self._warn(
@@ -134,10 +142,6 @@ class UnaveragedGradients:
         if self._num_parameters.get(id(optimizer)) != num_parameters:
             self._num_parameters[id(optimizer)] = num_parameters
             self._untrained = list(self._without_bucket().values())
-        begin, end = self._position, self._position + _NUM_LOOKED_AT
-        self._position = end if end < len(self._untrained) else 0
-        if not any(map(_requires_grad, self._untrained[begin:end])):
-            return
         if any(parameter.requires_grad and parameter.grad is not None for parameter in self._untrained):
             found = [
                 name
@@ -181,7 +185,7 @@ class _WatchedGradient:
         self.follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
         self.is_in_no_sync = False  # whether the last backward was
         # The garbage collector does not see what such a hook refers to.
-        self.hooks = [parameter.register_post_accumulate_grad_hook(partial(self._after_addition, weakref.ref(self)))]
+        self.hook = parameter.register_post_accumulate_grad_hook(partial(self._after_addition, weakref.ref(self)))
 
     def is_local(self) -> bool:
         """Return whether a backward has added to it since the last step, and DDP has not averaged it since."""
