@@ -116,6 +116,7 @@ class WireLayout:
             header and payload on the wire. A sparse codec adds the number of elements that are sent. The table of a
             codec without blocks has no rows.
         chunk_blocks: for C chunks, C + 1 row indices of `table`: the rows of chunk c begin at entry c.
+        start: the element at which this tensor begins in the tensor of which it is a chunk; 0 for a whole tensor.
     """
 
     dtype: torch.dtype
@@ -123,6 +124,7 @@ class WireLayout:
     byte_slices: tuple[slice, ...]
     table: torch.Tensor
     chunk_blocks: tuple[int, ...]
+    start: int = 0
 
     @cached_property
     def num_bytes(self) -> int:
@@ -141,6 +143,7 @@ class WireLayout:
             byte_slices=(slice(0, own_bytes.stop - own_bytes.start),),
             table=self.table[first:last] - shift,
             chunk_blocks=(0, last - first),
+            start=self.start + elements.start,
         )
 
     def beginning(self, num_elements: int) -> "WireLayout":
@@ -210,7 +213,7 @@ class Compressor(ABC):
         return True
 
     @property
-    def codes_blocks_alone(self) -> bool:
+    def blocks_are_independent(self) -> bool:
         """Whether each block is encoded independently, so that a chunk may be encoded in pieces."""
         return True
 

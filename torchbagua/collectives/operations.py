@@ -9,9 +9,8 @@ import torch
 from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
-from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
-from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
+from torchbagua.collectives.mean import RankChunks, all_gather, centralized_mean, reduce_scatter
 from torchbagua.collectives.nodes import NodeGroups
 
 T = TypeVar("T")

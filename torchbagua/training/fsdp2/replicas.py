@@ -13,7 +13,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.codecs.base import TensorSpec
 from torchbagua.codecs.lookup import MeanCodecs
 from torchbagua.collectives.broadcast import broadcast_tensors
-from torchbagua.collectives.centralized_mean import Mean, centralized_mean
+from torchbagua.collectives.mean import Mean, centralized_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
