@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from torchbagua.codecs.base import TensorSpec
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Identity, TensorSpec
 from torchbagua.collectives.mean import Mean, OverlappingMean, TwoPhaseMean
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
 from torchbagua.observe.tracer import Tracer

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity, typed
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, sum_dtype, typed
 from torchbagua.collectives.error_feedback import RedistributingMean, TwoPhaseResiduals
 from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.mean import AllGather, Mean, RankChunks, ReduceScatter, TwoPhaseMean, are_long

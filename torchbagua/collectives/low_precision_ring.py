@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, divide
-from torchbagua.codecs.lookup import check_compression, needs_feedback
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, check_compression, divide, needs_feedback
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical

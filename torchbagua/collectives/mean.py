@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, WireLayout
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, WireLayout
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, Pipeline
 from torchbagua.collectives.nodes import NodeGroups

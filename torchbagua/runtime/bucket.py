@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, by_name, sum_dtype
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring

@@ -30,10 +30,8 @@ from torchbagua import _concurrency
 from torchbagua._stable_repr import stable_repr
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.codecs.base import REGISTRY, Compressor, TensorSpec, WireLayout
+from torchbagua.codecs.base import REGISTRY, Compressor, Identity, TensorSpec, WireLayout, by_name, needs_feedback
 from torchbagua.codecs.block_codec import NativeBlockCodec
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sign1bit import Sign1Bit
 from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
