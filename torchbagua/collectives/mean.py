@@ -157,8 +157,10 @@ class TwoPhaseMean(OverlappingMean):
             residuals.assign_slices(
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
-        num_pieces = 2 if are_long(communicator, compressor, spec, cuts) else 1
-        cuts = spec.cuts_within(cuts, num_pieces, compressor.block_elements)
+        num_pieces = 1
+        if are_long(communicator, compressor, spec, cuts):
+            num_pieces = 2
+            cuts = spec.cuts_within(cuts, num_pieces, compressor.block_elements)
         self._pieces = RankChunks.in_pieces(communicator, compressor, spec, cuts, num_pieces, self._slot)
 
     def may_begin(self) -> bool:
