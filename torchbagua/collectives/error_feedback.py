@@ -3,15 +3,12 @@
 Shape suffixes: N elements of a bucket.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from torchbagua.codecs.base import Identity, TensorSpec
-from torchbagua.collectives.mean import Mean, OverlappingMean, TwoPhaseMean
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
 from torchbagua.observe.tracer import Tracer
-from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.streams import keep_for_current_stream
 
 
@@ -106,52 +103,3 @@ class TwoPhaseResiduals:
             return {name: residual.staged(everything).norm() for name, residual in named.items()}
 
         tracer.measure(norms, bucket)
-
-
-class RedistributingMean(OverlappingMean):
-    """A mean that first redistributes the residuals, if its bucket replaces others.
-
-    Args:
-        mean: the mean to compute.
-        residuals: the residuals of the bucket.
-        senders: the ranks among which the sent tensor is divided, those of a node; None if each rank sends all of it.
-        owners: the ranks among which the means are divided.
-        spec: the bucket's tensor.
-    """
-
-    def __init__(
-        self,
-        mean: Mean,
-        residuals: TwoPhaseResiduals,
-        senders: Communicator | None,
-        owners: Communicator,
-        spec: TensorSpec,
-    ) -> None:
-        self._mean = mean
-        self._residuals = residuals
-        self._senders = senders
-        self._owners = owners
-        self._spec = spec
-
-    def may_begin(self) -> bool:
-        """Return whether it can begin without blocking: the mean can, and no residuals wait for redistribution."""
-        mean = self._mean
-        return self._residuals.initial is None and isinstance(mean, OverlappingMean) and mean.may_begin()
-
-    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
-        """Compute the mean, and yield when the wrapped mean yields."""
-        if (initial := self._residuals.initial) is not None:
-            among = {name: self._owners if name == "mean" else self._senders for name in initial}
-            self._residuals.load_whole({name: self._sum_over(among[name], x_N) for name, x_N in initial.items()})
-        if isinstance(self._mean, OverlappingMean):
-            yield from self._mean.steps(x_N, out_N)
-        else:
-            self._mean(x_N, out_N)
-
-    def _sum_over(self, communicator: Communicator | None, x_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks. All ranks but one have zeros, so the sum is bitwise that rank's values."""
-        if communicator is None:
-            return x_N
-        total_N = x_N.clone()  # a failure leaves `x_N` unchanged
-        TwoPhaseMean(communicator, Identity(), self._spec, 1.0)(total_N)
-        return total_N

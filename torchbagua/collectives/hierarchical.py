@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from torchbagua.codecs.base import Compressor, Identity, TensorSpec, sum_dtype, typed
-from torchbagua.collectives.error_feedback import RedistributingMean, TwoPhaseResiduals
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.mean import AllGather, Mean, RankChunks, ReduceScatter, TwoPhaseMean, are_long
 from torchbagua.collectives.nodes import NodeGroups
@@ -223,29 +223,10 @@ def mean_over_nodes(
     if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
         return HierarchicalMean(group, compressor, spec, divisor, intra_compressor)
     hierarchical = Hierarchical(group, spec, compressor.block_elements, intra_compressor)
-    return _MeanOverNodes(hierarchical, compressor, residuals, divisor)
+    return MeanOverNodes(hierarchical, compressor, residuals, divisor)
 
 
-def mean_of_nodes(
-    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
-) -> Mean:
-    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
-
-    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
-    all nodes.
-
-    Args:
-        group: a group with several nodes, at least one of which has several ranks.
-        compressor: the codec between nodes. It must encode the tensor's dtype.
-        spec: the tensor.
-        residuals: the residuals of the tensor, which must be float32 and averaged in place.
-    """
-    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
-    mean = _MeanOverNodes(hierarchical, compressor, residuals)
-    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
-
-
-class _MeanOverNodes:
+class MeanOverNodes:
     """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node.
 
     Args:

@@ -1,4 +1,4 @@
-"""The mean of a flat tensor over all ranks of a group. Begin with `TwoPhaseMean.steps`.
+"""The two-phase mean: a compressed reduce-scatter, then a compressed all-gather. Begin with `TwoPhaseMean.steps`.
 
 A flat tensor is cut into one chunk for each rank. A *piece* is the first half of every chunk, or the second half of
 every chunk, if chunks are long; otherwise it is all chunks.
@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchbagua.codecs.base import Compressor, Identity, TensorSpec, WireLayout
-from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.codecs.base import Compressor, TensorSpec, WireLayout
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, Pipeline
-from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.residuals import Residual
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 
 if TYPE_CHECKING:
     from torchbagua.collectives.encoding_error import EncodingErrorProbe
-    from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-    from torchbagua.collectives.residuals import Residual
 
 # Wires by the rank that sent them, [R, W]. If the wire is the tensor, a list, since this rank's row is not copied.
 Rows = Any
@@ -38,57 +36,6 @@ class Mean(Protocol):
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` to `out_N`, a tensor like it, and leave `x_N` unchanged; in place by default."""
         ...
-
-
-def centralized_mean(
-    group: NodeGroups,
-    compressor: Compressor,
-    spec: TensorSpec,
-    *,
-    hierarchical: bool,
-    average: bool = True,
-    intra_compressor: Compressor | None = None,
-    residuals: "TwoPhaseResiduals | None" = None,
-) -> Mean:
-    """Return the function that averages a flat tensor over `group`. Its result is bitwise equal on all ranks.
-
-    In full precision and without messages, the function is the backend's all-reduce. That takes nodes into account
-    already, so `hierarchical` has no effect. In a group of one rank, the mean is the tensor itself.
-
-    Args:
-        group: the ranks that take part.
-        compressor: the codec; with `hierarchical`, the codec between nodes. It must encode the tensor's dtype.
-        spec: the tensor.
-        hierarchical: in a multi-node group, sum within nodes first.
-        average: divide the sum by the number of ranks.
-        intra_compressor: with `hierarchical`, the codec within nodes; None for full precision.
-        residuals: the residuals of the tensor, which must be float32 and averaged in place.
-    """
-    if group.size == 1:
-        return _copy
-    divisor = float(group.size) if average else 1.0
-    intra_compressor = intra_compressor or Identity()
-    is_of_nodes = hierarchical and group.intra_node is not None
-    is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
-    if is_full and not group.world.posts_messages(spec.device):
-        return AllReduceMean(group.world, spec, divisor)
-    mean: Mean
-    if is_of_nodes:
-        from torchbagua.collectives.hierarchical import mean_over_nodes
-
-        mean = mean_over_nodes(group, compressor, spec, divisor, intra_compressor, residuals)
-    else:
-        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
-    if residuals is None:
-        return mean
-    from torchbagua.collectives.error_feedback import RedistributingMean
-
-    return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
-
-
-def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-    if out_N is not None:
-        out_N.copy_(x_N)
 
 
 class OverlappingMean(ABC):
@@ -141,7 +88,7 @@ class TwoPhaseMean(OverlappingMean):
         spec: TensorSpec,
         divisor: float,
         *,
-        residuals: "TwoPhaseResiduals | None" = None,
+        residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
         overlap: Overlap | None = None,
     ) -> None:
@@ -429,7 +376,7 @@ class ReduceScatter:
         pipeline: Pipeline,
         *,
         divisor: float = 1.0,
-        residual: "Residual | None" = None,
+        residual: Residual | None = None,
     ) -> None:
         self._chunks = chunks
         self._x_N = x_N
@@ -474,7 +421,7 @@ class ReduceScatter:
     def receive_encoded_mean(
         self,
         wire_W: torch.Tensor,
-        residual: "Residual | None" = None,
+        residual: Residual | None = None,
         memory_N: torch.Tensor | None = None,
     ) -> None:
         """Wait for the local chunk from all ranks, and encode the mean into `wire_W`.

@@ -9,9 +9,10 @@ import torch
 
 from torchbagua.codecs.base import Compressor, Identity, TensorSpec, by_name, sum_dtype
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
-from torchbagua.collectives.mean import EncodingFailure, Mean, OverlappingMean, centralized_mean
+from torchbagua.collectives.mean import EncodingFailure, Mean, OverlappingMean
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, topology_of
