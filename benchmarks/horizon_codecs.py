@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchbagua.codecs.base import DEFAULT_BLOCK, TensorSpec
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import DEFAULT_BLOCK, TensorSpec, by_name
 from torchbagua.codecs.topk import TopK
 
 NARROWEST_RANGE = 2.0**-118

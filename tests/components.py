@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Compressor, Identity
 
 T = TypeVar("T")
 Append = Callable[[Any, tb.extend.BaguaBucket], object]

@@ -15,8 +15,7 @@ from ranks import run_ranks
 from torchbagua.algorithms.gradient.compressed import CompressedMean
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.codecs import MinMaxUInt8
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import MeanCodecs
+from torchbagua.codecs.base import Identity, MeanCodecs
 from torchbagua.runtime.parameter_state import residual_state
 
 LENGTH = 3000  # of two blocks

@@ -24,8 +24,7 @@ from torchbagua.codecs import (
     TopK,
     register_compressor,
 )
-from torchbagua.codecs.base import REGISTRY
-from torchbagua.codecs.lookup import by_name, check_compression, needs_feedback
+from torchbagua.codecs.base import REGISTRY, by_name, check_compression, needs_feedback
 from torchbagua.codecs.sparse import SparseCodec
 
 COMPRESSORS: list[Compressor] = [

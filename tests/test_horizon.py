@@ -30,8 +30,7 @@ from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
 from horizon_weights import Decentralized, DiLoCo
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.train import learning_rate_factor
-from torchbagua.codecs.base import TensorSpec
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import TensorSpec, by_name
 
 STEPS = 6
 

@@ -10,8 +10,7 @@ from torch import Tensor
 import programs
 from native_codecs import random_bits
 from torchbagua import native
-from torchbagua.codecs.base import TensorSpec
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import TensorSpec, by_name
 from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES, NATIVE_OPS
 

@@ -20,7 +20,6 @@ from torchbagua.runtime.lane import Job, Lane
 
 LENGTHS = (70 * 2048, 2048 + 5, 30 * 2048, 90 * 2048)
 NUM_ROUNDS = 8
-NUM_FIRST_RUNS = 4  # of a mean, which then runs alone
 
 
 class Counted:
@@ -107,11 +106,11 @@ def test_overlapping_buckets_are_bitwise_equal_to_buckets_in_turn(
     for in_turn, overlapping, num_begun in (ranks := run_ranks(size, body)):
         assert all(map(torch.equal, in_turn, overlapping))
         assert all(map(torch.equal, overlapping, ranks[0][1])), "ranks disagree"
-        assert 0 < num_begun <= (NUM_ROUNDS - NUM_FIRST_RUNS) * (len(LENGTHS) - 1)
+        assert 0 < num_begun <= NUM_ROUNDS * (len(LENGTHS) - 1)
 
 
 def test_buckets_that_may_wait_for_other_ranks_before_their_first_message_begin_alone() -> None:
-    def body(group: dist.ProcessGroup) -> dict[str, bool]:
+    def body(group: dist.ProcessGroup) -> set[str]:
         own = tb.BaguaProcessGroup(group)
 
         def bucket(name: str) -> BaguaBucket:
@@ -129,15 +128,19 @@ def test_buckets_that_may_wait_for_other_ranks_before_their_first_message_begin_
             bucket("all-reduce").append_all_reduce_op(),
             bucket("nothing"),
         ]
-        assert not any(bucket.may_begin() for bucket in buckets), "before their first runs"
-        for bucket in buckets * NUM_FIRST_RUNS:
-            bucket.run()
-        may_begin = {bucket.name: bucket.may_begin() for bucket in buckets}
+        may_begin: set[str] = set()
+        for in_flight in [mean(bucket("in flight")), mean(bucket("in flight, in the other slot"))]:
+            assert not any(bucket.may_begin() for bucket in buckets), "no other mean is in flight"
+            steps = in_flight.steps()
+            next(steps)
+            assert not in_flight.may_begin()
+            may_begin |= {bucket.name for bucket in buckets if bucket.may_begin()}
+            assert len(list(steps)) == 1, "it yields after its start, and before each wait for a piece of means"
         own.close()
         return may_begin
 
     for may_begin in run_ranks(2, body):
-        assert [name for name, may in may_begin.items() if may] == ["mean", "local op, mean"]
+        assert may_begin == {"mean", "local op, mean"}
 
 
 def test_a_failure_names_the_bucket_that_began_early() -> None:
@@ -155,8 +158,6 @@ def test_a_failure_names_the_bucket_that_began_early() -> None:
         buckets = [bucket_of(own, length, f"bucket {index}") for index, length in enumerate(LENGTHS[2:])]
         for bucket in buckets:
             bucket.append_centralized_synchronous_op(hierarchical=False, compression=Spoilt())
-        for bucket in buckets * NUM_FIRST_RUNS:
-            bucket.run()
         if own.rank == 0:
             buckets[1].flat.fill_(13)
         gate = threading.Event()

@@ -12,8 +12,7 @@ from documentation import names_in
 from oracle import ordered_sum
 from ranks import run_ranks
 from torchbagua.codecs import Compressor, TensorSpec, register_compressor
-from torchbagua.codecs.base import REGISTRY
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import REGISTRY, by_name
 
 NAMES = names_in("extend/codec.md", "class FewLargest", module=__name__)
 FewLargest = NAMES["FewLargest"]

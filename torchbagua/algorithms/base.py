@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torchbagua import native
 from torchbagua._stable_repr import stable_repr
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import MeanCodecs, check_compression
+from torchbagua.codecs.base import Compressor, Identity, MeanCodecs, check_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run
 from torchbagua.observe.tracer import check_observers

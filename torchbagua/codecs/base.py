@@ -1,4 +1,4 @@
-"""Codecs: the interface, the flat tensors that they encode, and the positions of chunks on the wire.
+"""Codecs: the interface, the flat tensors that they encode, the wire, full precision, and the lookup by name.
 
 A *segment* is one parameter's elements in a flat tensor. A *block* is a part of a segment that a codec encodes as a
 whole. A *chunk* is a sequence of blocks that one rank owns. A *shard* is a chunk within a node. A codec with
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,9 @@ from torchbagua.native.ops import ELEMENT_TYPES
 ALIGNMENT_BYTES = 32
 
 DEFAULT_BLOCK = 2048
+
+# Elements per thread: 256 KiB of sums.
+_ELEMENTS_PER_THREAD = 1 << 16
 
 # Bagua's name for its only codec.
 ALIASES = {"MinMaxUInt8": "minmax_uint8"}
@@ -116,6 +119,7 @@ class WireLayout:
             header and payload on the wire. A sparse codec adds the number of elements that are sent. The table of a
             codec without blocks has no rows.
         chunk_blocks: for C chunks, C + 1 row indices of `table`: the rows of chunk c begin at entry c.
+        start: the element at which this tensor begins in the tensor of which it is a chunk; 0 for a whole tensor.
     """
 
     dtype: torch.dtype
@@ -123,6 +127,7 @@ class WireLayout:
     byte_slices: tuple[slice, ...]
     table: torch.Tensor
     chunk_blocks: tuple[int, ...]
+    start: int = 0
 
     @cached_property
     def num_bytes(self) -> int:
@@ -141,6 +146,7 @@ class WireLayout:
             byte_slices=(slice(0, own_bytes.stop - own_bytes.start),),
             table=self.table[first:last] - shift,
             chunk_blocks=(0, last - first),
+            start=self.start + elements.start,
         )
 
     def beginning(self, num_elements: int) -> "WireLayout":
@@ -210,7 +216,7 @@ class Compressor(ABC):
         return True
 
     @property
-    def codes_blocks_alone(self) -> bool:
+    def blocks_are_independent(self) -> bool:
         """Whether each block is encoded independently, so that a chunk may be encoded in pieces."""
         return True
 
@@ -337,6 +343,85 @@ def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
     torch.div(x_N, torch.full((1,) * x_N.dim(), divisor, dtype=sum_dtype(x_N.dtype), device=x_N.device), out=out_N)
 
 
+def typed(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a view of bytes as elements of `dtype`."""
+    # Empty wires, [R, 0], have a stride of one byte, which `view` rejects for larger elements.
+    return wire.view(dtype) if wire.numel() else wire.new_empty(wire.shape, dtype=dtype)
+
+
+def mean_of_rows(rows: Sequence[torch.Tensor], divisor: float, out_L: torch.Tensor) -> None:
+    """Sum the rows in order, in their `sum_dtype`, divide by `divisor`, and write the result to `out_L`.
+
+    `out_L` may be one of the rows.
+    """
+    dtype = sum_dtype(rows[0].dtype)
+    if len(rows) == 2 and rows[0].dtype == out_L.dtype == dtype:
+        torch.add(rows[0], rows[1], out=out_L)
+        if divisor != 1:  # sums within nodes have a divisor of 1
+            divide(out_L, divisor, out_L)
+        return
+    # Sum part by part: the sums stay in the cache, and need no memory of the full length.
+    length = len(out_L) if out_L.is_cuda else min(len(out_L), _ELEMENTS_PER_THREAD * torch.get_num_threads())
+    sums = out_L.new_empty(length, dtype=dtype)
+    for out_P, first_P, *rest in zip(*(tensor.split(max(length, 1)) for tensor in (out_L, *rows)), strict=True):
+        sum_P = sums[: len(out_P)]
+        if rest and first_P.dtype == dtype:
+            torch.add(first_P, rest.pop(0), out=sum_P)
+        else:
+            sum_P.copy_(first_P)
+        for row_P in rest:
+            sum_P.add_(row_P)
+        divide(sum_P, divisor, out_P)
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """Full precision: the wire is the bytes of the tensor itself, in its memory."""
+
+    @property
+    def wire_is_tensor(self) -> bool:
+        return True
+
+    @property
+    def codes_blocks(self) -> bool:
+        return False
+
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """Return whether `dtype` is floating-point and real. Complex numbers are encoded as pairs of real numbers."""
+        return dtype.is_floating_point
+
+    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+        return num_elements * dtype.itemsize
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        if wire_W.data_ptr() != x_N.data_ptr():  # otherwise the two share memory
+            typed(wire_W, layout.dtype).copy_(x_N)
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        if wire_W.data_ptr() != x_N.data_ptr():
+            x_N.copy_(typed(wire_W, layout.dtype))
+
+    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        mean_of_rows([typed(wire_W, layout.dtype) for wire_W in wires_RW], divisor, x_N)
+
+    def decode_mean_encode(
+        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+    ) -> None:
+        self.decode_mean(wires_RW, layout, divisor, typed(wire_W, layout.dtype))
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        """Encode `x_N + residual_N` exactly, and write a residual of zero."""
+        self.encode(x_N.add_(residual_N), layout, wire_W)
+        left_out_N.zero_()
+
+
 # By name. Filled at import: each codec's file registers its codec, and __init__.py imports the files.
 REGISTRY: dict[str, Callable[..., Compressor]] = {}
 
@@ -354,3 +439,83 @@ def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
     if name in REGISTRY or name in ALIASES:
         raise ValueError(f"register_compressor: a codec named {name!r} is already registered")
     REGISTRY[name] = make
+
+
+def check_compression(argument: str, compression: Any) -> str | Compressor | None:
+    """Return a codec in the form that algorithms store: None, a Compressor, or its registered name.
+
+    Args:
+        argument: the name of the argument, for errors.
+        compression: the codec, or its name.
+
+    Raises:
+        ValueError: `compression` is not a codec. The message lists the registered names.
+    """
+    if compression is None or isinstance(compression, Compressor):
+        return compression
+    name = ALIASES.get(compression, compression) if isinstance(compression, str) else None
+    if name not in REGISTRY:
+        raise ValueError(f"{argument} must be None, a Compressor or one of {sorted(REGISTRY)}, got {compression!r}")
+    return name
+
+
+def needs_feedback(compression: str | Compressor | None) -> bool:
+    """Return `Compressor.needs_feedback` of a codec, given as for `check_compression`."""
+    # Read from the class: creating a codec loads the kernels, which the description of an algorithm must not do.
+    compression = check_compression("compression", compression)
+    codec = REGISTRY[compression] if isinstance(compression, str) else compression
+    return getattr(codec, "needs_feedback", False)
+
+
+def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
+    """Return the codec that is registered under a name.
+
+    Args:
+        compression: a name; None for full precision; or a codec, which is returned unchanged.
+        options: arguments for the constructor.
+
+    Raises:
+        ValueError: no codec has that name. The message lists the registered names.
+    """
+    compression = check_compression("compression", compression)
+    if isinstance(compression, str):
+        return REGISTRY[compression](**options)
+    return Identity() if compression is None else compression
+
+
+@dataclass(frozen=True)
+class MeanCodecs:
+    """The codecs that ranks use to send the tensors that they average.
+
+    Args:
+        codec: the codec between all ranks; with an `intra_codec`, between nodes.
+        intra_codec: the codec within nodes. The mean is then hierarchical: on multi-node jobs with several ranks per
+            node, ranks sum within nodes first. `Identity()` is full precision. None for a mean that ignores nodes.
+
+    Raises:
+        TypeError: an argument is not a Compressor.
+    """
+
+    codec: Compressor
+    intra_codec: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Compressor):
+            raise TypeError(f"MeanCodecs: codec must be a Compressor, got {self.codec!r}")
+        if self.intra_codec is not None and not isinstance(self.intra_codec, Compressor):
+            raise TypeError(f"MeanCodecs: intra_codec must be a Compressor or None, got {self.intra_codec!r}")
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks sum within nodes before they communicate between nodes."""
+        return self.intra_codec is not None
+
+    def for_dtype(self, dtype: torch.dtype) -> "MeanCodecs":
+        """Return these codecs, with full precision instead of each codec that does not encode `dtype`."""
+        intra_codec = None if self.intra_codec is None else codec_for_dtype(self.intra_codec, dtype)
+        return MeanCodecs(codec_for_dtype(self.codec, dtype), intra_codec)
+
+
+def codec_for_dtype(codec: Compressor, dtype: torch.dtype) -> Compressor:
+    """Return `codec`, or the codec of full precision if `codec` does not encode `dtype`."""
+    return codec if codec.encodes(dtype) else Identity()

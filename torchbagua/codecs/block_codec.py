@@ -73,7 +73,7 @@ class BlockCodec(Compressor):
         return self.block or DEFAULT_BLOCK
 
     @property
-    def codes_blocks_alone(self) -> bool:
+    def blocks_are_independent(self) -> bool:
         return self.block is not None
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:

@@ -1,27 +1,15 @@
-"""The mean over all ranks of a group: flat or hierarchical, compressed or in full precision."""
+"""The mean over all ranks of a group, or over its nodes: flat or hierarchical, compressed or in full precision."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.exchange import OverlappingMean
-from torchbagua.collectives.mean import TwoPhaseMean
+from torchbagua.collectives.mean import Mean, OverlappingMean, TwoPhaseMean
 from torchbagua.collectives.nodes import NodeGroups
-from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import Communicator
-
-
-class Mean(Protocol):
-    """Computes the mean (or sum) of a flat tensor over the ranks."""
-
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, a tensor like it, and leave `x_N` unchanged; in place by default."""
-        ...
 
 
 def centralized_mean(
@@ -33,7 +21,6 @@ def centralized_mean(
     average: bool = True,
     intra_compressor: Compressor | None = None,
     residuals: TwoPhaseResiduals | None = None,
-    form: ValueForm | None = None,
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`. Its result is bitwise equal on all ranks.
 
@@ -48,29 +35,22 @@ def centralized_mean(
         average: divide the sum by the number of ranks.
         intra_compressor: with `hierarchical`, the codec within nodes; None for full precision.
         residuals: the residuals of the tensor, which must be float32 and averaged in place.
-        form: the form in which the values are averaged. The tensor must be float32 and averaged in place.
     """
-    divisor = float(group.size) if average else 1.0
     if group.size == 1:
         return _copy
+    divisor = float(group.size) if average else 1.0
     intra_compressor = intra_compressor or Identity()
     is_of_nodes = hierarchical and group.intra_node is not None
     is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
     if is_full and not group.world.posts_messages(spec.device):
-        return _average_in_form(AllReduceMean(group.world, spec, divisor), form)
+        return AllReduceMean(group.world, spec, divisor)
     mean: Mean
     if is_of_nodes:
         from torchbagua.collectives.hierarchical import mean_over_nodes
 
         mean = mean_over_nodes(group, compressor, spec, divisor, intra_compressor, residuals)
-        mean = _average_in_form(mean, form)
-    elif compressor.wire_is_tensor:  # no codec runs that could change the form
-        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
-        mean = _average_in_form(mean, form)
     else:
-        mean = TwoPhaseMean(
-            group.world, compressor, spec, divisor, residuals=residuals, form=form, overlap=group.overlap
-        )
+        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
     if residuals is None:
         return mean
     return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
@@ -81,17 +61,25 @@ def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         out_N.copy_(x_N)
 
 
-def _average_in_form(mean: Mean, form: ValueForm | None) -> Mean:
-    """Return a mean of the values in another form, to which a separate pass converts them."""
-    if form is None:
-        return mean
+def mean_of_nodes(
+    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
+) -> Mean:
+    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
 
-    def change_and_average(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        form.change(x_N)
-        mean(x_N, out_N)
-        form.change_back(x_N if out_N is None else out_N)
+    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
+    all nodes.
 
-    return change_and_average
+    Args:
+        group: a group with several nodes, at least one of which has several ranks.
+        compressor: the codec between nodes. It must encode the tensor's dtype.
+        spec: the tensor.
+        residuals: the residuals of the tensor, which must be float32 and averaged in place.
+    """
+    from torchbagua.collectives.hierarchical import Hierarchical, MeanOverNodes
+
+    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
+    mean = MeanOverNodes(hierarchical, compressor, residuals)
+    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
 
 
 class RedistributingMean(OverlappingMean):

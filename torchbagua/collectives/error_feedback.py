@@ -94,13 +94,12 @@ class TwoPhaseResiduals:
         for kept in self.kept.values():
             kept.commit(parts)
 
+    def report(self, tracer: Tracer, bucket: str) -> None:
+        """Report the norms of this rank's staged residuals to observers."""
+        everything = slice(None)
 
-def report_residuals(tracer: Tracer, bucket: str, residuals: TwoPhaseResiduals) -> None:
-    """Report the norms of this rank's staged residuals to observers."""
-    everything = slice(None)
+        def norms() -> dict[str, torch.Tensor]:
+            named = {"residual of what is sent": self.sent, "residual of the mean": self.mean}
+            return {name: residual.staged(everything).norm() for name, residual in named.items()}
 
-    def norms() -> dict[str, torch.Tensor]:
-        named = {"residual of what is sent": residuals.sent, "residual of the mean": residuals.mean}
-        return {name: residual.staged(everything).norm() for name, residual in named.items()}
-
-    tracer.measure(norms, bucket)
+        tracer.measure(norms, bucket)

@@ -5,9 +5,9 @@ last bytes of one mean and encode the first bytes of the next.
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,11 +25,11 @@ _MAX_ROUNDS = 2
 # 5 Gbit/s. Exchanges over faster links, such as those between ranks of one machine, wait for CPUs and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
 
-# The largest number of pieces in which a mean sends its chunks. The piece numbers of consecutive parts differ by this.
+# The largest number of pieces in which a mean sends its chunks.
 _MAX_PIECES = 2
 
 # One mean is in flight, and a second one has begun.
-_NUM_PARTS = 2
+_MAX_MEANS = 2
 
 
 def tag_of(operation: str, piece: int) -> int:
@@ -85,6 +85,7 @@ class Exchange:
 
     Attributes:
         targets: the ranks to send to, in the order of turns.
+        tensors: the tensors to send, in this order; None before `send`.
         rounds: the turns that are in flight together: all turns in one round, or one turn in each round.
         is_one_at_a_time: whether turns run one at a time.
 
@@ -110,23 +111,22 @@ class Exchange:
         self._counts = counts
         self._tag = tag_of(operation, piece)
         self._purpose = f"{operation} of {bucket}"
-        is_with_all = turns is None
+        peers = None if turns is None else self._peers(turns)
         if turns is None:
             distances = range(1, communicator.size)
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
         self.targets = [target for target, _ in turns]
-        self._sources = sources = [source for _, source in turns]
-        self._posts_messages = pipeline.posts_messages
+        self._sources = [source for _, source in turns]
         self.is_one_at_a_time = (
             len(turns) > 1
-            and self._posts_messages
-            and max(receives[source].nbytes for source in sources) > SMALL_MESSAGE_BYTES
-            and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
+            and pipeline.posts_messages
+            and max(receives[source].nbytes for source in self._sources) > SMALL_MESSAGE_BYTES
+            and min(communicator.link_bytes_per_s[source] for source in self._sources) < _FAST_LINK_BYTES_PER_S
         )
         self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [turns] if turns else []
-        self._num_expected = 0
-        if self._posts_messages:
-            communicator.connect(None if is_with_all else self._peers(turns), self._purpose, pipeline.device)
+        self.tensors: Iterator[torch.Tensor] | None = None
+        if pipeline.posts_messages:
+            communicator.connect(peers, self._purpose, pipeline.device)
             pipeline.add(self)
 
     def _peers(self, turns: Sequence[tuple[int, int]]) -> Iterable[int]:
@@ -145,8 +145,9 @@ class Exchange:
         Raises:
             CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
-        if self._posts_messages:
-            self._pipeline.send(self, iter(tensors))
+        if self._pipeline.posts_messages:
+            self.tensors = iter(tensors)
+            self._pipeline.advance()
         else:
             self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # `tensors` may be infinite
 
@@ -159,15 +160,16 @@ class Exchange:
         Raises:
             CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
-        if not self._posts_messages:
+        if not self._pipeline.posts_messages:
             yield from self._sources
             return
         for turns in self.rounds:
             self._pipeline.wait_for_sends()
-            for index, (_, source) in enumerate(turns, 1):
+            for turn in turns:
+                source = turn[1]
                 with self._span("receive", source, self._receives[source]):
                     self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
-                if index == len(turns):
+                if turn is turns[-1]:
                     self._pipeline.end_round(self)
                 yield source
 
@@ -182,13 +184,10 @@ class Exchange:
         self.wait()
         self._pipeline.wait_for_sends()
 
-    def post_receives(self, number: int) -> None:
-        """Post the receives of the rounds up to `number` that are not posted yet. Their senders may now send."""
-        while self._num_expected <= number < len(self.rounds):
-            for _, source in self.rounds[self._num_expected]:
-                tensor = self._receives[source]
-                self._communicator.post("receiving from", source, tensor, tag=self._tag, purpose=self._purpose)
-            self._num_expected += 1
+    def post_receive(self, source: int) -> None:
+        """Post the receive from `source`, which may then send."""
+        tensor = self._receives[source]
+        self._communicator.post("receiving from", source, tensor, tag=self._tag, purpose=self._purpose)
 
     def post_send(self, target: int, tensor: torch.Tensor) -> Span:
         """Start to send `tensor`, and return the span that has begun."""
@@ -230,16 +229,16 @@ class Exchange:
         details = Details(
             self._operation, self._bucket, num_elements=num_elements, raw_bytes=raw_bytes, wire_bytes=tensor.nbytes
         )
-        return self._communicator.message_span(phase, peer, details, on_host=self._posts_messages)
+        return self._communicator.message_span(phase, peer, details, on_host=self._pipeline.posts_messages)
 
 
 class Pipeline:
     """The exchanges that are in flight together over one communicator. All ranks have the same exchanges.
 
-    Exchanges send their rounds in the order in which they call `Exchange.send`. Rounds of one turn are in flight one at
-    a time. The tensor of the next round is computed meanwhile, and sent when the current round has arrived, before the
-    caller decodes that. Other rounds are in flight two at a time, and each of their tensors is sent as soon as it is
-    computed. So no link waits for a CPU, and at most two messages are in flight to a peer.
+    Exchanges send in the order of their construction, round by round. Rounds of one turn are in flight one at a time.
+    The tensor of the next round is computed meanwhile, and sent when the current round has arrived, before the caller
+    decodes that. Other rounds are in flight two at a time, and each of their tensors is sent as soon as it is computed.
+    So no link waits for a CPU, and at most two messages are in flight to a peer.
 
     Args:
         communicator: the communicator whose ranks exchange.
@@ -254,113 +253,86 @@ class Pipeline:
         self.communicator = communicator
         self.device = device
         self.posts_messages = communicator.posts_messages(device)
-        self._expected: list[Exchange] = []  # peers may send these already; this rank does not yet
+        # A round goes from one to the next. Peers may send a round that is still to be sent here.
         self._to_send: deque[_Round] = deque()
-        self._computed: deque[torch.Tensor] = deque()  # tensors of the first round to send, if computed ahead
-        self._to_arrive: deque[_Round] = deque()
-        self._to_leave: deque[tuple[_Round, list[Span]]] = deque()
+        self._in_flight: deque[_Round] = deque()
+        self._arrived: list[_Round] = []
 
     def add(self, exchange: Exchange) -> None:
         """Post the receives of an exchange; if its turns run one at a time, only after earlier exchanges complete."""
-        self._expected.append(exchange)
+        rounds = [_Round(exchange, turns) for turns in exchange.rounds]
+        self._to_send.extend(rounds)
         if not exchange.is_one_at_a_time:
-            exchange.post_receives(0)
-        self._post_receives()
+            for round in rounds:
+                round.post_receives()
+        self._post_next_receives()
 
-    def send(self, exchange: Exchange, tensors: Iterator[torch.Tensor]) -> None:
-        """Queue the tensors of an exchange behind those of earlier exchanges."""
-        self._expected.remove(exchange)
-        self._to_send.extend(_Round(exchange, number, tensors) for number in range(len(exchange.rounds)))
-        self._advance()
+    def advance(self) -> None:
+        """Send the rounds whose turn has come."""
+        self._post_next_receives()
+        while self._to_send and (tensors := self._to_send[0].exchange.tensors) is not None:
+            following, in_flight = self._to_send[0], self._in_flight
+            is_alone = following.exchange.is_one_at_a_time or (in_flight and in_flight[0].exchange.is_one_at_a_time)
+            if len(in_flight) >= (1 if is_alone else _MAX_ROUNDS):
+                following.compute(tensors)
+                return
+            self.wait_for_sends()
+            following.send(tensors)
+            in_flight.append(self._to_send.popleft())
 
     def end_round(self, exchange: Exchange) -> None:
         """Continue after all tensors of a round have arrived. Exchanges wait for their arrivals in order."""
-        ended = self._to_arrive.popleft()
+        ended = self._in_flight.popleft()
         assert ended.exchange is exchange
-        self._advance()
+        self._arrived.append(ended)
+        self.advance()
 
     def wait_for_sends(self) -> None:
-        """Wait for the sends of all rounds whose receives are complete."""
-        while len(self._to_leave) > len(self._to_arrive):
-            round, spans = self._to_leave.popleft()
-            for (target, _), span in zip(round.turns, spans, strict=True):
-                round.exchange.wait_for_send(target)
-                span.end()
+        """Wait for the sends of all rounds that have arrived."""
+        while self._arrived:
+            self._arrived.pop(0).wait_for_sends()
 
-    def _advance(self) -> None:
-        self._post_receives()
-        while self._to_send:
-            following, in_flight = self._to_send[0], self._to_arrive
-            is_alone = following.exchange.is_one_at_a_time or (in_flight and in_flight[0].exchange.is_one_at_a_time)
-            if len(in_flight) >= (1 if is_alone else _MAX_ROUNDS):
-                if not self._computed:
-                    self._computed.extend(itertools.islice(following.tensors, len(following.turns)))
-                return
-            self.wait_for_sends()
-            self._send(self._to_send.popleft())
-
-    def _post_receives(self) -> None:
-        """If no round is in flight, post the receives of the next round."""
-        if self._to_arrive:
-            return
-        if self._to_send:
-            self._to_send[0].exchange.post_receives(self._to_send[0].number)
-        elif self._expected:
-            self._expected[0].post_receives(0)
-
-    def _send(self, round: "_Round") -> None:
-        spans = []
-        for target, _ in round.turns:
-            tensor = self._computed.popleft() if self._computed else next(round.tensors)
-            spans.append(round.exchange.post_send(target, tensor))
-        self._to_arrive.append(round)
-        self._to_leave.append((round, spans))
+    def _post_next_receives(self) -> None:
+        if self._to_send and not self._in_flight:
+            self._to_send[0].post_receives()
 
 
-class _Round(NamedTuple):
+@dataclass
+class _Round:
+    """The turns of an exchange that are in flight together."""
+
     exchange: Exchange
-    number: int
-    tensors: Iterator[torch.Tensor]
+    turns: Sequence[tuple[int, int]]
+    is_expected: bool = False
+    computed: list[torch.Tensor] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
-    @property
-    def turns(self) -> Sequence[tuple[int, int]]:
-        return self.exchange.rounds[self.number]
+    def post_receives(self) -> None:
+        if not self.is_expected:
+            self.is_expected = True
+            for _, source in self.turns:
+                self.exchange.post_receive(source)
 
+    def compute(self, tensors: Iterator[torch.Tensor]) -> None:
+        """Compute the tensors ahead of `send`."""
+        if not self.computed:
+            self.computed = list(itertools.islice(tensors, len(self.turns)))
 
-def exhaust(steps: Iterator[None]) -> None:
-    """Run a generator to its end."""
-    for _ in steps:
-        pass
+    def send(self, tensors: Iterator[torch.Tensor]) -> None:
+        for (target, _), tensor in zip(self.turns, self.computed or tensors, strict=False):
+            self.spans.append(self.exchange.post_send(target, tensor))
 
-
-class OverlappingMean(ABC):
-    """A mean that may begin while another overlapping mean is in flight.
-
-    A call runs it from beginning to end.
-    """
-
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
-        exhaust(self.steps(x_N, out_N))
-
-    @abstractmethod
-    def may_begin(self) -> bool:
-        """Return whether `steps` reaches its first yield without blocking, whatever other ranks do."""
-
-    @abstractmethod
-    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
-        """Compute the mean; yield when it has begun, and then at each point at which the next mean may begin.
-
-        It yields nothing if it runs alone. Ranks may begin the next mean at different yields, or not at all.
-        """
+    def wait_for_sends(self) -> None:
+        for (target, _), span in zip(self.turns, self.spans, strict=True):
+            self.exchange.wait_for_send(target)
+            span.end()
 
 
 class Overlap:
-    """The state that the means over one communicator share: a pipeline, and parts, which alternate.
+    """The two-phase means over one communicator, of which one may begin while another is in flight.
+
+    All ranks construct the same means in the same order. Consecutive means have different slots, so their messages and
+    their scratch memory differ.
 
     Args:
         communicator: a communicator over all ranks that run these means.
@@ -370,28 +342,24 @@ class Overlap:
         self._communicator = communicator
         self._pipeline: Pipeline | None = None
         self._num_means = 0
-        self._parts_in_flight: set[int] = set()
+        self._slots_in_flight: set[int] = set()
 
-    def next_part(self) -> int:
-        """Return the part for another mean, see `RankChunks`. Consecutive means have different parts.
-
-        All ranks construct the same means in the same order, so the messages of a mean have the same piece numbers on
-        all ranks.
-        """
+    def next_slot(self) -> int:
+        """Return the slot of the next mean: the number of its first piece."""
         self._num_means += 1
-        return (self._num_means - 1) % _NUM_PARTS * _MAX_PIECES
+        return (self._num_means - 1) % _MAX_MEANS * _MAX_PIECES
 
-    def is_in_flight(self, part: int) -> bool:
-        """Return whether a mean of this part is in flight."""
-        return part in self._parts_in_flight
+    def may_begin(self, slot: int) -> bool:
+        """Return whether a mean may begin: another one is in flight, so the ranks are connected, in the other slot."""
+        return bool(self._slots_in_flight) and slot not in self._slots_in_flight
 
-    def begin(self, part: int, device: torch.device) -> Pipeline:
-        """Register one more mean, of tensors on `device`, and return the pipeline of all means that are in flight."""
-        if self._pipeline is None or (not self._parts_in_flight and self._pipeline.device != device):
+    def begin(self, slot: int, device: torch.device) -> Pipeline:
+        """Register a mean of tensors on `device`, and return the pipeline of all means that are in flight."""
+        if self._pipeline is None or (not self._slots_in_flight and self._pipeline.device != device):
             self._pipeline = Pipeline(self._communicator, device)
-        self._parts_in_flight.add(part)
+        self._slots_in_flight.add(slot)
         return self._pipeline
 
-    def end(self, part: int) -> None:
-        """Record that the mean of this part is complete."""
-        self._parts_in_flight.remove(part)
+    def end(self, slot: int) -> None:
+        """Record that the mean in this slot is complete."""
+        self._slots_in_flight.remove(slot)

@@ -5,18 +5,16 @@ Shape suffixes: N elements, R ranks, L elements of a shard, W wire bytes.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity, typed
-from torchbagua.collectives.centralized_mean import Mean, RedistributingMean
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, sum_dtype, typed
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import Pipeline
-from torchbagua.collectives.mean import AllGather, FirstRuns, Piece, RankChunks, ReduceScatter, TwoPhaseMean, is_long
+from torchbagua.collectives.mean import AllGather, Mean, RankChunks, ReduceScatter, TwoPhaseMean, are_long
 from torchbagua.collectives.nodes import NodeGroups
 
 _NUM_PIECES = 2
@@ -80,20 +78,19 @@ class Hierarchical:
             CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator, x_N.device)
-        (piece,) = chunks.pieces
-        sum_L = memory_of_sum(chunks)
+        sum_L = memory_of_sum([chunks])
+        scatter = None if self._ranks_agree else ReduceScatter(chunks, x_N, pipeline)
         # Construct it now, so that its receives are posted early.
         gather = AllGather(chunks, x_N if out_N is None else out_N, pipeline)
-        if self._ranks_agree:
+        if scatter is None:
             sum_L.copy_(x_N[chunks.own])
         else:
-            scatter = ReduceScatter(chunks, x_N, pipeline)
-            scatter.send(piece)
-            scatter.receive_mean(piece, sum_L)
+            scatter.send()
+            scatter.receive_mean(sum_L)
             pipeline.wait_for_sends()
         yield sum_L
-        gather.send(piece, sum_L)
-        gather.receive(piece)
+        gather.send(sum_L)
+        gather.receive()
         pipeline.wait_for_sends()
 
 
@@ -107,17 +104,17 @@ def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compres
     return cuts + (spec.num_elements,) * (group.intra_node.size - group.num_shards)
 
 
-def memory_of_sum(chunks: RankChunks) -> torch.Tensor:
-    """Return scratch memory for the sum of the local shard's copies, in the dtype of sums."""
-    dtype = sum_dtype(chunks.layout.dtype)
-    num_bytes = (chunks.own.stop - chunks.own.start) * dtype.itemsize
-    return typed(chunks.communicator.scratch("sum", num_bytes, chunks.device), dtype)
+def memory_of_sum(pieces: Sequence[RankChunks]) -> torch.Tensor:
+    """Return scratch memory for the sum of the local shard's copies, in the dtype of sums, given all its pieces."""
+    dtype = sum_dtype(pieces[0].layout.dtype)
+    num_bytes = (pieces[-1].own.stop - pieces[0].own.start) * dtype.itemsize
+    return typed(pieces[0].communicator.scratch("sum", num_bytes, pieces[0].spec.device), dtype)
 
 
 class HierarchicalMean:
     """The result of `Hierarchical` with the two-phase mean between nodes, bitwise, between CPUs and without residuals.
 
-    Shards are sent in two pieces, unless the first runs were fast on all ranks.
+    Shards are sent in two pieces: one piece crosses between nodes while the ranks of a node exchange the other.
 
     Args:
         group: a group with several nodes, at least one of which has several ranks.
@@ -125,7 +122,6 @@ class HierarchicalMean:
         spec: the tensor; see `is_worthwhile`.
         divisor: the divisor of the sum.
         intra_compressor: the codec within nodes.
-        make_whole: constructs the mean with the same result that does not send in pieces.
     """
 
     def __init__(
@@ -135,23 +131,18 @@ class HierarchicalMean:
         spec: TensorSpec,
         divisor: float,
         intra_compressor: Compressor,
-        make_whole: Callable[[], Mean],
     ) -> None:
         assert group.intra_node is not None
-        self._make_whole = make_whole
-        self._whole: Mean | None = None
         self._divisor = divisor
         cuts = _piece_cuts(group, compressor, spec, intra_compressor)
-        self._chunks = chunks = RankChunks(group.intra_node, intra_compressor, spec, cuts)
+        self._pieces = RankChunks.in_pieces(group.intra_node, intra_compressor, spec, cuts, _NUM_PIECES)
         self._owners = group.inter_node
         self._shard_chunks: list[RankChunks] = []  # of each piece of the local shard
         if self._owners is not None:
-            for piece in chunks.pieces:
-                part = spec.restricted_to(piece.elements[chunks.rank], sum_dtype(spec.dtype))
+            for index, piece in enumerate(self._pieces):
+                part = spec.restricted_to(piece.own, sum_dtype(spec.dtype))
                 part_cuts = part.even_cuts(self._owners.size, compressor.block_elements)
-                self._shard_chunks.append(RankChunks(self._owners, compressor, part, part_cuts, piece.index))
-        size = max(2, group.intra_node.size)  # else a rank alone on its node, which sends 0 bytes there, counts as slow
-        self._first_runs = FirstRuns(group.world, 2 * (size - 1) / size * chunks.layout.num_bytes, spec.name)
+                self._shard_chunks.append(RankChunks(self._owners, compressor, part, part_cuts, index))
 
     @staticmethod
     def is_worthwhile(
@@ -159,7 +150,7 @@ class HierarchicalMean:
     ) -> bool:
         """Return whether pieces are still long messages, and none is empty. The answer is the same on all ranks."""
         cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
-        if not (compressor.codes_blocks_alone and is_long(group.world, intra_compressor, spec, cuts)):
+        if not (compressor.blocks_are_independent and are_long(group.world, intra_compressor, spec, cuts)):
             return False
         pieces = _piece_cuts(group, compressor, spec, intra_compressor)[: group.num_shards * _NUM_PIECES + 1]
         return all(start < stop for start, stop in itertools.pairwise(pieces))
@@ -170,39 +161,31 @@ class HierarchicalMean:
         Raises:
             CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
-        if self._whole is None and self._first_runs.should_disable_pieces():
-            self._whole = self._make_whole()
-        if self._whole is not None:
-            self._whole(x_N, out_N)
-        else:
-            with self._first_runs:
-                self._run(x_N, x_N if out_N is None else out_N)
-
-    def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
-        chunks = self._chunks
-        sum_L = memory_of_sum(chunks)
-        sums = [sum_L[piece.within_own] for piece in chunks.pieces]
+        out_N = x_N if out_N is None else out_N
+        sum_L = memory_of_sum(self._pieces)
+        sums = [sum_L[piece.within_chunk] for piece in self._pieces]
         # Construct all of them now, so that their receives are posted early.
-        within = Pipeline(chunks.communicator, x_N.device)
-        scatter, gather = ReduceScatter(chunks, x_N, within), AllGather(chunks, out_N, within)
+        within = Pipeline(self._pieces[0].communicator, x_N.device)
+        scatters = [ReduceScatter(piece, x_N, within) for piece in self._pieces]
+        gathers = [AllGather(piece, out_N, within) for piece in self._pieces]
         between = None if self._owners is None else Pipeline(self._owners, x_N.device)
         means = [] if between is None else self._begin_means(sums, between)
-        for piece in chunks.pieces:
-            scatter.send(piece)
-        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
-            scatter.receive_mean(piece, sum_L)
+        for scatter in scatters:
+            scatter.send()
+        for index, (scatter, sum_L) in enumerate(zip(scatters, sums, strict=True)):
+            scatter.receive_mean(sum_L)
             if means:
-                means[piece.index].scatter.send(means[piece.index].piece)
+                means[index].scatter.send()
         within.wait_for_sends()
         for mean in means:
-            mean.scatter.receive_encoded_mean(mean.piece, mean.gather.own_wire(mean.piece))
-            mean.gather.send(mean.piece)
-        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            mean.scatter.receive_encoded_mean(mean.gather.own_wire)
+            mean.gather.send()
+        for index, (gather, sum_L) in enumerate(zip(gathers, sums, strict=True)):
             if means:
-                means[piece.index].gather.receive(means[piece.index].piece)
-            gather.send(piece, sum_L)
-        for piece in chunks.pieces:
-            gather.receive(piece)
+                means[index].gather.receive()
+            gather.send(sum_L)
+        for gather in gathers:
+            gather.receive()
         if between is not None:
             between.wait_for_sends()
         within.wait_for_sends()
@@ -211,19 +194,12 @@ class HierarchicalMean:
         parts = list(zip(self._shard_chunks, sums, strict=True))
         scatters = [ReduceScatter(chunks, sum_L, between, divisor=self._divisor) for chunks, sum_L in parts]
         gathers = [AllGather(chunks, sum_L, between) for chunks, sum_L in parts]
-        pieces = [chunks.pieces[0] for chunks in self._shard_chunks]
-        return list(map(_MeanOfPiece, pieces, scatters, gathers))
+        return list(map(_MeanOfPiece, scatters, gathers))
 
 
 class _MeanOfPiece(NamedTuple):
-    """The two-phase mean over nodes of one piece of the local shard.
+    """The two phases of the two-phase mean over nodes of one piece of the local shard."""
 
-    Attributes:
-        piece: the single piece in which this part of the shard is sent.
-        scatter, gather: the two phases.
-    """
-
-    piece: Piece
     scatter: ReduceScatter
     gather: AllGather
 
@@ -244,36 +220,13 @@ def mean_over_nodes(
     residuals: TwoPhaseResiduals | None,
 ) -> Mean:
     """Return the function that sums within nodes, and then averages between nodes; see `centralized_mean`."""
-
-    def make_whole() -> Mean:
-        hierarchical = Hierarchical(group, spec, compressor.block_elements, intra_compressor)
-        return _MeanOverNodes(hierarchical, compressor, residuals, divisor)
-
     if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
-        return HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
-    return make_whole()
+        return HierarchicalMean(group, compressor, spec, divisor, intra_compressor)
+    hierarchical = Hierarchical(group, spec, compressor.block_elements, intra_compressor)
+    return MeanOverNodes(hierarchical, compressor, residuals, divisor)
 
 
-def mean_of_nodes(
-    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
-) -> Mean:
-    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
-
-    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
-    all nodes.
-
-    Args:
-        group: a group with several nodes, at least one of which has several ranks.
-        compressor: the codec between nodes. It must encode the tensor's dtype.
-        spec: the tensor.
-        residuals: the residuals of the tensor, which must be float32 and averaged in place.
-    """
-    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
-    mean = _MeanOverNodes(hierarchical, compressor, residuals)
-    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
-
-
-class _MeanOverNodes:
+class MeanOverNodes:
     """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node.
 
     Args:

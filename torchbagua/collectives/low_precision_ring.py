@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, divide
-from torchbagua.codecs.lookup import check_compression, needs_feedback
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, TensorSpec, check_compression, divide, needs_feedback
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical
@@ -96,7 +95,7 @@ class LowPrecisionRing:
         self._bucket = spec.name
         self._is_bounded = is_bounded
         device, dtype, dtype_of_weights = replicas.weight.device, replicas.weight.dtype, spec.dtype
-        piece_elements = _PIECE_ELEMENTS if compressor.codes_blocks_alone else _RANGE_ELEMENTS
+        piece_elements = _PIECE_ELEMENTS if compressor.blocks_are_independent else _RANGE_ELEMENTS
         num_pieces = max(1, len(replicas.weight) // piece_elements) if device.type == "cpu" else 1
         spec = replace(spec, dtype=dtype)
         layout = compressor.layout(spec, spec.even_cuts(num_pieces, compressor.block_elements))

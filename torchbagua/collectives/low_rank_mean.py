@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from torchbagua.codecs.base import Compressor, TensorSpec
-from torchbagua.collectives.centralized_mean import Mean, centralized_mean
+from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.mean import Mean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.native.low_rank import PIECE_ELEMENTS, num_entries
 from torchbagua.observe.events import Details

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from torchbagua.codecs.base import TensorSpec, divide, sum_dtype
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Identity, TensorSpec, divide, sum_dtype
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup

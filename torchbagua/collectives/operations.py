@@ -6,9 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, by_name, sum_dtype
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter

@@ -5,8 +5,7 @@ Shape suffixes: N elements, L elements of a row, S elements of the rows of one r
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec
 from torchbagua.collectives.mean import RankChunks, all_gather
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.row_mean import ranks_by_place

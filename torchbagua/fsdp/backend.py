@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torchbagua._torch import COLLECTIVES_WITH_GIL, add_backends, fsdp_all_reduces, work_of
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.codecs.base import TensorSpec
-from torchbagua.codecs.lookup import MeanCodecs
+from torchbagua.codecs.base import MeanCodecs, TensorSpec
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.replicas import mean_of_rows, reduce_same_rows
 from torchbagua.training.fsdp2.rows import CommunicatingPart

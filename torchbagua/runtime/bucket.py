@@ -7,19 +7,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, by_name, sum_dtype
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.centralized_mean import Mean, centralized_mean
+from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.exchange import OverlappingMean, exhaust
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
-from torchbagua.collectives.mean import EncodingFailure
+from torchbagua.collectives.mean import EncodingFailure, Mean, OverlappingMean
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, topology_of
-from torchbagua.collectives.value_form import ValueForm
 from torchbagua.runtime.parameters import MemoryOrder, flat_length
 from torchbagua.transport.errors import CommunicationError, cause_of
 
@@ -120,7 +116,6 @@ class BucketOperations:
         *,
         error_feedback: TwoPhaseResiduals | None = None,
         intra_compression: str | Compressor | None = None,
-        form: ValueForm | None = None,
     ) -> B:
         """Append the mean (or sum) of the flat tensor over the group. The result is bitwise identical on all ranks.
 
@@ -135,7 +130,6 @@ class BucketOperations:
                 residuals there, and adds those that were committed to the next values.
             intra_compression: the codec within nodes, given as for `compression`; by default full precision. It has no
                 effect without `hierarchical` or on a single node.
-            form: another form of a float32 bucket's values, in which they are averaged.
 
         Raises:
             ValueError: no codec has that name, the codec does not encode the bucket's dtype, or the bucket does not
@@ -148,7 +142,7 @@ class BucketOperations:
             )
         group = group or self.group
         compressor = _resolve_codec(compression, self.spec.dtype)
-        intra = _resolve_codec(intra_compression, self.spec.dtype)
+        intra = None if intra_compression is None else _resolve_codec(intra_compression, self.spec.dtype)
         mean = centralized_mean(
             group,
             compressor,
@@ -157,9 +151,7 @@ class BucketOperations:
             average=average,
             intra_compressor=intra,
             residuals=error_feedback,
-            form=form,
         )
-
         return self._append_mean(f"centralized_mean in {compressor!r}", group, mean)
 
     def append_all_reduce_op(self: B, average: bool = True, group: BaguaProcessGroup | None = None) -> B:
@@ -499,7 +491,8 @@ class BaguaBucket(BucketOperations):
         An error in an operation fails the step. It also closes the groups of all operations, so that other ranks are
         notified immediately.
         """
-        exhaust(self._start_in_steps())
+        for _ in self._start_in_steps():
+            pass
 
     def may_begin(self) -> bool:
         """Return whether `steps` reaches its first yield without waiting for another rank."""

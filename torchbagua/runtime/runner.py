@@ -10,8 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.lookup import codec_for_dtype
+from torchbagua.codecs.base import Compressor, codec_for_dtype
 from torchbagua.collectives.agreement import Progress, agree, fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.loader import load_kernels

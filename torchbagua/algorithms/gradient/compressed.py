@@ -23,10 +23,16 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback, warn_of_sparse_means
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
+from torchbagua.codecs.base import (
+    DEFAULT_BLOCK,
+    Compressor,
+    Identity,
+    MeanCodecs,
+    by_name,
+    codec_for_dtype,
+    needs_feedback,
+)
 from torchbagua.codecs.block_codec import check_block
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import MeanCodecs, by_name, codec_for_dtype, needs_feedback
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals

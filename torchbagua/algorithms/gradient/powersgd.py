@@ -24,8 +24,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback, adam_among
 from torchbagua.algorithms.gradient.phases import Phases
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import Identity, by_name
 from torchbagua.collectives.low_rank_mean import LowRankMean, LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES

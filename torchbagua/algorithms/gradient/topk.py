@@ -27,10 +27,8 @@ from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, r
 from torchbagua.algorithms.gradient.compressed import CompressedMean, CompressedMeanAlgorithm
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback, check_betas
 from torchbagua.algorithms.gradient.phases import Phases
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, Identity, MeanCodecs
 from torchbagua.codecs.blockk import BlockK
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import MeanCodecs
 from torchbagua.codecs.sparse import SparseCodec, check_ratio, check_sparse_block
 from torchbagua.codecs.topk import TopK
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals

@@ -30,15 +30,12 @@ from torchbagua import _concurrency
 from torchbagua._stable_repr import stable_repr
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.codecs.base import REGISTRY, Compressor, WireLayout
+from torchbagua.codecs.base import REGISTRY, Compressor, Identity, TensorSpec, WireLayout, by_name, needs_feedback
 from torchbagua.codecs.block_codec import NativeBlockCodec
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sign1bit import Sign1Bit
 from torchbagua.collectives.agreement import Progress, agree, require_same_progress
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.value_form import CodecOf
 from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
@@ -162,17 +159,26 @@ _LONGEST_BLOCK = 1 << 15
 
 
 class MomentumForm:
-    """The form in which a bucket's gradients are averaged, see `MomentumMean`.
+    """Converts a bucket's gradients to momenta, and their mean back to gradients, see `MomentumMean`.
+
+    On CPUs, the kernels of `codec` perform both conversions while they encode and decode. Otherwise, `begin` and `end`
+    convert in separate passes, and the mean in between does not know of gradients.
 
     On a rank that has joined, the mean remains a momentum.
 
     Args:
-        runner: the impl's runner, which knows the loss scale and whether the rank has joined.
+        runner: the impl's runner, which knows the codec, the loss scale and whether the rank has joined.
         q_adam: the optimizer, which stores the momenta and the betas.
         bucket: a float32 bucket of parameters past their warm-up.
+        is_of_nodes: whether the sums of nodes are encoded, and not the values of this rank.
+
+    Attributes:
+        codec: the codec of the mean.
     """
 
-    def __init__(self, runner: GradientRunner, q_adam: QAdamOptimizer, bucket: BaguaBucket) -> None:
+    def __init__(
+        self, runner: GradientRunner, q_adam: QAdamOptimizer, bucket: BaguaBucket, *, is_of_nodes: bool
+    ) -> None:
         self._runner = runner
         self._q_adam = q_adam
         self._tensors = bucket.tensors
@@ -180,24 +186,35 @@ class MomentumForm:
         *self._starts, self._num_elements = accumulate(
             (flat_length(tensor.parameter) for tensor in bucket.tensors), initial=0
         )
+        self.codec: Compressor = runner.codec
+        self._momenta_codec: _MomentaCodec | None = None
+        if (
+            isinstance(runner.codec, NativeBlockCodec)
+            and runner.codec.op_prefix in MOMENTA_CODECS
+            and runner.codec.blocks_are_independent
+            and runner.codec.block_elements <= _LONGEST_BLOCK
+            and bucket.flat.device.type == "cpu"
+            and not is_of_nodes
+        ):
+            self.codec = self._momenta_codec = _MomentaCodec(runner.codec)
+        self._is_one_pass = False
 
-    def codec_of(self, compressor: Compressor) -> CodecOf:
+    def begin(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        """Prepare the mean of the bucket."""
         momenta = self._momenta()
-        make = _OnePassCodec if self._is_one_pass(compressor) else _TwoPassCodec
-        has_joined = self._runner.has_joined
+        if self._momenta_codec is not None:
+            # Observers that sample this step need separate passes.
+            self._is_one_pass = not self._tracer.samples
+            # Most ranges are both encoded and decoded.
+            momenta_between = cache(partial(self._slice, momenta)) if self._is_one_pass else None
+            self._momenta_codec.begin(momenta_between, keeps_mean=self._runner.has_joined)
+        if not self._is_one_pass:
+            momenta.change(torch.ops.torchbagua.qadam_form_momenta, bucket.flat)
 
-        @cache  # most ranges are both encoded and decoded
-        def codec_between(start: int, stop: int) -> Compressor:
-            return make(compressor, self._slice(momenta, start, stop), keeps_mean=has_joined)
-
-        return lambda elements: codec_between(elements.start, elements.stop)
-
-    def change(self, x_N: torch.Tensor) -> None:
-        self._momenta().change(torch.ops.torchbagua.qadam_form_momenta, x_N)
-
-    def change_back(self, x_N: torch.Tensor) -> None:
-        if not self._runner.has_joined:
-            self._momenta().change(torch.ops.torchbagua.qadam_form_gradients, x_N)
+    def end(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        """Complete the mean of the bucket."""
+        if not (self._is_one_pass or self._runner.has_joined):
+            self._momenta().change(torch.ops.torchbagua.qadam_form_gradients, bucket.flat)
 
     def take_step(self, mean_N: torch.Tensor) -> None:
         """Replace the mean of momenta in place by the momentum that the optimizer's step computes via the gradient."""
@@ -206,17 +223,6 @@ class MomentumForm:
         mean_N.div_(self._runner.loss_scale)
         unscaled = momenta._replace(shares=[1.0 - beta1 for beta1 in momenta.beta1s])
         unscaled.change(torch.ops.torchbagua.qadam_form_momenta, mean_N)
-
-    def _is_one_pass(self, compressor: Compressor) -> bool:
-        """Return whether a kernel computes and encodes momenta in one pass. Sampling observers need separate passes."""
-        return (
-            isinstance(compressor, NativeBlockCodec)
-            and compressor.op_prefix in MOMENTA_CODECS
-            and compressor.codes_blocks_alone
-            and compressor.block_elements <= _LONGEST_BLOCK
-            and self._tensors[0].parameter.device.type == "cpu"
-            and not self._tracer.samples
-        )
 
     def _momenta(self) -> "_Momenta":
         """Return the momenta of the whole bucket.
@@ -257,62 +263,83 @@ class _Momenta(NamedTuple):
             operation(*map(list, zip(*pairs, strict=True)), beta1=beta1, share=share)
 
 
-class _TwoPassCodec(Compressor):
-    """Encodes gradients as momenta and decodes averaged momenta to gradients, each in two successive operations."""
+class _MomentaCodec(Compressor):
+    """Encodes gradients as momenta, and decodes averaged momenta to gradients, while a few blocks are in the cache.
 
-    def __init__(self, compressor: Compressor, momenta: _Momenta, *, keeps_mean: bool) -> None:
-        self._compressor = compressor
-        self._momenta = momenta
+    Its wires are those of `codec`, which computes the mean of momenta.
+    """
+
+    def __init__(self, codec: NativeBlockCodec) -> None:
+        self._codec = codec
+        self._momenta_between: Callable[[int, int], _Momenta] | None = None
+        self._keeps_mean = False
+
+    def __repr__(self) -> str:
+        return repr(self._codec)
+
+    def begin(self, momenta_between: Callable[[int, int], _Momenta] | None, *, keeps_mean: bool) -> None:
+        """Prepare for one mean.
+
+        Args:
+            momenta_between: returns the momenta of a range of elements; None to encode and decode without conversion.
+            keeps_mean: decode without conversion.
+        """
+        self._momenta_between = momenta_between
         self._keeps_mean = keeps_mean
 
+    @property
+    def block_elements(self) -> int:
+        return self._codec.block_elements
+
+    def encodes(self, dtype: torch.dtype) -> bool:
+        return self._codec.encodes(dtype)
+
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
-        return self._compressor.wire_bytes(num_elements, num_blocks, dtype)
+        return self._codec.wire_bytes(num_elements, num_blocks, dtype)
+
+    def layout(self, spec: TensorSpec, cuts: Sequence[int], *, equal_bytes: bool = False) -> WireLayout:
+        return self._codec.layout(spec, cuts, equal_bytes=equal_bytes)
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        self._momenta.change(torch.ops.torchbagua.qadam_form_momenta, x_N)
-        self._compressor.encode(x_N, layout, wire_W)
-
-    def encode_feedback(
-        self,
-        x_N: torch.Tensor,
-        residual_N: torch.Tensor,
-        layout: WireLayout,
-        wire_W: torch.Tensor,
-        left_out_N: torch.Tensor,
-    ) -> None:
-        self._momenta.change(torch.ops.torchbagua.qadam_form_momenta, x_N)
-        self._compressor.encode_feedback(x_N, residual_N, layout, wire_W, left_out_N)
-
-    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        self._compressor.decode(wire_W, layout, x_N)
-        if not self._keeps_mean:
-            self._momenta.change(torch.ops.torchbagua.qadam_form_gradients, x_N)
-
-
-class _OnePassCodec(_TwoPassCodec):
-    """Uses kernels that perform both operations while a group of blocks is in the cache."""
-
-    _compressor: NativeBlockCodec
-
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        self._compressor.native_op("encode_momenta")(x_N, layout.table, wire_W, *self._momenta)
-
-    def encode_feedback(
-        self,
-        x_N: torch.Tensor,
-        residual_N: torch.Tensor,
-        layout: WireLayout,
-        wire_W: torch.Tensor,
-        left_out_N: torch.Tensor,
-    ) -> None:
-        op = self._compressor.native_op("encode_momenta_feedback")
-        op(x_N, residual_N, layout.table, wire_W, left_out_N, *self._momenta)
-
-    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        if self._keeps_mean:
-            self._compressor.decode(wire_W, layout, x_N)
+        if self._momenta_between is None:
+            self._codec.encode(x_N, layout, wire_W)
         else:
-            self._compressor.native_op("decode_gradients")(wire_W, layout.table, x_N, *self._momenta)
+            self._codec.native_op("encode_momenta")(x_N, layout.table, wire_W, *self._momenta_of(x_N, layout))
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        if self._momenta_between is None or self._keeps_mean:
+            self._codec.decode(wire_W, layout, x_N)
+        else:
+            self._codec.native_op("decode_gradients")(wire_W, layout.table, x_N, *self._momenta_of(x_N, layout))
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        if self._momenta_between is None:
+            self._codec.encode_feedback(x_N, residual_N, layout, wire_W, left_out_N)
+        else:
+            op = self._codec.native_op("encode_momenta_feedback")
+            op(x_N, residual_N, layout.table, wire_W, left_out_N, *self._momenta_of(x_N, layout))
+
+    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        self._codec.decode_mean(wires_RW, layout, divisor, x_N)
+
+    def decode_mean_encode(
+        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+    ) -> None:
+        self._codec.decode_mean_encode(wires_RW, layout, divisor, wire_W)
+
+    def decode_mean_encode_feedback(self, wires_RW: torch.Tensor, *arguments: Any) -> None:
+        self._codec.decode_mean_encode_feedback(wires_RW, *arguments)
+
+    def _momenta_of(self, x_N: torch.Tensor, layout: WireLayout) -> _Momenta:
+        assert self._momenta_between is not None
+        return self._momenta_between(layout.start, layout.start + x_N.numel())
 
 
 class MomentumMean:
@@ -348,10 +375,13 @@ class MomentumMean:
         if self._residuals is not None:
             feedback = self._residuals.of_bucket(bucket)
             bucket.append_local_op(self._residuals.resolve_last_backward)
-        form = MomentumForm(self._runner, self._q_adam, bucket)
+        is_of_nodes = self._hierarchical and bucket.group.intra_node is not None
+        form = MomentumForm(self._runner, self._q_adam, bucket, is_of_nodes=is_of_nodes)
+        bucket.append_local_op(form.begin)
         bucket.append_centralized_synchronous_op(
-            hierarchical=self._hierarchical, compression=self._runner.codec, error_feedback=feedback, form=form
+            hierarchical=self._hierarchical, compression=form.codec, error_feedback=feedback
         )
+        bucket.append_local_op(form.end)
 
         def adopt_if_joined(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
             if self._runner.has_joined:

@@ -37,9 +37,7 @@ from torchbagua.algorithms.base import check_at_least, check_codecs, register
 from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_votes
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name, needs_feedback
+from torchbagua.codecs.base import Compressor, Identity, by_name, needs_feedback
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup

@@ -26,9 +26,7 @@ from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
-from torchbagua.codecs.base import Compressor, sum_dtype
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name, needs_feedback
+from torchbagua.codecs.base import Compressor, Identity, by_name, needs_feedback, sum_dtype
 from torchbagua.collectives.agreement import all_reduce_max, fingerprint_of_values
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
@@ -355,7 +353,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if self._nodes is None:
             gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
-        from torchbagua.collectives.hierarchical import mean_of_nodes
+        from torchbagua.collectives.centralized_mean import mean_of_nodes
 
         mean = mean_of_nodes(self.runner.process_group, codec, gradient.spec, residuals=residuals)
 

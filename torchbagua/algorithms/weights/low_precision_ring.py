@@ -22,9 +22,7 @@ import torch
 
 from torchbagua.algorithms.base import check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import by_name
+from torchbagua.codecs.base import Compressor, Identity, by_name
 from torchbagua.collectives.low_precision_ring import check_ring_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from torchbagua.codecs.base import TensorSpec
-from torchbagua.codecs.lookup import MeanCodecs
+from torchbagua.codecs.base import MeanCodecs, TensorSpec
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean

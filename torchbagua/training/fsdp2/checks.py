@@ -15,7 +15,7 @@ from torchbagua._torch import (
     fsdp_reduce_scatter,
 )
 from torchbagua.algorithms.base import Algorithm, available_algorithms, get
-from torchbagua.codecs.lookup import MeanCodecs, by_name, needs_feedback
+from torchbagua.codecs.base import MeanCodecs, by_name, needs_feedback
 from torchbagua.training.fsdp2.gather import why_in_full_precision
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts

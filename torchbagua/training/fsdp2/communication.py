@@ -10,9 +10,7 @@ import torch.distributed as dist
 
 from torchbagua._stable_repr import stable_repr
 from torchbagua._torch import fsdp_all_reduce_hook, fsdp_reduce_scatter, fsdp_shards, has_gradient_hooks, premultiplier
-from torchbagua.codecs.base import TensorSpec, sum_dtype
-from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import MeanCodecs, by_name
+from torchbagua.codecs.base import Identity, MeanCodecs, TensorSpec, by_name, sum_dtype
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.runner import Runner

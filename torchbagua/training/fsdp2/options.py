@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.lookup import check_compression, needs_feedback
+from torchbagua.codecs.base import Compressor, check_compression, needs_feedback
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import named_bucket_bytes
 from torchbagua._warnings import warn_user
-from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.base import Identity
 from torchbagua.training.setup import TrainingSetup
 
 # The relative increase of the step time per share of the gradients in one bucket. Measured with 8 bits, two ranks and
