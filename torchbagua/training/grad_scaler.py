@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 from torchbagua._torch import FindInf, FoundInf, loss_scale_of, num_writes, replace_find_inf
-from torchbagua.runtime.weight_runner import WeightRunner
-from torchbagua.training.steps import StepClock
 
 
 class LossScale:
@@ -73,19 +71,19 @@ _SHARED = "_torchbagua_shared"
 
 
 def install_overflow_agreement(
-    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], runner: WeightRunner, clock: StepClock
+    scaler: torch.amp.GradScaler,
+    optimizers: Sequence[torch.optim.Optimizer],
+    decide: Callable[[bool], bool],
+    on_decision: Callable[[torch.optim.Optimizer, bool], None],
 ) -> ExitStack:
-    """Have `runner` decide whether `scaler` sees an overflow of `optimizers`, until the returned stack is closed.
-
-    `clock` is notified of each decision.
-    """
+    """Have `decide` decide whether `scaler` sees an overflow of `optimizers`, until the returned stack is closed."""
     # Several attachments may share a scaler, and be detached in any order.
     shared: _SharedScaler | None = scaler.__dict__.get(_SHARED)
     if shared is None:
         shared = _SharedScaler()
         shared.undo = replace_find_inf(scaler, shared.wrap_find_inf)
         scaler.__dict__[_SHARED] = shared
-    own = {id(optimizer): (runner, clock) for optimizer in optimizers}
+    own = {id(optimizer): (decide, on_decision) for optimizer in optimizers}
     shared.attached.update(own)
 
     def remove() -> None:
@@ -104,12 +102,12 @@ class _SharedScaler:
     """The state that attachments with a common GradScaler share.
 
     Attributes:
-        attached: the runner and the clock of each attached optimizer, by the optimizer's id.
+        attached: who decides on an overflow of each attached optimizer, and who is notified, by the optimizer's id.
         undo: restores the scaler.
     """
 
     def __init__(self) -> None:
-        self.attached: dict[int, tuple[WeightRunner, StepClock]] = {}
+        self.attached: dict[int, tuple[Callable[[bool], bool], Callable[[torch.optim.Optimizer, bool], None]]] = {}
         self.undo: Callable[[], None] = lambda: None
 
     def wrap_find_inf(self, find_inf: FindInf) -> FindInf:
@@ -118,11 +116,11 @@ class _SharedScaler:
         def find_inf_on_all_ranks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> FoundInf:
             found = find_inf(optimizer, *args, **kwargs)
             if id(optimizer) in self.attached:
-                runner, clock = self.attached[id(optimizer)]
-                overflow = runner.agree_on_overflow(any(bool(found_inf) for found_inf in found.values()))
+                decide, on_decision = self.attached[id(optimizer)]
+                overflow = decide(any(bool(found_inf) for found_inf in found.values()))
                 for found_inf in found.values():
                     found_inf.fill_(float(overflow))
-                clock.after_search_for_inf(optimizer, overflow=overflow)
+                on_decision(optimizer, overflow)
             return found
 
         return find_inf_on_all_ranks

@@ -94,7 +94,7 @@ class StepClock:
                 "never: nothing is averaged until all optimizers that were attached together have stepped",
             )
 
-    def after_search_for_inf(self, optimizer: torch.optim.Optimizer, *, overflow: bool) -> None:
+    def after_search_for_inf(self, optimizer: torch.optim.Optimizer, overflow: bool) -> None:
         """Record the result of a GradScaler's search: after an overflow it skips the optimizer's next step."""
         progress = self._progress[id(optimizer)]
         if overflow:
@@ -374,7 +374,11 @@ def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack,
         if setup.grad_scaler is not None and isinstance(runner, WeightRunner):
             from torchbagua.training.grad_scaler import install_overflow_agreement
 
-            handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, runner, clock))
+            handles.enter_context(
+                install_overflow_agreement(
+                    setup.grad_scaler, setup.optimizers, runner.agree_on_overflow, clock.after_search_for_inf
+                )
+            )
         return handles.pop_all(), clock
 
 
