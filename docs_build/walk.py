@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
 
 _FSDP2 = ("torchbagua.fsdp", "torchbagua.training.fsdp2")
 _OF_GPUS = ("torchbagua.transport.nccl", "torchbagua.transport.staged", "torchbagua.transport.torch_backend")
-_OF_WEIGHTS = ("torchbagua.training.rank_weights", "torchbagua.training.weight_loads")
+_OF_WEIGHTS = ("torchbagua.training.weights", "torchbagua.training.weight_loads")
 _OF_TRACES = ("torchbagua.collectives.clock", "torchbagua.collectives.encoding_error")
 _UNUSED_BY_GRADIENTS = (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, *_OF_TRACES, "torchbagua.training.grad_scaler")
 

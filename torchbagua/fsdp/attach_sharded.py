@@ -11,7 +11,7 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.training.attach import Attachment, install
-from torchbagua.training.attach_checks import check_arguments
+from torchbagua.training.checks import check_arguments
 from torchbagua.training.fsdp2.options import Sharding
 
 

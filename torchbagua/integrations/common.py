@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from torchbagua import Algorithm, attach
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms import get
-from torchbagua.training.attach_checks import check_algorithm
+from torchbagua.training.checks import check_algorithm
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torchbagua.integrations.common import check_options, check_uses_ddp, framew
 from torchbagua.integrations.rank_files import load_noted_rank_state, save_rank_state
 from torchbagua.observe.step_cost import StepCost
 from torchbagua.runtime.optimizer_steps import unwrap
-from torchbagua.training.attach_checks import check_algorithm
+from torchbagua.training.checks import check_algorithm
 
 with framework("transformers", tested="5.23.0", adapter="torchbagua.integrations.transformers") as _tested:
     import accelerate  # noqa: F401 - without it transformers can be imported, but creates no Trainer

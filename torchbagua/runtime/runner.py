@@ -141,6 +141,10 @@ class Runner:
         if self.commits_on_step:
             self._steps.listen_to(self.step_watches)
 
+    def note_unknown_scaler(self) -> None:
+        """Set `has_unknown_scaler`."""
+        self.has_unknown_scaler = True
+
     def require_grad_scaler(self) -> None:
         """Require that a loop with a GradScaler passes it to `attach`; for the constructor of an impl."""
         self.needs_grad_scaler = True

@@ -406,7 +406,7 @@ class WeightBuckets:
             (tensor.name, tuple(self._shapes[tensor.name]), str(tensor.parameter.dtype), tensor.order)
             for tensor in tensors
         ]
-        self.lockstep.fingerprint = fingerprint(kinds_of)
+        self.lockstep.set_layout(kinds_of)
         return list(self._buckets)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 Execution order:
 
-1. `check_arguments` (attach_checks.py) checks everything that can fail on one rank alone. `warn_uncompressed` warns of
+1. `check_arguments` (checks.py) checks everything that can fail on one rank alone. `warn_uncompressed` warns of
    parameters that the codec does not encode.
 2. `bind` (algorithms/base.py), like `Algorithm.reify`, has ranks compare their settings over the group's store and
    opens private groups.
@@ -37,41 +37,27 @@ from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms.base import Algorithm, bind
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
-from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.optimizer_steps import is_sharded, unwrap
-from torchbagua.runtime.parameters import local_shard
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.optimizer_steps import unwrap
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_runner import WeightRunner
-from torchbagua.training.attach_checks import (
-    check_arguments,
-    check_outer_ddp,
-    check_within_nodes,
-    mark_attached,
-    warn_uncompressed,
-)
-from torchbagua.training.ddp import (
-    OuterDdps,
-    comm_hook,
-    disable_ddp_sync,
-    install_hook,
-    limit_ddp_to_nodes,
-    named_tensors,
-)
-from torchbagua.training.lint import install_lints
-from torchbagua.training.lint.end_warnings import (
-    warn_of_different_weights,
-    warn_of_missing_detach,
-    warn_of_unused_optimizers,
-)
-from torchbagua.training.setup import TrainingSetup
-from torchbagua.training.steps import install_step_hooks
+from torchbagua.training.checks import TrainingSetup, check_arguments, mark_attached, warn_uncompressed
+from torchbagua.training.ddp import comm_hook, install_hook
+from torchbagua.training.lint import install_lints, lint_arguments
 
 if TYPE_CHECKING:
-    from torchbagua.training.rank_weights import RankWeights
+    from torchbagua.training.steps import StepClock
+    from torchbagua.training.weights import RankWeights
+
+_STEP_HOOKS = (
+    "init_forward_pre_hook",
+    "init_backward_hook",
+    "init_post_backward_hook",
+    "init_post_optimizer_step_hook",
+)
 
 
 class Attachment:
@@ -85,8 +71,6 @@ class Attachment:
             per-parameter state, and calls `impl`.
     """
 
-    _weights: "RankWeights | None"
-
     def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
         self.algorithm = setup.algorithm
         self.runner = runner
@@ -95,75 +79,49 @@ class Attachment:
         self._setup = setup
         self._is_detached = False
         self._has_mean = False  # True within averaged_weights
+        self._weights: RankWeights | None = None
+        self._clock: StepClock | None = None
+        self._forgotten: Any = None  # a finalizer
         # Undone in reverse order, by detach or if one of these steps raises: DDP's hook first, runner.close last.
         with ExitStack() as undo:
             undo.callback(runner.close)
             for inner in setup.inners:
                 undo.callback(mark_attached(inner, runner.name).close)
-            global_ddps = [ddp for ddp in setup.ddps if ddp.process_group.size() == runner.process_group.size]
-            open_node_gradients = runner.open_node_gradients if isinstance(runner, WeightRunner) else None
-            within_nodes = open_node_gradients is not None
-            if within_nodes:
-                check_within_nodes(runner.process_group, runner.name, setup)
-            node_gradients = open_node_gradients() if open_node_gradients and global_ddps else None
-            ignored = setup.ignored_names()
-            # Gradient algorithms take the weights of sharded modules as they are, as fully_shard does.
-            needs_same_weights = not setup.is_sharded or runner.averages_weights
-            pairs = list(zip(setup.modules, setup.inners, strict=True))
-            unequal = [inner for module, inner in pairs if module not in global_ddps] if needs_same_weights else []
-            if unequal:
-                members = {id(tensor) for inner in unequal for _, tensor in named_tensors(inner)}
-                named = named_tensors(setup.inner)
-                own = [local_shard(each) for name, each in named if name not in ignored and id(each) in members]
-                broadcast_tensors(runner.process_group.world, own, "the module")
-                self.broadcast_optimizers()
             runner.use_grad_scaler(setup.grad_scaler)
-            runner.set_module(setup.inner, ignored, parts=setup.inners)
-            if isinstance(runner, GradientRunner) and runner.meetings is not None and not setup.is_sharded:
-                runner.meetings.compare_weights(setup.trained())
-            self._weights = None
-            if isinstance(runner, WeightRunner) and runner.process_group.size > 1:
-                from torchbagua.training.rank_weights import RankWeights
-
-                self._weights = RankWeights(setup, runner)
-                undo.callback(self._weights.close)
-            silenced = undo.enter_context(ExitStack())
-
-            def silence(ddp: DistributedDataParallel) -> None:
-                if node_gradients is not None and ddp in global_ddps:
-                    silenced.enter_context(limit_ddp_to_nodes(ddp, partial(comm_hook, node_gradients)))
-                else:
-                    silenced.enter_context(limit_ddp_to_nodes(ddp, None) if within_nodes else disable_ddp_sync(ddp))
-
-            def silence_outer(ddp: DistributedDataParallel, is_late: bool) -> None:
-                group = runner.process_group.process_group
-                check_outer_ddp(setup, ddp, group, within_nodes=within_nodes, is_late=is_late)
-                silence(ddp)
-
             if isinstance(runner, WeightRunner):
-                undo.callback(OuterDdps(setup.modules, setup.called, runner.step_watches, silence_outer).close)
-            step_hooks, self._clock = install_step_hooks(setup, runner)
-            undo.enter_context(step_hooks)
+                from torchbagua.training.weights import install_weights
+
+                self._weights = install_weights(setup, runner, undo)
+            else:
+                runner.set_module(setup.inner, setup.ignored_names(), parts=setup.inners)
+            runner.tracer.count_optimizer_steps()
+            if needs_step_hooks(runner):
+                from torchbagua.training.steps import install_step_hooks
+
+                step_hooks, self._clock = install_step_hooks(setup, runner)
+                undo.enter_context(step_hooks)
             undo.enter_context(install_lints(setup, runner))
-            if isinstance(runner, WeightRunner):
-                if setup.is_sharded:
-                    from torchbagua.training.fsdp2.communication import bound_waits
-
-                    bound_waits(undo, runner, setup.inner, setup.sharded_parts)
-                for ddp in setup.ddps:
-                    silence(ddp)
-            elif setup.is_sharded:
-                from torchbagua.training.fsdp2.communication import install_communication
-
-                parts = setup.sharded_parts
-                install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
-            elif isinstance(runner, GradientRunner):
-                for ddp in setup.ddps:
-                    undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
+            if isinstance(runner, GradientRunner):
+                self._install_gradients(setup, runner, undo)
             self._undo = undo.pop_all()
-        self._forgotten = _concurrency.finalize(
-            self, warn_of_missing_detach, weakref.ref(runner), weakref.ref(self._clock)
-        )
+        if runner.averages_weights and self._clock is not None:
+            from torchbagua.training.lint.end_warnings import warn_of_missing_detach
+
+            references = weakref.ref(runner), weakref.ref(self._clock)
+            self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, *references)
+
+    @staticmethod
+    def _install_gradients(setup: TrainingSetup, runner: GradientRunner, undo: ExitStack) -> None:
+        if setup.is_sharded:
+            from torchbagua.training.fsdp2.communication import install_communication
+
+            parts = setup.sharded_parts
+            install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
+            return
+        if runner.meetings is not None:
+            runner.meetings.compare_weights(setup.trained())
+        for ddp in setup.ddps:
+            undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
 
     @property
     def is_detached(self) -> bool:
@@ -202,10 +160,11 @@ class Attachment:
         if self._is_detached or self.runner.lane.is_of_other_process:
             return
         self._is_detached = True
-        self._forgotten.detach()
+        if self._forgotten is not None:
+            self._forgotten.detach()
         # Both must be determined before the final average of the weights.
-        unused = [] if failed else self._clock.unused_optimizers()
-        differ = failed and self.runner.replicas_diverge() and self._clock.has_trained
+        unused = [] if failed or self._clock is None else self._clock.unused_optimizers()
+        differ = failed and self.runner.replicas_diverge() and self._clock is not None and self._clock.has_trained
         with self._undo:
             if self._weights is not None and not failed:
                 self._weights.before_end()
@@ -220,8 +179,12 @@ class Attachment:
                 with suppress(RuntimeError):  # a rank has left: the clock comparison from the start must suffice
                     self.runner.lane.submit(self.runner.process_group.compare_clocks).result()
         if unused:
+            from torchbagua.training.lint.end_warnings import warn_of_unused_optimizers
+
             warn_of_unused_optimizers(unused)
         if differ:
+            from torchbagua.training.lint.end_warnings import warn_of_different_weights
+
             warn_of_different_weights(self.algorithm)
 
     def broadcast_optimizers(self) -> None:
@@ -230,15 +193,9 @@ class Attachment:
         The state includes numbers that an optimizer counts or learns in its parameter groups, such as Prodigy's `d`.
         The state of a ZeroRedundancyOptimizer is not changed.
         """
-        from torchbagua.training.optimizer_weights import broadcast_optimizer_state
+        from torchbagua.training.weights import broadcast_optimizers
 
-        world = self.runner.process_group.world
-        for optimizer in self._setup.optimizers:
-            if not is_sharded(optimizer):
-                broadcast_optimizer_state(world, optimizer)
-        scaler = self._setup.grad_scaler
-        if scaler is not None and scaler.is_enabled():
-            scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
+        broadcast_optimizers(self._setup, self.runner.process_group)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -445,7 +402,7 @@ class Attachment:
     def _save(self, loop: Mapping[str, Any]) -> dict[str, Any]:
         if self._weights is not None:
             self._weights.loads.settle()
-        return save_state(self.runner, {**loop, "unfinished_step": self._clock.state()})
+        return save_state(self.runner, {**loop, "unfinished_step": [] if self._clock is None else self._clock.state()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned on this rank. Load the matching weights first.
@@ -462,7 +419,8 @@ class Attachment:
         self._check_no_mean("load_state_dict")
         with nullcontext() if self._weights is None else self._weights.loads.discard_loads():
             loop = load_state(self.runner, state)
-        self._clock.load_state(loop.get("unfinished_step", []))
+        if self._clock is not None:
+            self._clock.load_state(loop.get("unfinished_step", []))
 
     def __enter__(self) -> "Attachment":
         return self
@@ -476,6 +434,13 @@ class Attachment:
         self._end(failed=exception_type is not None)
         if isinstance(exception, NotImplementedError):  # DDP raises it without naming the parameter (torch 2.13)
             self._setup.check_gradients()
+
+
+def needs_step_hooks(runner: Runner) -> bool:
+    """Return whether the runner's impl, or an observer, must be notified of more than the buckets of DDP."""
+    if runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on:
+        return True
+    return any(getattr(type(runner.impl), name) is not getattr(AlgorithmImpl, name) for name in _STEP_HOOKS)
 
 
 def attach(
@@ -547,6 +512,7 @@ def install(
     timeout: timedelta | None,
 ) -> Attachment:
     """Attach the algorithm of `setup` over `process_group`, or the module's own. Collective; see `attach`."""
+    lint_arguments(setup)
     summary = _summary_among(observers, process_group)
     group = process_group or setup.process_group()
     refusal = warn_uncompressed(setup)

@@ -6,7 +6,7 @@ knows an optimizer only if `reify` was given one.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
@@ -15,16 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from torchbagua import _concurrency
 from torchbagua._torch import (
-    active_ddp,
-    call_at_compilation,
     comm_hooks_of,
     current_backward,
-    has_learnt_graph,
-    is_joining,
     queue_callback,
 )
 from torchbagua.observe.events import Timestamp
@@ -32,13 +27,6 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.meeting import Meeting, OpeningBucket
-from torchbagua.runtime.optimizer_steps import StepWatch
-
-JOIN_REFUSAL = (
-    "an algorithm that averages weights does not support torch.distributed.algorithms.Join, in which ranks that have "
-    "run out of data keep sending zeros as gradients; AsyncModelAverageAlgorithm lets ranks take different numbers of "
-    "steps without it"
-)
 
 _HELD = "_torchbagua_hook"  # on a DDP
 
@@ -64,176 +52,6 @@ class ModuleHook:
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of `module`, by name."""
     return chain(module.named_parameters(), module.named_buffers())
-
-
-def parameters_in(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of the DDP's module that it does not ignore, by name."""
-    return {
-        name: parameter for name, parameter in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore
-    }
-
-
-class _Off(int):
-    """False as the value of a flag, and True in a copy or pickle of the DDP, which has no algorithm attached."""
-
-    def __reduce__(self) -> tuple[type, tuple[bool]]:
-        return bool, (True,)
-
-
-_OFF: Any = _Off()
-
-
-def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
-    """Keep `ddp` from sending gradients and buffers until the returned stack is closed, whatever the loop sets."""
-
-    def disable(module: torch.nn.Module, inputs: Any) -> None:
-        if module is not ddp:  # a shallow copy shares this hook
-            return
-        if is_joining(ddp):
-            raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
-        # no_sync sets the first attribute, and DDP's next forward then sets the second. Loops that accumulate gradients
-        # set the first attribute before each forward, and DDP reads it only in forward.
-        turn_off()
-        if not has_learnt_graph(ddp):
-            ddp.require_backward_grad_sync = True
-
-    before = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
-
-    def turn_off() -> None:
-        for attribute in before:
-            before[attribute] |= bool(getattr(ddp, attribute))
-            setattr(ddp, attribute, _OFF)
-
-    def turn_on() -> None:
-        for attribute, was_on in before.items():
-            setattr(ddp, attribute, was_on)
-
-    with ExitStack() as undo:  # closed here only if one of these steps raises
-        undo.callback(turn_on)
-        disable(ddp, ())  # its forward may be running
-        undo.callback(ddp.register_forward_pre_hook(ModuleHook(disable)).remove)
-        # DDP still calls its hook in two cases, in which the hook must leave the gradients unchanged: in the first
-        # backward of a static graph, which fails otherwise (torch 2.13), and if the attribute is set between forward
-        # and backward, as accelerate's trigger_sync_in_backward does.
-        undo.enter_context(install_hook(ddp, _keep_gradients))
-        return undo.pop_all()
-
-
-class OuterDdps:
-    """Finds the DDPs that call attached modules, or parts of them, and that `attach` was not given.
-
-    A module has no reference to its DDP, so forward pre-hooks ask which DDP is running. It may wrap any part of a
-    module: a part with parameters has the hook until it was called, at least in the first step.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[torch.nn.Module],
-        called: Sequence[torch.nn.Module],
-        watches: Sequence[StepWatch],
-        on_found: Callable[[DistributedDataParallel, bool], None],
-    ) -> None:
-        self._modules = modules
-        self._on_found = on_found  # called within the DDP's forward, with whether the first step has ended
-        self._known: set[DistributedDataParallel] = set()
-        self._unstepped = {watch.optimizer: watch for watch in watches}
-        self._installed = ExitStack()
-        self._parts: dict[torch.nn.Module, RemovableHandle] = {}
-        self._is_compiled = False
-
-        self._look_while_compiling = call_at_compilation(self._look_at_compilation)
-        for ddp in modules:
-            if isinstance(ddp, DistributedDataParallel):
-                self._known.add(ddp)
-                self._watch(ddp)
-                self._watch(ddp.module)
-        plain = [module for module in called if not isinstance(module, DistributedDataParallel)]
-        for module in plain:
-            self._watch(module)
-        for part in chain.from_iterable(module.modules() for module in plain):
-            own = [] if isinstance(part, torch.jit.ScriptModule) or part in plain else part.parameters(recurse=False)
-            if any(parameter.requires_grad for parameter in own):
-                self._parts[part] = part.register_forward_pre_hook(ModuleHook(self._before_forward))
-        self._uncalled = set(self._parts)
-        for watch in watches:
-            watch.add(self._after_step, reads_overflow=False)
-
-    def close(self) -> None:
-        """Find no more DDPs."""
-        for watch in self._unstepped.values():
-            watch.remove(self._after_step)
-        for hook in self._parts.values():
-            hook.remove()
-        self._installed.close()
-
-    def _watch(self, module: torch.nn.Module) -> None:
-        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
-            self._installed.callback(module.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
-
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._look_while_compiling()
-            return
-        self._look()
-        if module in self._uncalled:
-            self._uncalled.remove(module)
-            self._leave_parts()
-
-    def _look_at_compilation(self) -> None:
-        self._is_compiled = True
-        self._look()
-
-    def _look(self) -> None:
-        ddp = active_ddp()
-        if ddp is None or ddp in self._known:
-            return
-        own = {id(parameter) for module in self._modules for parameter in module.parameters()}
-        common = [parameter for parameter in parameters_in(ddp).values() if id(parameter) in own]
-        if any(parameter.requires_grad for parameter in common):
-            self._on_found(ddp, not self._unstepped)
-            self._watch(ddp)  # another DDP may wrap it
-        elif common:  # all are frozen, perhaps only now
-            return
-        self._known.add(ddp)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
-        self._unstepped.pop(optimizer).remove(self._after_step)
-        self._leave_parts()
-
-    def _leave_parts(self) -> None:
-        if not (self._unstepped or self._is_compiled):  # without its hook, a compiled part would be compiled again
-            for part in self._parts.keys() - self._uncalled:
-                self._parts.pop(part).remove()
-
-
-def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:
-    """Have `ddp` average gradients within the node, and refuse Join, until the returned stack is closed.
-
-    Args:
-        ddp: over all ranks, or over the ranks of the node.
-        hook: communicates the gradients if `ddp` is over all ranks. DDP then sends no buffers. It still rebuilds its
-            buckets in the second forward, for which rank 0 broadcasts the order. None if `ddp` is over the ranks of the
-            node: its communication does not change.
-    """
-
-    def refuse_join(module: torch.nn.Module, inputs: Any) -> None:
-        if module is ddp and is_joining(ddp):
-            raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
-
-    with ExitStack() as undo:
-        undo.callback(ddp.register_forward_pre_hook(ModuleHook(refuse_join)).remove)
-        if hook is not None:
-            undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
-            ddp.broadcast_buffers = _OFF if ddp.broadcast_buffers else False
-            undo.enter_context(install_hook(ddp, hook))
-        return undo.pop_all()
-
-
-def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    flat = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[] if flat.is_cpu else [flat.device])
-    future.set_result(flat)
-    return future
 
 
 class HeldHook:

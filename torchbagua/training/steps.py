@@ -17,8 +17,8 @@ from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.training.checks import TrainingSetup
 from torchbagua.training.ddp import ModuleHook
-from torchbagua.training.setup import TrainingSetup
 
 # The number of consecutive backward passes, with changing weights, after which gradients cleared without an optimizer
 # step are an error. It exceeds a dozen, since a GradScaler that `attach` was not given skips that many steps at first.

@@ -11,8 +11,8 @@ import torch
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.parameters import local_shard, name_of_shard, reshard
 from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.training.checks import TrainingSetup
 from torchbagua.training.ddp import ModuleHook
-from torchbagua.training.setup import TrainingSetup
 
 
 class WeightLoads:

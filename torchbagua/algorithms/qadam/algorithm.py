@@ -11,7 +11,7 @@ delta_i and delta, which are zero without error feedback. optimizer.py takes the
             send C(m_i + delta_i), one chunk to each rank
             send C(mean over i of C(m_i + delta_i) + delta) to all ranks; mbar = the result of all chunks
             g = (mbar - beta1 m) / (1 - beta1)                  # from which the step computes mbar
-    step with g; if it was not skipped: update delta_i and delta as in gradient/compressed.py
+    step with g; if it was not skipped: update delta_i and delta as in algorithms/gradient/compressed.py
 
 Shape suffixes: N elements, W wire bytes.
 """

@@ -1,7 +1,7 @@
 """Warnings about loops that probably contain a mistake. Each lint is one file, and one line installs it.
 
 May import what `training` may. A lint is imported only if it applies. Those that watch the loop run in its first steps,
-and then leave. The lines are here, but for two lints: training/rank_weights.py has unaveraged_state.py examine states
+and then leave. The lines are here, but for two lints: training/weights.py has unaveraged_state.py examine states
 before a mean, and training/attach.py calls end_warnings.py at the end.
 Begin with unaveraged_gradients.py.
 """
@@ -13,7 +13,7 @@ import torch
 from torchbagua._torch import named_bucket_bytes
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 # No lint warns of smaller buckets.
 _LARGE_BUCKET_BYTES = 5 << 20

@@ -10,7 +10,7 @@ from torchbagua._torch import num_collectives
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.optimizer_steps import StepWatch
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 
 def watch_collectives_of_first_steps(setup: TrainingSetup, runner: Runner) -> None:

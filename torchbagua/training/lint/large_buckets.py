@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua._torch import named_bucket_bytes
 from torchbagua._warnings import warn_user
 from torchbagua.codecs.base import Identity
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 # The relative increase of the step time per share of the gradients in one bucket. Measured with 8 bits, two ranks and
 # 1 Gbit/s (benchmarks/results/bucket-sizes-20261125.json): shares of 0.16, 0.24, 0.32 and 0.48 cost 4, 7, 9 and 14 %.

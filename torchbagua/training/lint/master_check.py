@@ -5,7 +5,7 @@ import torch
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import parameters_of
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 # Far more than a learning rate that starts at zero leaves without a change, also in a module of 16 bits.
 _NUM_STEPS = 20

@@ -1,7 +1,7 @@
 """A warning about parameters that several optimizers update."""
 
 from torchbagua._warnings import warn_user
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 
 def warn_of_shared_parameters(setup: TrainingSetup) -> None:

@@ -12,7 +12,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import parameters_of
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 # The steps of each optimizer after a synchronized backward, with all steps before them, that are checked.
 _NUM_STEPS = 20

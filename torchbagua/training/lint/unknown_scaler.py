@@ -35,7 +35,7 @@ class UnknownScaler:
         if self._runner.has_unknown_scaler or not (self._is_asked or is_scaled_in_step(optimizer)):
             return
         runner = self._runner
-        runner.has_unknown_scaler = True
+        runner.note_unknown_scaler()
         consequence = (
             "ranks would skip different steps"
             if runner.averages_weights

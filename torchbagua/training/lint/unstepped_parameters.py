@@ -2,7 +2,7 @@
 
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.optimizer_steps import parameters_of
-from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.checks import TrainingSetup
 
 
 def warn_of_unstepped_parameters(setup: TrainingSetup) -> None:
