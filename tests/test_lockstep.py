@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torchbagua.observe import Recorder
 from torchbagua.runtime.bucket import BaguaTensor
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.lockstep import Lockstep
+from torchbagua.runtime.lockstep import LoadMark, Lockstep, require_same_loads
 
 
 class Rank:
@@ -141,6 +141,20 @@ def test_ranks_with_different_loads_raise(loaded_by: tuple[float | None, ...], m
 
     (error,) = set(on_ranks(2, body))
     assert message in error
+
+
+def test_a_pending_load_is_counted_and_not_compared() -> None:
+    """Other ranks may have begun the step with which it takes effect."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
+        require_same_loads(
+            world, LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6), "a round"
+        )
+        with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
+            require_same_loads(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
+
+    run_ranks(2, body)
 
 
 def watch(rank: Rank) -> nn.Parameter:

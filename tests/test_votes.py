@@ -22,6 +22,8 @@ STOPS = Vote(stops=True, reason="detach")
         # A rank that leaves ends the rounds for all ranks, whatever the other ranks stop for.
         ([Vote(stops=True, leaves=True), STOPS, STOPS], Outcome(0, None, False)),
         ([STOPS, Vote(stops=True, reason="abort"), Vote()], Outcome(None, 2, False)),
+        ([STOPS, Vote(num_loads=1), Vote()], Outcome(None, 2, False, num_loads=None)),
+        ([STOPS, Vote(leaves=True, num_loads=1), Vote(gives_up=True)], Outcome(1, 2, False, num_loads=None)),
     ],
 )
 def test_all_ranks_come_to_the_same_outcome(votes: list[Vote], outcome: Outcome) -> None:
@@ -29,6 +31,16 @@ def test_all_ranks_come_to_the_same_outcome(votes: list[Vote], outcome: Outcome)
         return count_votes(tb.BaguaProcessGroup(group).world, votes[group.rank()], LayoutWatch(""), "a round")
 
     assert run_ranks(3, body) == [outcome] * 3
+
+
+@pytest.mark.parametrize("other", [Vote(gives_up=True), STOPS], ids=["gives up", "all stop"])
+def test_ranks_with_different_numbers_of_loads_all_raise(other: Vote) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        vote = (STOPS, Vote(stops=True, reason="detach", num_loads=1), other)[group.rank()]
+        with pytest.raises(tb.CommunicationError, match="number of loads: ranks 0 and 2 have 0, rank 1 has 1"):
+            count_votes(tb.BaguaProcessGroup(group).world, vote, LayoutWatch(""), "a round")
+
+    run_ranks(3, body)
 
 
 def test_ranks_that_stop_for_different_reasons_all_raise() -> None:
