@@ -17,7 +17,8 @@ from ranks import run_ranks
 from test_decentralized import check_low_precision
 from torchbagua.codecs import BlockK, Compressor, Identity, MinMaxUInt8, Sign1Bit, TopK, WireLayout
 from torchbagua.codecs.base import pad_bytes
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.parameters import BaguaTensor
 from training import Tower, build
 
 

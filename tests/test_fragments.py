@@ -9,7 +9,7 @@ import torchbagua as tb
 from components import running
 from ranks import run_ranks
 from torchbagua.algorithms.weights.diloco import assign_fragments
-from torchbagua.runtime.bucket import BaguaTensor
+from torchbagua.runtime.parameters import BaguaTensor
 
 
 def named(sizes: list[int]) -> list[BaguaTensor]:

@@ -11,9 +11,9 @@ from torch import nn
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.observe import Recorder
-from torchbagua.runtime.bucket import BaguaTensor
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.lockstep import LoadMark, Lockstep, require_same_loads
+from torchbagua.runtime.parameters import BaguaTensor
 
 
 class Rank:

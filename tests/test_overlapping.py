@@ -15,8 +15,9 @@ from ranks import run_ranks
 from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt4, MinMaxUInt8
 from torchbagua.collectives import mean as means
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.parameters import BaguaTensor
 
 LENGTHS = (70 * 2048, 2048 + 5, 30 * 2048, 90 * 2048)
 NUM_ROUNDS = 8

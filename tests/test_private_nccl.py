@@ -21,8 +21,9 @@ from torchbagua.collectives import process_group
 from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm as NodeMeanAlgorithm
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.transport import communicator
 from torchbagua.transport import nccl as private_nccl
 from torchbagua.transport.base import COLLECTIVES

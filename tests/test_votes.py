@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.algorithms.weights.votes import Outcome, Vote, count_votes
-from torchbagua.runtime.changed_layout import LayoutWatch
+from torchbagua.runtime.parameters import LayoutWatch
 
 STOPS = Vote(stops=True, reason="detach")
 

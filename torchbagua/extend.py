@@ -8,11 +8,12 @@ from torchbagua.algorithms.base import Algorithm, register
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.algorithms.gradient.function import mean
 from torchbagua.collectives.topology import Topology
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.lockstep import Lockstep
 from torchbagua.runtime.parameter_state import BucketState, ParameterState, residual_state
+from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import WeightBucket, WeightBuckets, WeightMeans
 from torchbagua.runtime.weight_runner import WeightRunner

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import native
-from torchbagua._stable_repr import stable_repr
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.codecs.base import Compressor, Identity, MeanCodecs, check_compression
+from torchbagua.collectives.agreement import stable_repr
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run
 from torchbagua.observe.tracer import check_observers

@@ -11,13 +11,17 @@ Over the group, ranks first compare a digest of their records, and send the reco
 
 import base64
 import ctypes
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -26,10 +30,64 @@ import torch.distributed as dist
 from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.collectives.exchange import RingMessage
-from torchbagua.collectives.nodes import number_by_first_appearance
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.store_requests import StoreRequests
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+# Part of the default repr of an object. The address is the same for all threads, but differs between processes.
+_ADDRESS = " at 0x"
+
+
+def stable_repr(value: object, owner: str) -> str:
+    """Return the repr of `value`, with the qualified names of functions instead of their addresses.
+
+    Args:
+        value: any object, also a list, tuple, dict or dataclass that contains functions.
+        owner: the name of `value` in error messages.
+
+    Raises:
+        TypeError: `value` is a function that cannot be imported by its name, such as a lambda, or an object with an
+            address in its repr.
+    """
+    text = repr(value)
+    if _ADDRESS not in text or isinstance(value, str):
+        return text
+    if isinstance(value, _FUNCTIONS):
+        return qualified_name(value, owner)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = [field.name for field in dataclasses.fields(value) if field.repr]
+        parts = [f"{name}={stable_repr(getattr(value, name), owner)}" for name in shown]
+        return f"{type(value).__qualname__}({', '.join(parts)})"
+    if type(value) is list:
+        return f"[{', '.join(stable_repr(item, owner) for item in value)}]"
+    if type(value) is tuple:
+        return f"({', '.join(stable_repr(item, owner) for item in value)}{',' if len(value) == 1 else ''})"
+    if type(value) is dict:
+        return (
+            f"{{{', '.join(f'{stable_repr(key, owner)}: {stable_repr(item, owner)}' for key, item in value.items())}}}"
+        )
+    raise TypeError(f"{owner} must have a repr that is the same on all ranks, as a dataclass has, got {text}")
+
+
+def qualified_name(function: object, owner: str) -> str:
+    """Return the name by which `function` can be imported, with its module.
+
+    Raises:
+        TypeError: there is none; the message names `owner`.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    try:
+        found = functools.reduce(getattr, name.split("."), sys.modules[str(module)])
+    except (AttributeError, KeyError):
+        found = None
+    if found != function:
+        raise TypeError(
+            f"{owner} must be a function that can be imported by its name, not a lambda, partial or nested function, "
+            f"got {function!r}; ranks compare it by this name, and traces show the name"
+        )
+    return f"{module}.{name}"
+
 
 R = TypeVar("R")
 
@@ -241,6 +299,28 @@ def _decide(introductions: Sequence[Introduction]) -> dict[str, Any]:
         compares_clocks=any(each.compares_clocks for each in introductions),
     )
     return verdict._asdict()
+
+
+def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:
+    """Return the numbers of the nodes that a user has labeled, one for each rank.
+
+    Raises:
+        TypeError, ValueError: `nodes` is not a list with a label for each rank.
+    """
+    is_list = isinstance(nodes, list | tuple)
+    if not is_list or not all(isinstance(label, str | int) for label in nodes):
+        raise TypeError(f"BaguaProcessGroup: nodes must be a list of strings or integers, got {nodes!r}")
+    if len(nodes) != num_ranks:
+        raise ValueError(
+            f"BaguaProcessGroup: nodes must have one entry for each of {num_ranks} ranks, got {len(nodes)}"
+        )
+    return number_by_first_appearance(nodes)
+
+
+def number_by_first_appearance(labels: Sequence[str | int]) -> list[int]:
+    """Return the number of each label, in the order of first appearance."""
+    numbers: dict[str | int, int] = {}
+    return [numbers.setdefault(label, len(numbers)) for label in labels]
 
 
 def _encode(values: Mapping[str, Any]) -> str:

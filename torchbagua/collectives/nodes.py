@@ -1,6 +1,5 @@
-"""Nodes: how they are numbered, and the communicators within and between them."""
+"""The communicators within and between nodes, as collectives use them."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -34,25 +33,3 @@ class NodeGroups(Protocol):
     def device(self) -> torch.device:
         """The device for which the communicators were last prepared."""
         ...
-
-
-def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:
-    """Return the numbers of the nodes that a user has labeled, one for each rank.
-
-    Raises:
-        TypeError, ValueError: `nodes` is not a list with a label for each rank.
-    """
-    is_list = isinstance(nodes, list | tuple)
-    if not is_list or not all(isinstance(label, str | int) for label in nodes):
-        raise TypeError(f"BaguaProcessGroup: nodes must be a list of strings or integers, got {nodes!r}")
-    if len(nodes) != num_ranks:
-        raise ValueError(
-            f"BaguaProcessGroup: nodes must have one entry for each of {num_ranks} ranks, got {len(nodes)}"
-        )
-    return number_by_first_appearance(nodes)
-
-
-def number_by_first_appearance(labels: Sequence[str | int]) -> list[int]:
-    """Return the number of each label, in the order of first appearance."""
-    numbers: dict[str | int, int] = {}
-    return [numbers.setdefault(label, len(numbers)) for label in labels]

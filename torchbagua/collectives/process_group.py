@@ -15,9 +15,15 @@ from torchbagua import _concurrency
 from torchbagua._torch import backend_of, timeout_of
 from torchbagua._warnings import warn_user
 from torchbagua.codecs.base import Compressor
-from torchbagua.collectives.agreement import Introduction, Settings, Verdict, agree_over_store, all_reduce_max
+from torchbagua.collectives.agreement import (
+    Introduction,
+    Settings,
+    Verdict,
+    agree_over_store,
+    all_reduce_max,
+    number_given_nodes,
+)
 from torchbagua.collectives.exchange import Overlap
-from torchbagua.collectives.nodes import number_given_nodes
 from torchbagua.collectives.operations import GroupOperations
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torchbagua._stable_repr import qualified_name
+from torchbagua.collectives.agreement import qualified_name
 
 # Weights are used in float32 or float64, and a user may have rounded them to a few decimals.
 _TOLERANCE = 1e-6

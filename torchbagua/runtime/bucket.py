@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torchbagua.collectives.mean import EncodingFailure, Mean, OverlappingMean
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, topology_of
-from torchbagua.runtime.parameters import MemoryOrder, flat_length
+from torchbagua.runtime.parameters import BaguaTensor, flat_length
 from torchbagua.transport.errors import CommunicationError, cause_of
 
 B = TypeVar("B", bound="BucketOperations")
@@ -368,35 +368,6 @@ def _check_like_flat(name: str, tensor: torch.Tensor, spec: TensorSpec, dtype: t
             f"BaguaBucket: {name} must be contiguous, {dtype}, [{spec.num_elements}], got "
             f"{'' if tensor.is_contiguous() else 'non-contiguous, '}{tensor.dtype}, {list(tensor.shape)}"
         )
-
-
-@dataclass(frozen=True)
-class BaguaTensor:
-    """A parameter or buffer in a bucket.
-
-    Attributes:
-        name: its name in the module. Without `attach`, which knows the module, its position in the optimizers that were
-            passed to `Algorithm.reify`, or else its position in the bucket. The name of a shard includes its number.
-        parameter: the parameter or the buffer. For a DTensor, the bucket contains the shard of this rank.
-        order: the order of its elements in the bucket: the parameter's memory order when this object was created. It
-            does not change if the parameter's memory format changes.
-
-    Args:
-        kept_order: the order of an earlier tensor of this name, on which the flat tensors of all ranks agree.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    kept_order: InitVar[MemoryOrder | None] = None
-    order: MemoryOrder = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self, kept_order: MemoryOrder | None) -> None:
-        object.__setattr__(self, "order", kept_order or MemoryOrder(self.parameter))
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is a parameter rather than a buffer."""
-        return isinstance(self.parameter, torch.nn.Parameter)
 
 
 def check_elements(subject: str, tensor: torch.Tensor) -> None:

@@ -7,12 +7,11 @@ import torch
 
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.changed_layout import OF_GRADIENTS, LayoutWatch, check_gradient_layouts
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.meeting import Meeting, Meetings
 from torchbagua.runtime.optimizer_steps import StepCount, parameters_of
-from torchbagua.runtime.parameters import MemoryOrder
+from torchbagua.runtime.parameters import OF_GRADIENTS, BaguaTensor, LayoutWatch, MemoryOrder, check_gradient_layouts
 from torchbagua.runtime.runner import Runner
 
 T = TypeVar("T")
@@ -290,7 +289,7 @@ class GradientRunner(Runner):
             if self._module is None:  # attach has checked all parameters at once
                 self._check_dtypes({tensor.name: tensor.parameter for tensor in bucket.tensors})
             if not self.has_joined:
-                check_gradient_layouts(bucket)
+                check_gradient_layouts(bucket.parts(bucket.flat))
         except (UncompressedParametersWarning, ValueError, RuntimeError) as error:
             self._fail(error)
 

@@ -14,8 +14,8 @@ from torchbagua.collectives.agreement import (
     first_difference,
     require_same_progress,
 )
-from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
 from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.parameters import OF_WEIGHTS, LayoutWatch
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 

@@ -14,10 +14,11 @@ from torchbagua.codecs.base import Compressor, codec_for_dtype
 from torchbagua.collectives.agreement import Progress, agree, fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.loader import load_kernels
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
+from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
 
 S = TypeVar("S", bound=ParameterState[Any])

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.parameters import flat_length
+from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.parameters import BaguaTensor, flat_length
 
 
 def sub_bucket_of(bucket: BaguaBucket, tensors: Sequence[BaguaTensor], dtype: torch.dtype) -> BaguaBucket:

@@ -13,9 +13,17 @@ from torchbagua.collectives.agreement import fingerprint
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.low_precision_ring import Replicas
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor, check_elements
+from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.lockstep import Lockstep
-from torchbagua.runtime.parameters import MemoryOrder, flat_length, local_shard, name_of_shard, reshard, sharded_parts
+from torchbagua.runtime.parameters import (
+    BaguaTensor,
+    MemoryOrder,
+    flat_length,
+    local_shard,
+    name_of_shard,
+    reshard,
+    sharded_parts,
+)
 from torchbagua.runtime.runner import Runner
 
 _PART_ELEMENTS = 2**21  # for tensors outside buckets, since the group caches buffers for each length that it averages

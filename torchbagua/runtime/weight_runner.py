@@ -7,9 +7,9 @@ from typing import Any, final
 import torch
 
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.parameters import local_shard
+from torchbagua.runtime.parameters import BaguaTensor, local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_buckets import WeightBuckets
 

@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 import torch
 
 from torchbagua import _concurrency
-from torchbagua._stable_repr import stable_repr
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.codecs.base import REGISTRY, Compressor, Identity, TensorSpec, WireLayout, by_name, needs_feedback
 from torchbagua.codecs.block_codec import NativeBlockCodec
 from torchbagua.codecs.sign1bit import Sign1Bit
-from torchbagua.collectives.agreement import Progress, agree, require_same_progress
+from torchbagua.collectives.agreement import Progress, agree, require_same_progress, stable_repr
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.momenta import MOMENTA_CODECS

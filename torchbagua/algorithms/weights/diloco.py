@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
-from torchbagua._stable_repr import stable_repr
 from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
 from torchbagua.codecs.base import Compressor, Identity, by_name, needs_feedback, sum_dtype
-from torchbagua.collectives.agreement import all_reduce_max, fingerprint_of_values
+from torchbagua.collectives.agreement import all_reduce_max, fingerprint_of_values, stable_repr
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
+from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.runtime.rank_state import check_keys, check_rank_state, owner_of
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import sub_bucket_of

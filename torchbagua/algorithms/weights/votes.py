@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchbagua.collectives.agreement import agree, name_ranks, ranks_by_value
-from torchbagua.runtime.changed_layout import LayoutWatch
 from torchbagua.runtime.lockstep import require_same_numbers
+from torchbagua.runtime.parameters import LayoutWatch
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 

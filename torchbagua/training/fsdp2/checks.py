@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from torchbagua._stable_repr import stable_repr
 from torchbagua._torch import (
     fsdp_all_gather,
     fsdp_all_reduce_hook,
@@ -16,6 +15,7 @@ from torchbagua._torch import (
 )
 from torchbagua.algorithms.base import Algorithm, available_algorithms, get
 from torchbagua.codecs.base import MeanCodecs, by_name, needs_feedback
+from torchbagua.collectives.agreement import stable_repr
 from torchbagua.training.fsdp2.gather import why_in_full_precision
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._stable_repr import stable_repr
 from torchbagua._torch import fsdp_all_reduce_hook, fsdp_reduce_scatter, fsdp_shards, has_gradient_hooks, premultiplier
 from torchbagua.codecs.base import Identity, MeanCodecs, TensorSpec, by_name, sum_dtype
+from torchbagua.collectives.agreement import stable_repr
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.runner import Runner
