@@ -4,14 +4,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], *, num_head_rows: int = 1, num_left: int = 1, gap: int = 2) -> str:
-    """Return a table with columns as wide as their longest cell, and a line below the head.
-
-    Args:
-        rows: lists of equally many cells; the rows of the head come first.
-        num_head_rows: the number of rows of the head.
-        num_left: the number of leading columns that are aligned to the left; the others are aligned to the right.
-        gap: the number of spaces between two columns.
-    """
+    """Return a table with columns as wide as their longest cell, and a line below the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

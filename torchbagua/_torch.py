@@ -60,14 +60,6 @@ def registered_group(
     number of groups that this process knows. This number differs between ranks that are members of different numbers of
     groups, and decreases when a group is destroyed. Ranks then wait for each other under different names, or read the
     keys that an earlier group of the same name left in the store.
-
-    Args:
-        ranks: the members, by their ranks in the job; all of them must call this function.
-        rank: the index of this rank in `ranks`.
-        backend: the name of a backend.
-        store: contains keys of this group only.
-        name: the same on all members, and different from that of every other group.
-        timeout: the timeout of the group's operations, if the backend has timeouts.
     """
     group: dist.ProcessGroup
     place = len(ranks), rank, list(ranks)
@@ -570,9 +562,6 @@ def replace_find_inf(scaler: torch.amp.GradScaler, replace: Callable[[FindInf], 
     Every path of GradScaler calls `_unscale_grads_` for it. The public `unscale_` is not called for fused optimizers.
     The alternative, writing an Inf into a gradient so that all ranks find one, needs a pass over all gradients after
     each backward, also after a micro-step.
-
-    Raises:
-        RuntimeError: this torch has no such function.
     """
     find_inf = getattr(scaler, "_unscale_grads_", None)
     if not callable(find_inf):

@@ -307,21 +307,7 @@ def bind(
     run_settings: Callable[[], Mapping[str, str]] = dict,
     refusal: str | None = None,
 ) -> Runner:
-    """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective.
-
-    Args:
-        algorithm: the algorithm.
-        process_group, observers, timeout: see `Algorithm.reify`.
-        optimizers: the optimizers that step on the communicated gradients or weights, if they are known.
-        rank_invariants: further values that must be equal on all ranks, by the names that errors use.
-        run_settings: returns settings that traces record in addition to the algorithm and its group, by name.
-        refusal: an UncompressedParametersWarning that a warnings filter turns into an error on this rank. All ranks
-            raise it, before a group is opened.
-
-    Raises:
-        UncompressedParametersWarning: a rank has a `refusal`.
-        TypeError, ValueError, TimeoutError, CommunicationError, RuntimeError: see `Algorithm.reify`.
-    """
+    """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective."""
     name = type(algorithm).__name__
     if optimizers:
         algorithm.check_optimizers(optimizers)

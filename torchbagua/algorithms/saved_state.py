@@ -41,11 +41,7 @@ def _averaged_names(runner: Runner) -> list[str] | None:
 
 
 def load_state(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Load into `runner` the state that `save_state` returned. Return its argument `loop`.
-
-    Raises:
-        ValueError: `check_saved` raises it, or the tensors do not match this module.
-    """
+    """Load into `runner` the state that `save_state` returned. Return its argument `loop`."""
     loop = check_saved(runner, state)
     averaged = json.loads(state["algorithm"]).get("averaged")  # states of earlier development versions do not have it
     if averaged is not None and isinstance(runner, WeightRunner):
@@ -63,10 +59,6 @@ def check_saved(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
     2. `Algorithm.check_state`: the arguments that the state depends on;
     3. `check_rank_state`: which rank saved it;
     4. during the load, the owner of each part, such as `ParameterState.load_state_dict`: the names and shapes.
-
-    Raises:
-        ValueError: `state` was not returned by `save_state`, has a later format, or was saved by another algorithm or
-            with other arguments that the state depends on.
     """
     if not isinstance(state, Mapping) or not {"algorithm", "impl"} <= state.keys():
         raise ValueError(

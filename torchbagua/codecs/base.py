@@ -160,12 +160,7 @@ class WireLayout:
 
 
 def blocks_of_chunks(bounds_B: torch.Tensor, cuts: Sequence[int], name: str, *, are_whole: bool) -> list[int]:
-    """Return the C + 1 block indices at which the C chunks of the tensor `name` begin and end.
-
-    Raises:
-        ValueError: `cuts` do not ascend from 0 to the tensor's length, or a cut lies within a block and blocks must be
-            whole.
-    """
+    """Return the C + 1 block indices at which the C chunks of the tensor `name` begin and end."""
     wanted = torch.tensor(list(cuts), dtype=torch.int64)
     num_elements = int(bounds_B[-1])
     if len(wanted) < 2 or wanted[0] != 0 or wanted[-1] != num_elements or (wanted.diff() < 0).any():
@@ -442,15 +437,7 @@ def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
 
 
 def check_compression(argument: str, compression: Any) -> str | Compressor | None:
-    """Return a codec in the form that algorithms store: None, a Compressor, or its registered name.
-
-    Args:
-        argument: the name of the argument, for errors.
-        compression: the codec, or its name.
-
-    Raises:
-        ValueError: `compression` is not a codec. The message lists the registered names.
-    """
+    """Return a codec in the form that algorithms store: None, a Compressor, or its registered name."""
     if compression is None or isinstance(compression, Compressor):
         return compression
     name = ALIASES.get(compression, compression) if isinstance(compression, str) else None
@@ -468,15 +455,7 @@ def needs_feedback(compression: str | Compressor | None) -> bool:
 
 
 def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
-    """Return the codec that is registered under a name.
-
-    Args:
-        compression: a name; None for full precision; or a codec, which is returned unchanged.
-        options: arguments for the constructor.
-
-    Raises:
-        ValueError: no codec has that name. The message lists the registered names.
-    """
+    """Return the codec that is registered under a name."""
     compression = check_compression("compression", compression)
     if isinstance(compression, str):
         return REGISTRY[compression](**options)

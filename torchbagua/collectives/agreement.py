@@ -40,16 +40,7 @@ _ADDRESS = " at 0x"
 
 
 def stable_repr(value: object, owner: str) -> str:
-    """Return the repr of `value`, with the qualified names of functions instead of their addresses.
-
-    Args:
-        value: any object, also a list, tuple, dict or dataclass that contains functions.
-        owner: the name of `value` in error messages.
-
-    Raises:
-        TypeError: `value` is a function that cannot be imported by its name, such as a lambda, or an object with an
-            address in its repr.
-    """
+    """Return the repr of `value`, with the qualified names of functions instead of their addresses."""
     text = repr(value)
     if _ADDRESS not in text or isinstance(value, str):
         return text
@@ -71,11 +62,7 @@ def stable_repr(value: object, owner: str) -> str:
 
 
 def qualified_name(function: object, owner: str) -> str:
-    """Return the name by which `function` can be imported, with its module.
-
-    Raises:
-        TypeError: there is none; the message names `owner`.
-    """
+    """Return the name by which `function` can be imported, with its module."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:
         found = functools.reduce(getattr, name.split("."), sys.modules[str(module)])
@@ -192,17 +179,7 @@ _ERRORS = {"left": CommunicationError, "refusal": UncompressedParametersWarning,
 
 
 def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction, timeout: timedelta) -> Verdict:
-    """Compare settings with all other ranks. Collective; `store` contains no keys of another group.
-
-    Raises:
-        TimeoutError: a rank did not arrive within `timeout`; names the missing ranks. All ranks may retry with the same
-            `store`.
-        ValueError: ranks disagree; names the first setting that differs, and its value on every rank. The same on every
-            rank.
-        UncompressedParametersWarning: a rank has a `refusal`. The same on every rank.
-        CommunicationError: an exception, of a signal handler for instance, has ended the wait of a rank.
-        SilentStoreError: the store did not answer within `timeout`.
-    """
+    """Compare settings with all other ranks. Collective; `store` contains no keys of another group."""
     return _StoreAgreement(store, rank, size, timeout).reach(own)
 
 
@@ -302,11 +279,7 @@ def _decide(introductions: Sequence[Introduction]) -> dict[str, Any]:
 
 
 def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:
-    """Return the numbers of the nodes that a user has labeled, one for each rank.
-
-    Raises:
-        TypeError, ValueError: `nodes` is not a list with a label for each rank.
-    """
+    """Return the numbers of the nodes that a user has labeled, one for each rank."""
     is_list = isinstance(nodes, list | tuple)
     if not is_list or not all(isinstance(label, str | int) for label in nodes):
         raise TypeError(f"BaguaProcessGroup: nodes must be a list of strings or integers, got {nodes!r}")
@@ -366,15 +339,6 @@ def agree(communicator: Communicator, record: R, purpose: str) -> list[R]:
 
     If all records are equal, this takes log2(n) messages of 24 bytes. Otherwise it takes as many again, and the last of
     these have up to n / 2 records. A rank in another agreement may have records of another kind: then all raise.
-
-    Args:
-        communicator: the ranks that agree.
-        record: an instance of a dataclass, with fields that JSON preserves.
-        purpose: the purpose of the agreement, in events and errors.
-
-    Raises:
-        CommunicationError: a rank has another kind of record; names the purpose of every rank. Or a peer disconnected
-            or did not take part within the group's timeout.
     """
     text = json.dumps([type(record).__name__, purpose, vars(record)])
     digest = fingerprint(text)

@@ -9,16 +9,7 @@ from torchbagua.transport.communicator import Communicator
 
 
 class AllReduceMean:
-    """Mean (or sum) of a flat tensor, reduced in the backend's order: bitwise equal on all ranks.
-
-    Args:
-        communicator: a communicator over all ranks.
-        spec: the tensor.
-        divisor: the number of ranks; 1 for the sum.
-        divides_first: divide each value before the sum, as torch's `allreduce_hook` does and by the same call, so that
-            the result is bitwise equal to torch's. float16 is always divided first, since the sum over many ranks may
-            overflow.
-    """
+    """Mean (or sum) of a flat tensor, reduced in the backend's order: bitwise equal on all ranks."""
 
     def __init__(
         self, communicator: Communicator, spec: TensorSpec, divisor: float, *, divides_first: bool = False
@@ -32,12 +23,7 @@ class AllReduceMean:
         self._divisor = divisor if divides_first else torch.full((1,), divisor, device=spec.device)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, another tensor of the same shape and dtype; in place by default.
-
-        Raises:
-            CommunicationError: the backend refuses, or a rank disconnected or did not take part within the group's
-                timeout.
-        """
+        """Write the mean of `x_N` to `out_N`, another tensor of the same shape and dtype; in place by default."""
         communicator = self._communicator
         if out_N is None:
             out_N = x_N

@@ -68,11 +68,7 @@ def _broadcast_by_collectives(communicator: Communicator, values: torch.Tensor, 
 
 
 def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: str) -> dict[str, Any]:
-    """Return rank 0's `state`, which contains plain tensors and numbers.
-
-    Raises:
-        CommunicationError: a peer disconnected or did not take part within the group's timeout.
-    """
+    """Return rank 0's `state`, which contains plain tensors and numbers."""
     buffer = io.BytesIO()
     if communicator.rank == 0:
         torch.save(state, buffer)

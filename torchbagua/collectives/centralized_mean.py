@@ -26,15 +26,6 @@ def centralized_mean(
 
     In full precision and without messages, the function is the backend's all-reduce. That takes nodes into account
     already, so `hierarchical` has no effect. In a group of one rank, the mean is the tensor itself.
-
-    Args:
-        group: the ranks that take part.
-        compressor: the codec; with `hierarchical`, the codec between nodes. It must encode the tensor's dtype.
-        spec: the tensor.
-        hierarchical: in a multi-node group, sum within nodes first.
-        average: divide the sum by the number of ranks.
-        intra_compressor: with `hierarchical`, the codec within nodes; None for full precision.
-        residuals: the residuals of the tensor, which must be float32 and averaged in place.
     """
     if group.size == 1:
         return _copy
@@ -68,12 +59,6 @@ def mean_of_nodes(
 
     Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
     all nodes.
-
-    Args:
-        group: a group with several nodes, at least one of which has several ranks.
-        compressor: the codec between nodes. It must encode the tensor's dtype.
-        spec: the tensor.
-        residuals: the residuals of the tensor, which must be float32 and averaged in place.
     """
     from torchbagua.collectives.hierarchical import Hierarchical, MeanOverNodes
 
@@ -83,15 +68,7 @@ def mean_of_nodes(
 
 
 class RedistributingMean(OverlappingMean):
-    """A mean that first redistributes the residuals, if its bucket replaces others.
-
-    Args:
-        mean: the mean to compute.
-        residuals: the residuals of the bucket.
-        senders: the ranks among which the sent tensor is divided, those of a node; None if each rank sends all of it.
-        owners: the ranks among which the means are divided.
-        spec: the bucket's tensor.
-    """
+    """A mean that first redistributes the residuals, if its bucket replaces others."""
 
     def __init__(
         self,

@@ -20,9 +20,6 @@ def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOf
     Every rank in `askers` asks rank 0 for its time; the other ranks share rank 0's clock. The estimate assumes that the
     answer takes half of the round trip (Cristian, "Probabilistic clock synchronization", 1989). The error is therefore
     at most half of the shortest round trip.
-
-    Raises:
-        CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
     if communicator.rank == 0:
         for asker in askers:

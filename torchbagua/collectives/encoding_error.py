@@ -12,14 +12,7 @@ SAMPLED_ELEMENTS = 1 << 16
 
 
 class EncodingErrorProbe:
-    """Reports the norms of the encoded values and of the residual; their ratio is the relative error.
-
-    Args:
-        tracer: the tracer whose observers are notified.
-        compressor: the codec that encodes.
-        layout: the layout of a single chunk.
-        name: the name of the tensor.
-    """
+    """Reports the norms of the encoded values and of the residual; their ratio is the relative error."""
 
     def __init__(self, tracer: Tracer, compressor: Compressor, layout: WireLayout, name: str) -> None:
         self._tracer = tracer
@@ -33,13 +26,7 @@ class EncodingErrorProbe:
         return self._layout.beginning(SAMPLED_ELEMENTS)
 
     def report(self, x_L: torch.Tensor, wire_W: torch.Tensor, known_residual_L: torch.Tensor | None = None) -> None:
-        """Report the error of the chunk that is encoded in `wire_W`.
-
-        Args:
-            x_L: the encoded values; with `known_residual_L`, the contents may be arbitrary.
-            wire_W: the encoded chunk.
-            known_residual_L: the residual of the encoding, if known.
-        """
+        """Report the error of the chunk that is encoded in `wire_W`."""
 
         def norms() -> dict[str, torch.Tensor]:
             elements = self._beginning.elements[0]

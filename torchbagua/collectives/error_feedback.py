@@ -20,12 +20,6 @@ class TwoPhaseResiduals:
     run of the bucket, the ranks sum these expanded residuals. The sum is bitwise exact, since all but one of the
     summands are zero.
 
-    Args:
-        device: the device of the bucket.
-        initial: this rank's values for the bucket, by the names in `kept`, [N] float32 each; None on all ranks if no
-            parameter has been sent before.
-        momentum: the momentum of the sent values.
-
     Attributes:
         initial: the argument until the first run, then None.
         sent: the residual of what this rank sends: its own values, or a shard of its node's sums.

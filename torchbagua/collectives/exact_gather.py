@@ -20,13 +20,6 @@ class ExactGather:
     to the rank that forwards it there. The bytes are the same either way, so nodes affect only the time, and may have
     different numbers of ranks. If the communicator does not post messages, every rank sends its row to all others in
     one collective.
-
-    Args:
-        communicator: the communicator that sends the rows.
-        ranks: the ranks that take part, in the order of their rows, including this rank. Without messages, all ranks of
-            the communicator make the call together, in groups that do not overlap.
-        nodes: the node of each rank of the communicator.
-        name: the name of the gathered tensor, in errors.
     """
 
     def __init__(self, communicator: Communicator, ranks: Sequence[int], nodes: Sequence[int], name: str) -> None:
@@ -58,11 +51,7 @@ class ExactGather:
         self._num_within = max(len(self._forwarded[mate]) for mate in mates)
 
     def __call__(self, out_N: torch.Tensor) -> None:
-        """Fill `out_N` with the rows of all ranks. It must already contain this rank's row, at its place.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Fill `out_N` with the rows of all ranks. It must already contain this rank's row, at its place."""
         flat = out_N.view(torch.uint8)
         length = flat.numel() // len(self._ranks)
         rows = {rank: flat[at * length : (at + 1) * length] for at, rank in enumerate(self._ranks)}

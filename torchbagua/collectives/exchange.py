@@ -72,25 +72,11 @@ class Exchange:
     If the communicator does not post individual messages, `send` is one all-to-all. In stream order, the host does not
     wait for it. A rank without turns calls it too, since the other ranks wait for all ranks.
 
-    Args:
-        pipeline: the pipeline of the exchanges that are in flight together, over the communicator whose ranks exchange.
-        operation: "all_to_all"; "all_gather" if a rank sends the same tensor to all others; "peer_exchange" between a
-            subset of the ranks; "agreement" for small numbers.
-        receives: the tensors to fill, by the rank that sends. This rank's entry, and empty tensors, are not written.
-        bucket: the name of the bucket, in events and errors.
-        turns: the (target, source) of each turn, with no rank twice in either position; by default all others, around
-            the ring.
-        counts: the contents of the messages; by default, messages are tensors that are not encoded.
-        piece: distinguishes exchanges of one operation that are in flight at the same time, or differ in length.
-
     Attributes:
         targets: the ranks to send to, in the order of turns.
         tensors: the tensors to send, in this order; None before `send`.
         rounds: the turns that are in flight together: all turns in one round, or one turn in each round.
         is_one_at_a_time: whether turns run one at a time.
-
-    Raises:
-        CommunicationError: a peer disconnected.
     """
 
     def __init__(
@@ -136,15 +122,7 @@ class Exchange:
         return itertools.chain.from_iterable(turns)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Start to send a tensor to each of `targets`, in this order.
-
-        Args:
-            tensors: an iterable that computes each tensor when the exchange draws it, shortly before it is sent. That
-                may be after this method has returned, if the turn comes later.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Start to send a tensor to each of `targets`, in this order."""
         if self._pipeline.posts_messages:
             self.tensors = iter(tensors)
             self._pipeline.advance()
@@ -156,9 +134,6 @@ class Exchange:
 
         Exchanges of one pipeline call this in the order in which they send. In stream order, no host waits: later work
         on the current stream runs after the tensor has arrived.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
         """
         if not self._pipeline.posts_messages:
             yield from self._sources
@@ -239,10 +214,6 @@ class Pipeline:
     The tensor of the next round is computed meanwhile, and sent when the current round has arrived, before the caller
     decodes that. Other rounds are in flight two at a time, and each of their tensors is sent as soon as it is computed.
     So no link waits for a CPU, and at most two messages are in flight to a peer.
-
-    Args:
-        communicator: the communicator whose ranks exchange.
-        device: the device of all tensors, of the same type on all ranks.
 
     Attributes:
         communicator, device: the arguments.
@@ -333,9 +304,6 @@ class Overlap:
 
     All ranks construct the same means in the same order. Consecutive means have different slots, so their messages and
     their scratch memory differ.
-
-    Args:
-        communicator: a communicator over all ranks that run these means.
     """
 
     def __init__(self, communicator: Communicator) -> None:

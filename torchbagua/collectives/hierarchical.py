@@ -35,14 +35,6 @@ class Hierarchical:
     Parts 1 and 3 may be compressed, too. The results are still bitwise equal on all ranks of all nodes if the
     collective of part 2 gives bitwise equal results to all owners of a shard.
 
-    Args:
-        group: a group with several nodes, at least one of which has several ranks.
-        spec: the tensor.
-        block_elements: the number of elements in a block; shards consist of whole blocks.
-        compressor: the codec within nodes. It must encode the tensor's dtype.
-        ranks_agree: the ranks of a node have equal tensors, so in part 1 each rank copies its shard and nothing is
-            summed.
-
     Attributes:
         owners: the ranks that own the same shard, one on each node; None on a rank that owns no shard.
         shard: the elements of the shard that this rank owns.
@@ -68,15 +60,7 @@ class Hierarchical:
 
     @contextmanager
     def sum_of_shard(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Yield the node's sum of the local shard, [L]; then write the results that the owners left there to `out_N`.
-
-        Args:
-            x_N: the tensor.
-            out_N: another tensor like it, for the result; by default in place.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Yield the node's sum of the local shard, [L]; then write the results that the owners left there to `out_N`."""
         chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator, x_N.device)
         sum_L = memory_of_sum([chunks])
         scatter = None if self._ranks_agree else ReduceScatter(chunks, x_N, pipeline)
@@ -115,13 +99,6 @@ class HierarchicalMean:
     """The result of `Hierarchical` with the two-phase mean between nodes, bitwise, between CPUs and without residuals.
 
     Shards are sent in two pieces: one piece crosses between nodes while the ranks of a node exchange the other.
-
-    Args:
-        group: a group with several nodes, at least one of which has several ranks.
-        compressor: the codec between nodes.
-        spec: the tensor; see `is_worthwhile`.
-        divisor: the divisor of the sum.
-        intra_compressor: the codec within nodes.
     """
 
     def __init__(
@@ -156,11 +133,7 @@ class HierarchicalMean:
         return all(start < stop for start, stop in itertools.pairwise(pieces))
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place."""
         out_N = x_N if out_N is None else out_N
         sum_L = memory_of_sum(self._pieces)
         sums = [sum_L[piece.within_chunk] for piece in self._pieces]
@@ -227,14 +200,7 @@ def mean_over_nodes(
 
 
 class MeanOverNodes:
-    """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node.
-
-    Args:
-        hierarchical: computes the sums.
-        compressor: the codec between nodes.
-        divisor: the divisor of the sum; by default the number of nodes.
-        residuals: the residuals of the tensor.
-    """
+    """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node."""
 
     def __init__(
         self,

@@ -72,13 +72,6 @@ class LowPrecisionRing:
 
     A round with replicas of zeros and in full precision sets w, L and R to the ranks' weights. The first round does
     that.
-
-    Args:
-        communicator: the ring, in rank order.
-        compressor: the codec that computes Q.
-        spec: the weights.
-        replicas: changed in place, in the dtype in which weights are summed.
-        is_bounded: clamp each element between x and the mean of w, L and R, as `clamp_to_mean` does.
     """
 
     def __init__(
@@ -139,11 +132,7 @@ class LowPrecisionRing:
             self._ring_advance(d_L, own.weight, x_L)
 
     def exchange(self) -> None:
-        """Send the bytes that `update` has encoded to both neighbors, and update the replicas of their weights.
-
-        Raises:
-            CommunicationError: a neighbor disconnected or did not take part within the group's timeout.
-        """
+        """Send the bytes that `update` has encoded to both neighbors, and update the replicas of their weights."""
         communicator = self._communicator
         left, right = communicator.rank_before(1), communicator.rank_after(1)
         # In a ring of two, left and right are the same rank, which sends once.
@@ -200,17 +189,7 @@ def low_precision_ring(
     hierarchical: bool,
     is_bounded: bool,
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[], None]]:
-    """Return `update` and `exchange` of the ring of ranks, or of nodes: see `LowPrecisionRing`.
-
-    Args:
-        group: the ranks that take part.
-        compressor: the codec of the differences. It must encode the weights' dtype.
-        spec: the weights.
-        replicas: as long as the weights; in a ring of nodes, each rank uses its shard of them.
-        hierarchical: in a multi-node group, build a ring of nodes. A node's weights are the mean of its ranks' weights,
-            and each of its ranks gets the result.
-        is_bounded: see `LowPrecisionRing`.
-    """
+    """Return `update` and `exchange` of the ring of ranks, or of nodes: see `LowPrecisionRing`."""
     if group.size == 1:
         return lambda x_N: None, lambda: None
     if not hierarchical or group.intra_node is None:

@@ -41,10 +41,6 @@ class Orthogonaliser:
     however many vectors that has. Every sum has a fixed order, so equal values give bitwise equal results on every
     machine. A vector that is zero, or linearly dependent on earlier vectors to within rounding, becomes zero. A vector
     with NaN or Inf becomes NaN, and so do the vectors after it.
-
-    Args:
-        places: the places of the factors; no factor is empty.
-        device: the device of the flat tensor.
     """
 
     def __init__(self, places: Sequence[FactorPlace], device: torch.device) -> None:
@@ -76,14 +72,7 @@ class MatrixShape(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int], num_elements: int, rank: int, min_rate: float) -> MatrixShape | None:
-    """Return a tensor as a matrix whose rows are the first dimension; None if the factors are not much smaller.
-
-    Args:
-        shape: the shape of the tensor, starting with the dimension that varies slowest in memory.
-        num_elements: the number of its real numbers.
-        rank: the largest number of vectors in a factor.
-        min_rate: the matrix must have more than this many times the elements of its factors.
-    """
+    """Return a tensor as a matrix whose rows are the first dimension; None if the factors are not much smaller."""
     if len(shape) < 2 or num_elements == 0:
         return None
     rows, columns = shape[0], num_elements // shape[0]
@@ -93,13 +82,7 @@ def matrix_shape(shape: Sequence[int], num_elements: int, rank: int, min_rate: f
 
 
 class MatrixState:
-    """The state of one matrix: the residual, the right factor of the last step, and the staged values of both.
-
-    Args:
-        shape: the shape of the matrix.
-        error: [rows * columns], the residual of the factors.
-        right: [rank * columns]; empty if each step begins with a new right factor.
-    """
+    """The state of one matrix: the residual, the right factor of the last step, and the staged values of both."""
 
     def __init__(self, shape: MatrixShape, error: torch.Tensor, right: torch.Tensor) -> None:
         self.shape = shape
@@ -124,13 +107,6 @@ class LowRankState:
     """The state of the parameters of one bucket: residuals and right factors; see `BucketState`.
 
     Memory: 8 bytes per element of a matrix.
-
-    Args:
-        lengths: the number of elements of each parameter in the bucket.
-        shapes: the shapes of the parameters' matrices; None for a parameter that is sent without factors.
-        device: the device of the bucket.
-        held: residual and right factor of each parameter, flat; zeros if it has none yet. None if no parameter has any.
-        keeps_right: whether right factors are kept.
 
     Attributes:
         keeps_right: the argument.
@@ -254,15 +230,6 @@ class LowRankMean:
     M Q and M^T P are torch's matrix products of this rank's values. Equal values give bitwise equal products if their
     alignment and the number of threads are the same, so every operand is a separate tensor. This package's kernels
     compute the results that must be equal on all ranks.
-
-    Args:
-        group: the ranks that take part.
-        compressor: the codec for the factors and for tensors that are not matrices.
-        spec: the bucket's tensor, float32.
-        state: the state of the bucket, which contains at least one matrix.
-        names: the names of the parameters, for seeds.
-        seed: the seed of right factors, together with the parameter's name.
-        hierarchical: see `centralized_mean`.
     """
 
     def __init__(
@@ -308,12 +275,7 @@ class LowRankMean:
         self._right_F = torch.zeros(right_start, device=spec.device)
 
     def __call__(self, x_N: torch.Tensor, step: int) -> None:
-        """Replace `x_N` by the mean, and stage the state with which the next step starts.
-
-        Args:
-            x_N: the bucket's tensor.
-            step: the step number, part of the seed of right factors if these are not kept.
-        """
+        """Replace `x_N` by the mean, and stage the state with which the next step starts."""
         details = Details(bucket=self._name)
         vectors_L = self._left_L[: self._members[0].left.start].split(
             [part.stop - part.start for part in self._vectors]

@@ -45,11 +45,7 @@ class OverlappingMean(ABC):
     """
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place."""
         for _ in self.steps(x_N, out_N):
             pass
 
@@ -69,16 +65,6 @@ class TwoPhaseMean(OverlappingMean):
     """Mean of a flat tensor: compressed reduce-scatter, then compressed all-gather (ScatterReduce, arXiv 2107.01499).
 
     Between CPUs, long chunks are sent in two pieces, so that a link carries one piece while the other is computed.
-
-    Args:
-        communicator: the ranks that take part.
-        compressor: the codec of the chunks. It must encode the tensor's dtype.
-        spec: the tensor.
-        divisor: the divisor of the sum.
-        residuals: added in both phases; the new residuals are staged there. The tensor must be float32 and averaged in
-            place. The mean assigns them the slices that this rank sends and owns.
-        start: the element of the residuals' bucket at which the tensor begins.
-        overlap: the means with which this mean may overlap; by default it overlaps with none.
     """
 
     def __init__(
@@ -115,11 +101,7 @@ class TwoPhaseMean(OverlappingMean):
         return not self._pieces[0].are_coded_at_once and self._overlap.may_begin(self._slot)
 
     def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
-        """Compute the mean; yield when all chunks are in flight, and then before each wait for a piece of means.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Compute the mean; yield when all chunks are in flight, and then before each wait for a piece of means."""
         out_N = x_N if out_N is None else out_N
         residuals, divisor = self._residuals, self._divisor
         sent, mean = (None, None) if residuals is None else (residuals.sent, residuals.mean)
@@ -161,15 +143,6 @@ def _is_coded_at_once(communicator: Communicator, spec: TensorSpec) -> bool:
 class RankChunks:
     """The chunks of a flat tensor, one for each rank, which owns it: all of them, or one piece.
 
-    Args:
-        communicator: the ranks that own the chunks.
-        compressor: the codec of the chunks. It must encode the tensor's dtype.
-        spec: the tensor.
-        cuts: the boundaries of the chunks, see `TensorSpec.even_cuts`; or of the parts of each chunk, of which every
-            piece has one, see `TensorSpec.cuts_within`.
-        number: distinguishes chunks and pieces that are in flight over this communicator at the same time.
-        piece, num_pieces: the index of the piece, and the number of pieces. Chunks that are coded at once have one.
-
     Attributes:
         communicator, compressor, spec: the arguments.
         rank: the number of this rank in the communicator.
@@ -181,9 +154,6 @@ class RankChunks:
         are_sent_at_once: whether one collective sends all chunks, which are then padded to equal length. This is so if
             the communicator does not post individual messages.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
-
-    Raises:
-        ValueError: `cuts` do not fit this tensor.
     """
 
     def __init__(
@@ -245,13 +215,7 @@ class RankChunks:
     def of_rows(
         cls, communicator: Communicator, compressor: Compressor, row: TensorSpec, rows_each: int = 1
     ) -> "RankChunks":
-        """Return the chunks of a tensor of equal rows. Each rank owns the same number of consecutive rows.
-
-        Args:
-            communicator, compressor: as in the constructor.
-            row: the description of a row.
-            rows_each: the number of rows that each rank owns.
-        """
+        """Return the chunks of a tensor of equal rows. Each rank owns the same number of consecutive rows."""
         num_rows = rows_each * communicator.size
         whole = replace(row, segment_lengths=row.segment_lengths * num_rows)
         cuts = [rank * rows_each * row.num_elements for rank in range(communicator.size + 1)]
@@ -359,14 +323,6 @@ class ReduceScatter:
        order, in float32 or float64, and divide.
 
     The scratch memory, one wire and the received chunks, belongs to the communicator.
-
-    Args:
-        chunks: the tensor's chunks, or a piece of them.
-        x_N: the tensor. It is unchanged unless there is a residual; its values are then undefined.
-        pipeline: the pipeline of the exchanges that are in flight together with these.
-        divisor: the divisor of the sum.
-        residual: added to the tensor, which must be float32; the new residual is staged there. It has the tensor's
-            elements.
     """
 
     def __init__(
@@ -389,11 +345,7 @@ class ReduceScatter:
             self._exchange = chunks.exchange(pipeline, "all_to_all", self._received_RW.unbind())
 
     def send(self) -> None:
-        """Encode all chunks except the local one, each shortly before it is sent, and start to send them.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Encode all chunks except the local one, each shortly before it is sent, and start to send them."""
         chunks, wires = self._chunks, self._wires
         if not chunks.are_coded_at_once:
             self._exchange.send(self._encode(owner, wires[owner]) for owner in self._exchange.targets)
@@ -408,11 +360,7 @@ class ReduceScatter:
             self._exchange.send(wires[owner] for owner in self._exchange.targets)
 
     def receive_mean(self, out_L: torch.Tensor) -> None:
-        """Wait for the local chunk from all ranks, and write the mean to `out_L`, in the dtype of sums.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Wait for the local chunk from all ranks, and write the mean to `out_L`, in the dtype of sums."""
         chunks, rows, layout = self._chunks, self._receive(), self._chunks.layouts[self._chunks.rank]
         if layout.num_bytes:
             with chunks.span("reduce", "all_to_all", chunks.rank):
@@ -424,17 +372,7 @@ class ReduceScatter:
         residual: Residual | None = None,
         memory_N: torch.Tensor | None = None,
     ) -> None:
-        """Wait for the local chunk from all ranks, and encode the mean into `wire_W`.
-
-        Args:
-            wire_W: the buffer for the encoded mean.
-            residual: the residual of the means of the local chunk. It is added, and the new residual is staged there.
-            memory_N: with a residual, the scattered tensor or a tensor like it. The mean is written to its local part
-                before it is encoded; the other values are unchanged.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Wait for the local chunk from all ranks, and encode the mean into `wire_W`."""
         chunks, rows, layout = self._chunks, self._receive(), self._chunks.layouts[self._chunks.rank]
         if not layout.num_bytes:
             return
@@ -501,11 +439,6 @@ class AllGather:
     2. `send`: encode the local chunk, and send it to all other ranks.
     3. `receive`: decode all chunks, the local one too, so that results are bitwise equal on all ranks.
 
-    Args:
-        chunks: the tensor's chunks, or a piece of them.
-        out_N: the output, for all chunks.
-        pipeline: the pipeline of the exchanges that are in flight together with these.
-
     Attributes:
         own_wire: the buffer for the encoded local chunk.
     """
@@ -520,14 +453,7 @@ class AllGather:
             self._exchange = chunks.exchange(pipeline, "all_gather", self._wires)
 
     def send(self, x_L: torch.Tensor | None = None) -> None:
-        """Start to send the local chunk.
-
-        Args:
-            x_L: the local chunk, to encode; None if the caller has already written `own_wire`.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Start to send the local chunk."""
         chunks = self._chunks
         if x_L is not None:
             with chunks.span("encode", "all_gather", chunks.rank):
@@ -538,11 +464,7 @@ class AllGather:
             self._exchange.send(itertools.repeat(self.own_wire))
 
     def receive(self) -> None:
-        """Decode all chunks, each when it has arrived.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Decode all chunks, each when it has arrived."""
         chunks = self._chunks
         is_decoded = not chunks.compressor.wire_is_tensor  # else messages arrive directly in `out_N`
         if is_decoded and not chunks.are_coded_at_once:
@@ -563,17 +485,7 @@ class AllGather:
 
 
 def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *, divisor: float = 1.0) -> None:
-    """Write the mean of the local chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is unchanged.
-
-    Args:
-        chunks: the tensor's chunks.
-        x_N: the tensor.
-        out_L: the output, for the mean.
-        divisor: the divisor of the sum.
-
-    Raises:
-        CommunicationError: a peer disconnected or did not take part within the group's timeout.
-    """
+    """Write the mean of the local chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is unchanged."""
     pipeline = Pipeline(chunks.communicator, chunks.spec.device)
     scatter = ReduceScatter(chunks, x_N, pipeline, divisor=divisor)
     scatter.send()
@@ -582,11 +494,7 @@ def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *
 
 
 def all_gather(chunks: RankChunks, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
-    """Write the chunks of all ranks to `out_N`. `x_L` is the local chunk, and may be a view of its slice of `out_N`.
-
-    Raises:
-        CommunicationError: a peer disconnected or did not take part within the group's timeout.
-    """
+    """Write the chunks of all ranks to `out_N`. `x_L` is the local chunk, and may be a view of its slice of `out_N`."""
     pipeline = Pipeline(chunks.communicator, chunks.spec.device)
     gather = AllGather(chunks, out_N, pipeline)
     gather.send(x_L)

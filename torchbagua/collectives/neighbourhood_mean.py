@@ -42,18 +42,7 @@ def neighbourhood_mean(
     *,
     hierarchical: bool,
 ) -> NeighbourhoodMean:
-    """Return the function that averages a flat tensor over a topology, in full precision.
-
-    Args:
-        group: the ranks that take part.
-        topology: who averages with whom, not `AllRanks`; it fits the group, see `check_topology`.
-        spec: the tensor.
-        hierarchical: in a multi-node group, compute the mean of each node, average it over the topology of nodes, and
-            give the result to all ranks of the node.
-
-    Returns:
-        A function of the tensor, another tensor like it for the mean, and the round's index, from 0.
-    """
+    """Return the function that averages a flat tensor over a topology, in full precision."""
     if hierarchical and group.intra_node is not None:
         return _MeanWithPeerNodes(group, topology, spec, float(group.intra_node.size))
     return _MeanWithPeers(group.world, topology, spec.name)
@@ -88,11 +77,7 @@ class _MeanWithPeers:
         self._peers: dict[int, tuple[list[int], Mapping[int, float]]] = {}  # by round in the period, with weights
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, round_index: int) -> None:
-        """Write the mean of `x_N` with the peers to `out_N`, a tensor like it or the same tensor.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Write the mean of `x_N` with the peers to `out_N`, a tensor like it or the same tensor."""
         communicator, rank, size = self._communicator, self._communicator.rank, self._communicator.size
         round = round_index % self._topology.period(size)
         if round not in self._peers:

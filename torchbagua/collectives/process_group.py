@@ -62,11 +62,7 @@ class PrivateGroups:
         self.device = torch.device("cpu")
 
     def use_device(self, device: torch.device) -> None:
-        """Connect the private groups for tensors on `device`, if they are not connected yet. Collective.
-
-        Raises:
-            CommunicationError: a rank did not connect within the group's timeout, or the backend refuses.
-        """
+        """Connect the private groups for tensors on `device`, if they are not connected yet. Collective."""
         self.device = device
         for communicator in self.communicators:
             try:
@@ -76,16 +72,7 @@ class PrivateGroups:
                 raise
 
     def check_operations(self, device: torch.device, algorithm: str) -> None:
-        """Raise the same error on all ranks if a backend lacks an operation for tensors on `device`. Collective.
-
-        Args:
-            device: the CPU, or a device that was passed to `use_device` before.
-            algorithm: the algorithm that needs the operation, in the error.
-
-        Raises:
-            ValueError: a rank could not start an operation, or it failed; names backend, operation and algorithm.
-            CommunicationError: a rank disconnected or did not take part within the group's timeout.
-        """
+        """Raise the same error on all ranks if a backend lacks an operation for tensors on `device`. Collective."""
         missing = self.communicators[0].missing_operation(device)
         if missing is not None:
             raise ValueError(
@@ -94,21 +81,12 @@ class PrivateGroups:
             )
 
     def poll(self) -> bool:
-        """Return whether a GPU is still working on operations that were launched since `move_to_lane`.
-
-        Raises:
-            CommunicationError: an operation runs longer than the timeout, or the GPU has failed.
-        """
+        """Return whether a GPU is still working on operations that were launched since `move_to_lane`."""
         are_in_flight = [communicator.poll() for communicator in self.communicators]  # every poll drops finished work
         return any(are_in_flight)
 
     def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
-        """Block the host until the current stream of a GPU has finished. Does nothing on the CPU.
-
-        Raises:
-            CommunicationError: the stream has not finished within the timeout; names the operation on which the GPU is
-                working, or else `purpose`.
-        """
+        """Block the host until the current stream of a GPU has finished. Does nothing on the CPU."""
         if device.type != "cuda":
             return
         try:
@@ -122,9 +100,6 @@ class PrivateGroups:
         """Block the host until a GPU has reached `mark`. Call `check` repeatedly, which may raise. For any thread.
 
         Return False if the private groups are closed: an abort lets the GPU reach `mark` early, with partial results.
-
-        Raises:
-            CommunicationError: the GPU has not reached `mark` within the timeout.
         """
         try:
             wait_on_host(mark, self.timeout.total_seconds() + _POLL_MARGIN_S, check)

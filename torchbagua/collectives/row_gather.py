@@ -17,12 +17,6 @@ class RowGather:
     If hierarchical, a rank sends its row to the ranks that have its place on other nodes. The ranks of a node then send
     each other the decoded rows, in full precision. A row is sent between nodes once for each node instead of once for
     each rank, and is bitwise equal to the flat result.
-
-    Args:
-        group: the ranks that take part; if hierarchical, with the same number of ranks on each node.
-        compressor: the codec of rows; if hierarchical, between nodes. It must encode the dtype of rows.
-        row: the description of a row, which is the same for all ranks.
-        hierarchical: in a multi-node group, gather rows between nodes first and then within them.
     """
 
     def __init__(
@@ -39,11 +33,7 @@ class RowGather:
         self._within = RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks))
 
     def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Write the rows of all ranks to `out_N`. `x_L` is this rank's row, and may be a view of its place in `out_N`.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Write the rows of all ranks to `out_N`. `x_L` is this rank's row, and may be a view of its place in `out_N`."""
         if self._order is None:
             all_gather(self._chunks, x_L, out_N)
             return

@@ -23,13 +23,6 @@ class RowMean:
 
     If hierarchical, the ranks of a node sum the rows for the ranks that have their place on any node. Ranks with the
     same place then exchange the sums. A row is sent between nodes once for each node instead of once for each rank.
-
-    Args:
-        group: the ranks that take part; if hierarchical, with the same number of ranks on each node.
-        compressor: the codec of rows; if hierarchical, between nodes. It must encode the dtypes of rows and sums.
-        row: the description of a row, which is the same for all ranks.
-        divisor: the divisor of the sum.
-        intra_compressor: the codec of rows within nodes; None to send them flat, without regard to nodes.
     """
 
     def __init__(
@@ -56,11 +49,7 @@ class RowMean:
         self._chunks = RankChunks.of_rows(group.inter_node, compressor, sums)
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
-        """Write the mean of this rank's row to `out_L`, in the dtype of sums. `x_N` is unchanged.
-
-        Raises:
-            CommunicationError: a peer disconnected or did not take part within the group's timeout.
-        """
+        """Write the mean of this rank's row to `out_L`, in the dtype of sums. `x_N` is unchanged."""
         if self._order is None:
             reduce_scatter(self._chunks, x_N, out_L, divisor=self._divisor)
             return

@@ -15,16 +15,6 @@ def torch_reduce_scatter(
     """Write the sum or mean of this rank's row of all ranks' `x_N` to `out_L`, bitwise equal to torch's reduce-scatter.
 
     `ReduceScatter` sums in another order. Observers are not notified.
-
-    Args:
-        communicator: the ranks that take part.
-        x_N: one row for each rank, on the CPU.
-        out_L: the output, for this rank's row.
-        op: torch's reduce operation.
-        name: the name of the reduced tensor, in errors.
-
-    Raises:
-        CommunicationError: a rank disconnected or did not take part within the group's timeout.
     """
     try:
         reduce_scatter_base(communicator.torch_group, out_L, x_N, op).wait()

@@ -24,11 +24,6 @@ class ReplicaGroup(dist.ProcessGroup):
 
     Torch's own backends run all other operations. FSDP calls the all-reduce in `foreach_reduce`, where only the group
     can be replaced. The constructor is collective.
-
-    Args:
-        algorithm: the algorithm, which ranks compare; it opens private groups.
-        codecs: the codecs of the mean that replaces an all-reduce.
-        store, rank, size, timeout: the arguments that torch passes to a backend's constructor.
     """
 
     def __init__(
@@ -55,12 +50,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self._announced = part, same_rows
 
     def allreduce(self, *arguments: Any, **named: Any) -> Any:
-        """Replace the tensors by their sum or mean over the ranks, and return a torch Work.
-
-        Raises:
-            CommunicationError: ranks have gradients of different parameters; or a rank died or did not take part in
-                time.
-        """
+        """Replace the tensors by their sum or mean over the ranks, and return a torch Work."""
         if not is_compressed(*arguments, **named):
             return self._inner.allreduce(*arguments, **named)
         (x_L,), options = arguments
@@ -118,12 +108,6 @@ class Announcer:
     """Wraps a part's reduce-scatter to announce the part to the group of its replicas before the all-reduce.
 
     It announces the part when memory is allocated, since FSDP does not call the reduce-scatter with only one shard.
-
-    Args:
-        comm: the wrapped reduce-scatter.
-        part: the part whose gradients are reduced.
-        group: the group over which the gradients are all-reduced.
-        same_rows: compares the rows of that group.
     """
 
     def __init__(self, comm: Any, part: CommunicatingPart, group: ReplicaGroup, same_rows: SameRows) -> None:

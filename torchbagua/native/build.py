@@ -145,13 +145,7 @@ class Build:
 
 
 def compile_once(library: Path, build: Build) -> None:
-    """Compiles `build` to `library`, or waits for a process that does; does nothing if `library` exists and is intact.
-
-    Raises:
-        RuntimeError: the compiler failed (the message has its output); it, or the other process, took longer than
-            COMPILE_TIMEOUT_S; or the cache folder cannot be created.
-        OSError: the cache folder cannot be written.
-    """
+    """Compiles `build` to `library`, or waits for a process that does; does nothing if `library` exists and is intact."""
     if read_sealed(library):
         return
     try:

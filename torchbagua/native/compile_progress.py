@@ -6,13 +6,7 @@ from pathlib import Path
 
 
 class CompileProgress:
-    """One line on stderr. On a terminal, `show` updates it with the number of compiled files and the time.
-
-    Args:
-        subject: the library, for the line.
-        folder: the folder in which the compiler creates one object file per source.
-        num_sources: the number of sources.
-    """
+    """One line on stderr. On a terminal, `show` updates it with the number of compiled files and the time."""
 
     def __init__(self, subject: str, folder: Path, num_sources: int) -> None:
         self._text = f"torchbagua: compiling {subject}, once per machine"

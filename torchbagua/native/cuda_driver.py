@@ -35,12 +35,7 @@ class LoadedKernels:
 
 
 class Driver:
-    """The CUDA driver, accessed through `cuda.bindings.driver`.
-
-    Args:
-        bindings: the module `cuda.bindings.driver`.
-        current_stream: returns the handle of torch's current stream on a device.
-    """
+    """The CUDA driver, accessed through `cuda.bindings.driver`."""
 
     def __init__(self, bindings: ModuleType, current_stream: Callable[[int], int]) -> None:
         self._bindings = bindings
@@ -84,18 +79,7 @@ class Driver:
     def launch(
         self, kernels: LoadedKernels, name: str, num_blocks: int, num_threads: int, parameters: Sequence[Parameter]
     ) -> None:
-        """Enqueues a kernel on the current stream of its device and returns without waiting.
-
-        Args:
-            kernels: the loaded kernels that contain it.
-            name: the name of the kernel.
-            num_blocks: the length of the grid, in thread blocks.
-            num_threads: the number of threads in a thread block.
-            parameters: one argument for each parameter of the kernel.
-
-        Raises:
-            RuntimeError: the driver rejects the launch, or an earlier kernel has failed.
-        """
+        """Enqueues a kernel on the current stream of its device and returns without waiting."""
         addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         shape = (num_blocks, 1, 1, num_threads, 1, 1)
         stream = self._current_stream(kernels.device)

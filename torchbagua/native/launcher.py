@@ -30,12 +30,7 @@ _LONGS = tuple(ctypes.c_longlong * (1 + num_dims) for num_dims in range(3))
 
 
 class CudaKernels:
-    """The kernels of all devices. Each takes the arguments of its operation.
-
-    Args:
-        compiler: compiles the kernels, once per compute capability.
-        driver: loads and launches the kernels.
-    """
+    """The kernels of all devices. Each takes the arguments of its operation."""
 
     def __init__(self, compiler: Compiler, driver: Driver) -> None:
         self._compiler = compiler
@@ -139,11 +134,7 @@ def load_registered(device: int) -> None:
 
 
 def register_nvrtc(compiler: Compiler, capability: int) -> None:
-    """Registers the kernels that NVRTC compiles: for `capability` now, for other GPUs at their first launch.
-
-    Raises:
-        RuntimeError: NVRTC fails; the message has its output.
-    """
+    """Registers the kernels that NVRTC compiles: for `capability` now, for other GPUs at their first launch."""
     # If the NVRTC bindings of cuda-python import, so do these. Unlike nvrtc.py, they need the CUDA driver.
     from cuda.bindings import driver
 

@@ -101,10 +101,6 @@ def load() -> None:
     nvrtc applies to CUDA, and the CPU kernels are then selected as usual. May compile, which takes some seconds once
     per machine. If no built library exists and none can be compiled, the reference kernels stay in use, and one warning
     per device type gives the reason and the fix.
-
-    Raises:
-        ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
-        RuntimeError: a library does not load, a compiler fails, or the requested path is not available.
     """
     with _load_lock:
         for kernels in usable_devices():
@@ -149,10 +145,6 @@ def choose(kernels: DeviceKernels) -> Choice:
     """Returns the path that `load` selects for `kernels`, and why: the first available of aot, jit and nvrtc.
 
     Changes nothing. Reads the environment and the file system, and for CUDA asks torch for the GPUs of this machine.
-
-    Raises:
-        ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
-        RuntimeError: TORCHBAGUA_NATIVE requests a path that this machine does not have.
     """
     forced = forced_path(kernels)
     if forced == "reference":

@@ -23,16 +23,8 @@ INSTALL = "`pip install 'torchbagua[cuda]'` installs cuda-python"
 class Compiler:
     """NVRTC, and the sources that it compiles.
 
-    Args:
-        bindings: the module `cuda.bindings.nvrtc`.
-        csrc: the folder `csrc_cuda`.
-        binary: the source file in that folder to compile, and its flags.
-
     Attributes:
         version: the NVRTC version, such as "13.0".
-
-    Raises:
-        RuntimeError: NVRTC's library is not found or does not load.
     """
 
     def __init__(self, bindings: ModuleType, csrc: Path, binary: recipe.Binary = recipe.NVRTC) -> None:
@@ -43,11 +35,7 @@ class Compiler:
         (self._architectures,) = self._call("nvrtcGetSupportedArchs")
 
     def target_of(self, capability: int) -> str:
-        """Returns the target to compile for on a GPU of the compute capability, 90 for 9.0: machine code, else PTX.
-
-        Raises:
-            RuntimeError: the GPU is older than the kernels allow.
-        """
+        """Returns the target to compile for on a GPU of the compute capability, 90 for 9.0: machine code, else PTX."""
         if capability < OLDEST_ARCHITECTURE:
             raise RuntimeError(
                 f"the GPU has compute capability {_dotted(capability)}, but the kernels need "
@@ -62,11 +50,7 @@ class Compiler:
         return (self._csrc / path).is_file()
 
     def image_for(self, capability: int) -> bytes:
-        """Returns the kernels for a GPU of the compute capability, from the cache if it has them.
-
-        Raises:
-            RuntimeError: the GPU is older than the kernels allow, or NVRTC fails; the message has its output.
-        """
+        """Returns the kernels for a GPU of the compute capability, from the cache if it has them."""
         target = self.target_of(capability)
         file = self.cache_file(target)
         image = read_sealed(file)
@@ -81,11 +65,7 @@ class Compiler:
         return cache_folder() / f"{stem}-{target}-nvrtc_{self.version}.cuda"
 
     def compile(self, target: str) -> bytes:
-        """Returns machine code for a target such as "sm_90", or PTX for a target such as "compute_90".
-
-        Raises:
-            RuntimeError: NVRTC fails; the message has its output.
-        """
+        """Returns machine code for a target such as "sm_90", or PTX for a target such as "compute_90"."""
         source = f'#include "{self._binary.sources}"\n'.encode()
         options = [f"--gpu-architecture={target}", *self._binary.nvcc_flags, f"--include-path={self._csrc}"]
         (program,) = self._call("nvrtcCreateProgram", source, b"torchbagua.cu", 0, None, None)

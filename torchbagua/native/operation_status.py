@@ -39,12 +39,7 @@ class OperationStatus:
 
 
 def status() -> list[OperationStatus]:
-    """Return the status of every operation on every usable device type of this machine, without loading anything.
-
-    Raises:
-        ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
-        RuntimeError: TORCHBAGUA_NATIVE requests a path that this machine does not have.
-    """
+    """Return the status of every operation on every usable device type of this machine, without loading anything."""
     return [
         _status_of(name, kernels)
         for kernels in loader.usable_devices()

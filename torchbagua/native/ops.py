@@ -108,11 +108,6 @@ def check_arguments(name: str, kinds: Mapping[str, TensorKind | None], *argument
     """Raise ValueError for the first argument that is not of its kind or not on the device of the first argument.
 
     This check runs before every launch of NVRTC's kernels, so it is fast for valid arguments.
-
-    Args:
-        name: the name of the operation.
-        kinds: the kinds of all its arguments, in order; DIVISOR for a number.
-        arguments, by_name: the arguments of the call.
     """
     if by_name:
         given = {**dict(zip(kinds, arguments, strict=False)), **by_name}

@@ -98,13 +98,6 @@ def stem(binary: Binary, csrc: Path) -> str:
     The name ends with a digest of the flags and of all sources, so that a library from older sources is never mistaken
     for one from the current sources. A change to any source recompiles every binary, so the includes need not be
     tracked.
-
-    Args:
-        binary: the binary to compile.
-        csrc: the folder `csrc_cuda`, in a checkout or as installed.
-
-    Raises:
-        FileNotFoundError: `csrc` does not contain the sources.
     """
     source_files(binary, csrc)
     digest = hashlib.sha256("\0".join((*binary.cxx_flags, *binary.nvcc_flags, *binary.ldflags)).encode())

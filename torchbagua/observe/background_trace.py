@@ -21,12 +21,7 @@ _LONGEST_END_S = 30.0
 
 
 def folder_of(owner: str, argument: str, path: object) -> Path:
-    """Return the folder at `path`; create it if it is missing.
-
-    Raises:
-        TypeError: `path` is not a path. The message names `owner` and `argument`.
-        ValueError: `path` is not a writable folder. The message names `owner` and `argument`.
-    """
+    """Return the folder at `path`; create it if it is missing."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{owner}: {argument} must be a path, got {path!r}")
     folder = Path(path)

@@ -45,12 +45,7 @@ def layout() -> dict[str, dict[str, list[Any]]]:
 
 
 def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
-    """Return the values of the charts, by tag.
-
-    Args:
-        figures: the figures of the steps since the last write.
-        sent_bytes: the bytes sent since the start of the run.
-    """
+    """Return the values of the charts, by tag."""
     num_steps = figures.num_steps
 
     def ms(total_ns: int) -> float:
@@ -77,15 +72,7 @@ def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
 
 
 class ChartWriter:
-    """Writes the charts, step by step.
-
-    Args:
-        run: the traced run.
-        writer: None on a rank that only publishes its figures for another rank.
-        over_ranks: collects the ranks' figures.
-        every_n_steps: the interval between writes, in steps.
-        closes_writer: whether `close` closes the writer, because no one else uses it.
-    """
+    """Writes the charts, step by step."""
 
     def __init__(
         self,

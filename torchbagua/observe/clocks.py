@@ -106,10 +106,6 @@ class GpuClock:
 
     The constructor waits for the GPU once; the current step starts then. The error of all times is the error of this
     one comparison, about 10 us, plus the drift of the GPU's clock.
-
-    Args:
-        device: the GPU.
-        wait: waits until the GPU has reached an event; raises RuntimeError if this takes too long.
     """
 
     def __init__(self, device: torch.device, wait: Callable[[torch.cuda.Event], object]) -> None:

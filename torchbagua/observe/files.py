@@ -26,16 +26,7 @@ _encode = json.JSONEncoder(default=dict, separators=(",", ":"), check_circular=F
 
 
 class RankFileWriter:
-    """Writes the file of one rank, and replaces the file of an earlier run.
-
-    Args:
-        folder: the folder for the file.
-        run: the run; its rank is in the file's name.
-
-    Raises:
-        TraceError: another trace is writing the file.
-        OSError: the file cannot be written.
-    """
+    """Writes the file of one rank, and replaces the file of an earlier run."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         self._run = run
@@ -79,9 +70,6 @@ class RankFile:
         path: the file.
         run: the run, with its state at the end if the trace ended normally, and else at the start.
         is_whole: whether the trace ended normally.
-
-    Raises:
-        ValueError: the file does not contain its run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,11 +149,7 @@ class Found(NamedTuple):
 
 
 def find_files(folder: Path) -> Found:
-    """Return the ranks' files in `folder`. If the run ended early, files may be missing or truncated.
-
-    Raises:
-        ValueError: the folder contains no files, or files of several runs.
-    """
+    """Return the ranks' files in `folder`. If the run ended early, files may be missing or truncated."""
     files, problems = [], []
     for path in sorted(folder.glob(f"rank*{_SUFFIX}")):
         try:
@@ -193,11 +177,7 @@ def find_files(folder: Path) -> Found:
 
 
 def events_of_step(files: Sequence[RankFile], step: int | None = None) -> dict[int, list[CommEvent]]:
-    """Return the events of one step by rank, on rank 0's clock; by default of the middle step.
-
-    Raises:
-        ValueError: no file contains the step.
-    """
+    """Return the events of one step by rank, on rank 0's clock; by default of the middle step."""
     numbers = sorted({event.step for file in files for event in file.events() if event.phase == "step"})
     if not numbers:
         raise ValueError("this trace contains no complete step")

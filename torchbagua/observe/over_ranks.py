@@ -14,12 +14,7 @@ _PRESENCE = -1
 
 
 class OverRanks:
-    """Publishes this rank's figures after a number of steps, and collects all ranks' figures after as many steps.
-
-    Args:
-        run: the run, which contains the board.
-        collects: whether this rank collects the figures.
-    """
+    """Publishes this rank's figures after a number of steps, and collects all ranks' figures after as many steps."""
 
     def __init__(self, run: Run, *, collects: bool) -> None:
         self._run = run

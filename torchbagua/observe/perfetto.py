@@ -107,15 +107,6 @@ def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) ->
 
     Memory: about 900 bytes per message.
 
-    Args:
-        files: the files that `find_files` returned.
-        output: a .json.gz file, not one of `files`.
-        progress: wraps an iteration over the files, once to find messages and once to write all events.
-
-    Raises:
-        ValueError: `output` is one of `files`.
-        OSError: `output` cannot be written; no partial file remains.
-
     Source: "Trace Event Format", the Chromium project.
     """
     if output.resolve() in [file.path.resolve() for file in files]:

@@ -38,15 +38,7 @@ _MOST_LINES = 4
 
 
 def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
-    """Draw one step of one or several ranks.
-
-    Args:
-        ranks: the events of the step by rank, on one clock.
-
-    Returns:
-        A figure with four rows per rank (training thread, buckets, lane, messages), in ms since the earliest start of
-        the step on any rank.
-    """
+    """Draw one step of one or several ranks."""
     steps = {rank: event for rank, events in ranks.items() for event in events if event.phase == "step"}
     origin_ns = min((event.start_ns for event in steps.values()), default=0)
     end_ns = max((event.end_ns for event in steps.values()), default=1)

@@ -15,9 +15,6 @@ def parameters_with_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> li
     DDP does not change the gradient of a parameter that no rank has used. It stays None, or the zeros that
     zero_grad(set_to_none=False) wrote. If the average is zero too, for example because an algorithm has not sent it,
     the two cases cannot be distinguished, and the parameter counts as written.
-
-    Args:
-        averages: DDP's average for each parameter.
     """
     gradients = {p: p.grad for p in averages if p.grad is not None and p.grad.numel()}
     # The first element of a gradient is seldom zero, so it usually settles the question.
@@ -45,9 +42,6 @@ def has_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Ten
     """Return for each parameter whether `parameters_with_average` would return it, as a bool on its device.
 
     The host does not wait. The device reads all gradients and all averages.
-
-    Args:
-        averages: as for `parameters_with_average`. All parameters have nonempty gradients, on one device.
     """
     gradients = [_bytes_of(parameter.grad) for parameter in averages if parameter.grad is not None]
     largest = foreach_max([*gradients, *map(_bytes_of, averages.values())])

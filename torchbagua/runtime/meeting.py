@@ -119,11 +119,7 @@ class Meeting:
         self._message = RingMessage(self.group.world, wire, torch.empty_like(wire), purpose, PROGRESS_PIECE)
 
     def compare(self) -> None:
-        """Wait for the progress of the rank before.
-
-        Raises:
-            OutOfStep: it does not fit this rank's.
-        """
+        """Wait for the progress of the rank before."""
         assert self._message is not None
         world, own, theirs = self.group.world, self.own, Progress.decode(self._message.receive())
         if not own.fits(theirs):
@@ -172,10 +168,6 @@ class Meetings:
 
     In some of them, ranks also compare their weights: a rank may change its weights alone, which neither DDP nor a
     gradient algorithm notices. One warning names the first parameter that differs.
-
-    Args:
-        group: the ranks, of which there are several.
-        steps: counts the steps of the optimizers.
 
     Attributes:
         num_backwards: the synchronized backward passes begun.
@@ -232,12 +224,7 @@ class Meetings:
             )
 
     def end(self, lane: Lane) -> None:
-        """Meet for the last time, when all ranks detach. Collective.
-
-        Raises:
-            OutOfStep: a rank begins another backward, or has taken another number of steps.
-            RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error: on all ranks.
-        """
+        """Meet for the last time, when all ranks detach. Collective."""
         self._has_ended = True
         self.report()
         meeting = self._meeting(compares_weights=True, has_ended=True)
@@ -291,11 +278,7 @@ class Meetings:
         return on_host
 
     def report(self) -> None:
-        """Warn of what has been found so far. In stream order, the lane may be behind.
-
-        Raises:
-            RuntimeWarning: weights differ between ranks, and a filter turns the warning into an error.
-        """
+        """Warn of what has been found so far. In stream order, the lane may be behind."""
         while self._unreported and (finding := self._unreported[0].finding) is not None:
             meeting = self._unreported.pop(0)
             if finding.position is None and meeting.suspicion is not None:

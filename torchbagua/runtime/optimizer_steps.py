@@ -92,9 +92,6 @@ class StepWatch:
 
     If `step` calls the `step` of its parent class, torch calls the hooks twice, nested. If `step` raises, torch calls
     only the pre-hook.
-
-    Args:
-        optimizer: the optimizer. Its hooks are registered while there is a listener.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,13 +109,7 @@ class StepWatch:
         return self._outermost is not None
 
     def add(self, listener: StepEnd, *, reads_overflow: bool = True) -> None:
-        """Notify `listener` of each step from now on.
-
-        Args:
-            listener: see `StepEnd`.
-            reads_overflow: False if `listener` does not need to know whether the step was taken, since reading this may
-                block on a GPU. If no other listener needs it, every step counts as taken.
-        """
+        """Notify `listener` of each step from now on."""
         self._reads_overflow |= reads_overflow
         if not self._hooks:
             self._hooks = [
@@ -213,10 +204,6 @@ class StepsTaken:
     """Notifies an object of each step taken, from watched optimizers or, if there are none, from calls of the loop.
 
     It does not keep the object alive.
-
-    Args:
-        listener: the object.
-        owner: the name of the algorithm, for errors.
     """
 
     def __init__(self, listener: StepListener, owner: str) -> None:

@@ -44,12 +44,7 @@ def requires_host_sync(tensor: torch.Tensor) -> bool:
 
 
 def unstage_unused(averages: Mapping[torch.Tensor, torch.Tensor], places: Mapping[int, tuple[object, slice]]) -> None:
-    """Unstage the state of parameters with gradients that do not contain the average.
-
-    Args:
-        averages: see `has_average`; for parameters for which `can_unstage` is true.
-        places: the bucket state and the slice in it, by parameter id, for these parameters and others.
-    """
+    """Unstage the state of parameters with gradients that do not contain the average."""
     if not averages:
         return
     is_used = {id(parameter): flag for parameter, flag in has_average(averages).items()}

@@ -84,9 +84,6 @@ class MemoryOrder:
     Code that writes to a flat tensor and code that later reads it use the same MemoryOrder, so that the elements match.
     The user may call `.to(memory_format=torch.channels_last)` between the two.
 
-    Args:
-        parameter: the parameter with this order.
-
     Attributes:
         strides: the strides of the parameter at construction.
         sizes: the sizes of its dimensions, the slowest-varying in memory first.
@@ -172,9 +169,6 @@ class BaguaTensor:
 class LayoutWatch:
     """Detects a parameter whose layout has changed. All ranks watch the same parameters, in the same order.
 
-    Args:
-        advice: how to change a layout, for the error.
-
     Attributes:
         changed_parameter: 1 + the index of a parameter whose layout had changed at the last `look`; 0 for none.
     """
@@ -216,11 +210,7 @@ class LayoutWatch:
         return 0
 
     def check(self, changed_parameters: Sequence[int]) -> None:
-        """Raise RuntimeError, which names the parameter, if a layout has changed on any rank.
-
-        Args:
-            changed_parameters: the `changed_parameter` of each rank.
-        """
+        """Raise RuntimeError, which names the parameter, if a layout has changed on any rank."""
         for rank, number in enumerate(changed_parameters):
             if number:
                 raise self._error(number, rank)
@@ -264,14 +254,7 @@ def check_gradient_layouts(parts: Sequence[tuple[BaguaTensor, torch.Tensor]]) ->
 
 
 def _is_in_other_order(tensor: BaguaTensor, gradient: torch.Tensor, part: torch.Tensor, *, are_views: bool) -> bool:
-    """Return whether `part` of DDP's bucket certainly contains the gradient in another order than the parameter's.
-
-    Args:
-        tensor: the parameter.
-        gradient: its gradient.
-        part: the parameter's part of the bucket.
-        are_views: whether gradients are views of the bucket (gradient_as_bucket_view=True).
-    """
+    """Return whether `part` of DDP's bucket certainly contains the gradient in another order than the parameter's."""
     if _is_view(gradient, part):
         return not tensor.order.matches(gradient)
     if gradient.dtype != part.dtype or _are_bitwise_equal(tensor.order.flatten(gradient), part):

@@ -6,17 +6,19 @@ Execution order:
    parameters that the codec does not encode.
 2. `bind` (algorithms/base.py), like `Algorithm.reify`, has ranks compare their settings over the group's store and
    opens private groups.
-3. `bind` also creates a `Runner` over these groups. The runner calls `Algorithm.make_impl` and watches the optimizers'
-   steps.
-4. `Attachment` gives all ranks the same weights if no DDP has done so. `Runner.set_module` creates the buckets of a
-   weight algorithm. The buckets of a gradient algorithm are created when DDP first passes them (`gradient_bucket`).
-5. `Attachment` installs the step hooks (steps.py). Then it installs DDP's communication hook, `comm_hook` of
-   ddp.py; or it disables DDP's communication; or it replaces the collectives of a sharded module
-   (fsdp2/communication.py).
+3. `bind` also creates a runner over these groups, a `GradientRunner` or a `WeightRunner`. The runner calls
+   `Algorithm.make_impl` and watches the optimizers' steps.
+4. With a weight algorithm, `install_weights` (weights.py) gives all ranks the same weights if no DDP has done so, has
+   the runner create its buckets, and disables DDP's communication. The buckets of a gradient algorithm are created when
+   DDP first passes them (`gradient_bucket`).
+5. `Attachment` installs the step hooks (steps.py), if the algorithm or an observer needs one, and the lints. With a
+   gradient algorithm it then installs DDP's communication hook, `comm_hook` of ddp.py, or replaces the collectives of a
+   sharded module (fsdp2/communication.py).
 6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
-   all buckets, the optimizer steps and commits the algorithm's state, and the `StepClock` ends the step. A weight
-   algorithm communicates at the end of the step, in its own buckets.
-7. `detach` finishes the communication in flight, removes the hooks of 5, and closes the lane and the groups of 3 and 2.
+   all buckets, and the optimizer steps and commits the algorithm's state. With a weight algorithm, the `StepClock` ends
+   the step, and the lane averages the runner's own buckets.
+7. `detach` finishes the communication in flight, removes the hooks of 5, undoes 4, and closes the lane and the groups
+   of 3 and 2.
 """
 
 import copy

@@ -168,12 +168,7 @@ class TrainingSetup:
         ]
 
     def check_saved_optimizers(self, saved: Sequence[Any] | None, num_saved: int) -> None:
-        """Raise ValueError if a state has other optimizers, whose states would be loaded by their positions.
-
-        Args:
-            saved: the return value of `optimizer_parameters` when the state was saved, or None if it was not saved.
-            num_saved: the number of optimizers in the state.
-        """
+        """Raise ValueError if a state has other optimizers, whose states would be loaded by their positions."""
         own = self.optimizer_parameters()
         if len(own) == num_saved and saved in (None, own):
             return
@@ -201,10 +196,6 @@ class TrainingSetup:
 
         The group of a sharded module is the one over which its gradients are reduce-scattered. For a weight algorithm
         it is the group of the ranks that hold the same shards.
-
-        Raises:
-            ValueError: the DDPs have different groups, or torch.distributed is not initialized. Also raised by
-                `sharding_group`.
         """
         if self.is_sharded:
             return (
@@ -336,9 +327,6 @@ def check_arguments(
     """Check all arguments of attach and return them as a TrainingSetup.
 
     Nothing is communicated, so a check fails on this rank alone.
-
-    Raises:
-        TypeError, ValueError, KeyError: see `torchbagua.attach`.
     """
     modules = _list_modules(module)
     for each in modules:

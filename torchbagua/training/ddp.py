@@ -146,12 +146,6 @@ class WaitTimer:
     4. DDP's callback waits for all buckets and copies the means into the gradients.
     5. The timer's second callback notifies observers of the wait. It does so only after DDP's copies, which DDP makes
        with or without communication.
-
-    Args:
-        last: the last bucket.
-        tracer: notifies observers.
-        is_in_backward: False on a rank that has run out of data. On such a rank no backward waits.
-        ends_step: whether `run` ends the step, on a rank on which neither a backward nor an optimizer signals its end.
     """
 
     def __init__(self, last: BaguaBucket, tracer: Tracer, *, is_in_backward: bool, ends_step: bool) -> None:

@@ -15,10 +15,6 @@ class LossScale:
     In a backward, `GradScaler.get_scale` waits for all work that was queued on the GPU before it. The copy is queued
     before the forward, right after the last step. In that step `GradScaler.step` already made the host wait for the
     gradients, so little work is left ahead of the copy.
-
-    Args:
-        scaler: the GradScaler.
-        wait: waits until the GPU has reached an event; raises an error if this takes too long.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, wait: Callable[[torch.cuda.Event], object]) -> None:
@@ -49,11 +45,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 class HostCopy:
-    """A host copy of a number, which the GPU writes in the order of the current stream.
-
-    Args:
-        number: [] or [1], on the GPU.
-    """
+    """A host copy of a number, which the GPU writes in the order of the current stream."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._number = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)

@@ -32,9 +32,6 @@ def broadcast_optimizer_state(communicator: Communicator, optimizer: torch.optim
     Numbers in its parameter groups that it counts or learns, such as Prodigy's `d`, are part of the state.
 
     A sharded state is sent as rank 0's shard, so all ranks must hold the same shard.
-
-    Raises:
-        CommunicationError: a peer died or did not take part within the group's timeout.
     """
     own = optimizer.state_dict()
     sent = {key: _pack(value) for key, value in own.items() if key != "param_groups"}
@@ -125,10 +122,6 @@ class OptimizerWeights:
 
     The tensors of schedule-free optimizers and of ASGD are known; others are added by name. They are averaged with the
     module's weights for an evaluation and at the end. In the rounds of the algorithm they remain each rank's own.
-
-    Args:
-        optimizers: the optimizers, each of which steps all its parameters on every rank.
-        runner: averages the weights of the module.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], runner: WeightRunner) -> None:
@@ -148,12 +141,7 @@ class OptimizerWeights:
         return self._names[optimizer]
 
     def add(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Average the state tensor `name` of each parameter of `optimizer` too. All ranks must add the same.
-
-        Raises:
-            ValueError: the optimizer was not attached, or it has stepped but has no such tensor.
-            NotImplementedError: the algorithm is not from this package.
-        """
+        """Average the state tensor `name` of each parameter of `optimizer` too. All ranks must add the same."""
         if optimizer not in self._names:
             raise ValueError(
                 f"average_also: the {type(optimizer).__name__} is not attached; pass an optimizer that attach was given"
@@ -173,9 +161,6 @@ class OptimizerWeights:
 
         After it, every optimizer has its own state again. If its mode was changed within the context, it still has the
         new mode, with this rank's own weights.
-
-        Args:
-            module_mean: the context in which the module has the mean.
         """
         taken = self._take()
         modes = {optimizer: _mode_of(optimizer) for optimizer in self._names if _has_modes(optimizer)}
@@ -206,11 +191,7 @@ class OptimizerWeights:
 
     @contextmanager
     def own(self, module_own: AbstractContextManager[None]) -> Iterator[None]:
-        """Within `averaged`, have this rank's own state in a nested context, in the optimizers' current modes.
-
-        Args:
-            module_own: the context in which the module has this rank's own weights.
-        """
+        """Within `averaged`, have this rank's own state in a nested context, in the optimizers' current modes."""
         writes = {optimizer: _num_writes(optimizer) for optimizer in self._writes}
         changed = [optimizer for optimizer, mode in self._modes.items() if _mode_of(optimizer) != mode]
         weights = [local_shard(parameter) for optimizer in changed for parameter in parameters_of(optimizer)]

@@ -40,13 +40,6 @@ class StepClock:
     generator. A step that all optimizers skip is part of the next training step. If the last training step ended before
     an optimizer's step after the same backward, because another optimizer had left out a step, then the late step does
     not begin the next training step: otherwise all later training steps would end too early.
-
-    Args:
-        watches: of the optimizers that together take a training step; listened to until `close`.
-        on_end: called with the optimizer that ended the training step.
-        raises_if_never_stepped: whether it is an error if an optimizer never steps, because nothing is averaged then.
-        check_gradients: raises if a gradient is sparse. Called after each backward before the first step, and if the
-            first gradient of an optimizer is sparse.
     """
 
     def __init__(
@@ -105,11 +98,7 @@ class StepClock:
                 self._end_if_done(optimizer)
 
     def before_backward(self) -> None:
-        """Record the start of a backward in training.
-
-        Raises:
-            RuntimeError: gradients were cleared repeatedly without an optimizer step.
-        """
+        """Record the start of a backward in training."""
         self._ended_by = None
         for progress in self._progress.values():
             progress.follows_backward = False
@@ -125,11 +114,7 @@ class StepClock:
                 )
 
     def after_backward(self) -> None:
-        """Record the end of a backward in training.
-
-        Raises:
-            ValueError: a gradient is sparse.
-        """
+        """Record the end of a backward in training."""
         if not (self._has_ended_one and all(progress.gradients.are_dense() for progress in self._progress.values())):
             self._check_gradients()
         if self._counts_gradients:
@@ -304,14 +289,7 @@ def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
 
 
 def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack, StepClock]:
-    """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock.
-
-    Args:
-        setup: the training loop. The hooks are installed on its modules, gradients and optimizers, and the optimizers'
-            steps drive the clock.
-        runner: its impl provides the hooks. With a weight algorithm, it also decides which steps the GradScaler skips:
-            with the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
-    """
+    """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock."""
     wrappers, module, impl = setup.called, setup.inner, runner.impl
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)

@@ -21,10 +21,6 @@ class WeightLoads:
     Loaded weights take effect when the next step begins, and not at the load. A loop may swap in other weights, for
     instance a running mean for an evaluation, and load its own weights again; then the runner is not notified. Until
     the next step this takes two more copies of the loaded weights in memory.
-
-    Args:
-        setup: the module, and the optimizers whose steps are watched.
-        runner: notified by `AlgorithmImpl.weights_loaded`.
     """
 
     def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:

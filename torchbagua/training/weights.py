@@ -376,14 +376,7 @@ def check_outer_ddp(
 
 
 def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:
-    """Have `ddp` average gradients within the node, and refuse Join, until the returned stack is closed.
-
-    Args:
-        ddp: over all ranks, or over the ranks of the node.
-        hook: communicates the gradients if `ddp` is over all ranks. DDP then sends no buffers. It still rebuilds its
-            buckets in the second forward, for which rank 0 broadcasts the order. None if `ddp` is over the ranks of the
-            node: its communication does not change.
-    """
+    """Have `ddp` average gradients within the node, and refuse Join, until the returned stack is closed."""
 
     def refuse_join(module: torch.nn.Module, inputs: Any) -> None:
         if module is ddp and is_joining(ddp):

@@ -45,11 +45,6 @@ Direction = Literal["receiving from", "sending to", "connecting to"]
 class NamedRanks:
     """The ranks of a group, for events and errors.
 
-    Args:
-        members: the ranks. Errors give their ranks in the user's group and their global ranks.
-        scope: "world", "intra_node" or "inter_node".
-        tracer: is notified of every phase of an operation over the group.
-
     Attributes:
         scope, tracer: as passed.
         ranks: the members, as ranks of the user's group.
@@ -150,12 +145,6 @@ class Communicator(NamedRanks):
     All ranks must use it in the same order: one lane, one thread. `open` connects the ranks, or else the first exchange
     does. Before that, a communicator only lists its ranks.
 
-    Args:
-        members: the ranks.
-        scope, tracer: see `NamedRanks`.
-        transports: by device type. The communicator closes them. Without one for "cuda", and if the transport for "cpu"
-            has messages, tensors of GPUs are staged in host memory.
-
     Attributes:
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES; 0 before
             the first such receive. No data are sent before their receive is posted, so the link is at least as fast.
@@ -179,11 +168,7 @@ class Communicator(NamedRanks):
         self.scope = f"{self.scope} of {owner}"
 
     def open(self) -> None:
-        """Connect all ranks, unless there are too many. Collective.
-
-        Raises:
-            CommunicationError: the ranks could not be connected within the timeout.
-        """
+        """Connect all ranks, unless there are too many. Collective."""
         self._check_open("opening the group")
         for transport in self._distinct:
             try:
@@ -210,10 +195,6 @@ class Communicator(NamedRanks):
         The twin sends CPU tensors. It notifies no observers, since messages of two threads have no common order. Its
         messages need tags that this communicator does not use at the same time, that is, other pieces; see `Exchange`.
         Collective: it connects all ranks, if they are not connected yet.
-
-        Raises:
-            ValueError: the transport serves one thread.
-            CommunicationError: the ranks could not be connected within the timeout.
         """
         purpose = "opening the group for one more thread"
         self._check_open(purpose)
@@ -240,11 +221,7 @@ class Communicator(NamedRanks):
                 self._launches = Launches(transport.name)
 
     def use_device(self, device: torch.device) -> None:
-        """Prepare for tensors on `device`, once. Collective.
-
-        Raises:
-            CommunicationError: a rank did not call it within the group's timeout, or the backend failed.
-        """
+        """Prepare for tensors on `device`, once. Collective."""
         transport = self._transports.get(device.type)
         if transport is None or device in self._used_devices:
             return
@@ -255,11 +232,7 @@ class Communicator(NamedRanks):
         self._used_devices.add(device)
 
     def poll(self) -> bool:
-        """Return whether a GPU is still running an operation launched since `watch_launches`.
-
-        Raises:
-            CommunicationError: an operation has run for longer than the timeout, or the GPU failed.
-        """
+        """Return whether a GPU is still running an operation launched since `watch_launches`."""
         if self._launches is None:
             return False
         name = self._launches.transport_name
@@ -299,10 +272,6 @@ class Communicator(NamedRanks):
         """Return an operation on tensors on `device` that any rank lacks; None if none is missing. Collective.
 
         All ranks return the same value.
-
-        Raises:
-            ValueError: the transport is in stream order, and `device` is not of type "cuda".
-            CommunicationError: a rank died, or did not call it within the group's timeout.
         """
         transport = self._transport(device)
         if transport.abilities.in_stream_order and device.type != "cuda":
@@ -330,15 +299,6 @@ class Communicator(NamedRanks):
         """Replace `tensor` with its sum over the ranks.
 
         This method and each of the following ones call one collective of the transport.
-
-        Args:
-            tensor: has the same shape and dtype on all ranks.
-            purpose: the name of the operation in errors.
-            messages: returns the spans of the operation's messages; called only if an observer listens.
-
-        Raises:
-            CommunicationError: the transport failed, or is closed. An operation that fails later, in stream order, is
-                detected by the thread that polls a private transport, and by the backend's watchdog.
         """
         self._launch(tensor.device, lambda transport: transport.all_reduce(tensor), purpose, messages)
 
@@ -388,16 +348,7 @@ class Communicator(NamedRanks):
             self._launches.note(purpose, device)
 
     def connect(self, peers: Iterable[int] | None, purpose: str, device: torch.device = _HOST) -> None:
-        """Connect to ranks before posting messages to them. The peers call it too, in the same exchange.
-
-        Args:
-            peers: the ranks to connect to; None for all ranks.
-            purpose: the name of the operation in errors.
-            device: the device of the tensors to be posted.
-
-        Raises:
-            CommunicationError: a peer died, or did not call it within the group's timeout.
-        """
+        """Connect to ranks before posting messages to them. The peers call it too, in the same exchange."""
         self._check_open(purpose)
         try:
             self._transport(device).connect(peers)
@@ -409,18 +360,7 @@ class Communicator(NamedRanks):
         self._fail(purpose, cause, "connecting to", peer)
 
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
-        """Start to send `tensor` to `peer`, or to receive it from `peer`. Does nothing if the tensor is empty.
-
-        Args:
-            direction: whether to send or to receive.
-            peer: the other rank.
-            tensor: has the same length on both sides.
-            tag: distinguishes messages that are in flight at the same time.
-            purpose: the name of the operation in errors.
-
-        Raises:
-            CommunicationError: `peer` died, or the group is closed.
-        """
+        """Start to send `tensor` to `peer`, or to receive it from `peer`. Does nothing if the tensor is empty."""
         if not tensor.numel():
             return
         self._check_open(purpose)
@@ -440,11 +380,7 @@ class Communicator(NamedRanks):
         self._fail(purpose, cause, direction, peer)
 
     def wait(self, direction: Direction, peer: int, *, tag: int, purpose: str) -> None:
-        """Wait until the message posted with these arguments is done. Does nothing if no message was posted.
-
-        Raises:
-            CommunicationError: `peer` died, or timed out, or the group is closed.
-        """
+        """Wait until the message posted with these arguments is done. Does nothing if no message was posted."""
         self._check_open(purpose)
         pending = self._pending.pop((tag, direction, peer), None)
         if pending is None:
@@ -559,10 +495,6 @@ class TransportChoice:
     CPU tensors are sent over private gloo connections. GPU tensors are sent over NCCL if the group has NCCL, and
     through host memory otherwise. If the group has another backend for a device type, tensors on these devices are
     sent over a private group with that backend.
-
-    Args:
-        process_group: the group.
-        given: opens the user's transport, which replaces the default for the device types that it names.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:

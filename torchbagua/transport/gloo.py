@@ -43,13 +43,7 @@ _READY, _GAVE_UP = "ready", "gave up"
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, *, devices: Sequence[Any] | None = None
 ) -> dist.ProcessGroup:
-    """Return a gloo group for CPU tensors. Collective.
-
-    Args:
-        store, rank, size, timeout: of the group.
-        devices: the gloo devices, which listen for connections and read from them, shared with other groups. Such a
-            group has one thread for gloo's own collectives. By default the group gets its own devices and two threads.
-    """
+    """Return a gloo group for CPU tensors. Collective."""
     _wait_at_exit_for_gloo()
     own = devices is None
     options = gloo_options(timeout, gloo_devices() if devices is None else devices, num_threads=2 if own else 1)
@@ -93,11 +87,6 @@ class Connections:
 
     Two ranks send over their link, if they have one, and over the mesh otherwise. Both make the same choice, since
     exchanges have the same order on all ranks.
-
-    Args:
-        store: contains keys of these connections only.
-        rank, size: of the communicator.
-        timeout: the bound on every wait.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -126,11 +115,7 @@ class Connections:
         return set(self._links)
 
     def open_mesh(self) -> None:
-        """Connect all ranks, unless they are already connected. Collective.
-
-        Raises:
-            RuntimeError: the ranks could not be connected within the timeout; names the missing ranks.
-        """
+        """Connect all ranks, unless they are already connected. Collective."""
         if self.mesh is not None or self.is_closed:
             return
         try:
@@ -146,12 +131,7 @@ class Connections:
             self.mesh = mesh
 
     def connect(self, peers: Iterable[int]) -> Failure | None:
-        """Open links to the unconnected ranks of `peers`. The peers do the same, in the same exchange.
-
-        Returns:
-            the failure, or None. It is not an exception, because a traceback would keep the connections open that the
-            caller then closes.
-        """
+        """Open links to the unconnected ranks of `peers`. The peers do the same, in the same exchange."""
         if self.mesh is not None:
             return None
         new = sorted({*peers} - self._links.keys() - {self._rank})
@@ -166,11 +146,7 @@ class Connections:
             return Failure(new[0], cause_of(error))
 
     def to(self, peer: int) -> tuple[Any, int]:
-        """Return the backend for messages to and from `peer`, and the peer's rank in it. The two are connected.
-
-        Raises:
-            TransportError: another thread has closed the connections.
-        """
+        """Return the backend for messages to and from `peer`, and the peer's rank in it. The two are connected."""
         link = self._links.get(peer)
         if link is not None:
             return backend_of(link), int(peer > self._rank)

@@ -30,11 +30,7 @@ _FIRST_LENGTHS = (1, 2**20)
 
 
 class NcclTransport(TorchGroupCollectives):
-    """Collectives over a torch group with NCCL, on which other code launches too. NCCL's watchdog bounds them.
-
-    Args:
-        group: a group with NCCL. It stays open.
-    """
+    """Collectives over a torch group with NCCL, on which other code launches too. NCCL's watchdog bounds them."""
 
     name = "NCCL"
     abilities = Abilities(

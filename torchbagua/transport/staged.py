@@ -17,10 +17,6 @@ class StagedTransport(Transport):
     """Sends messages between GPUs, and sums over GPUs, by `host`, each through a separate pinned buffer.
 
     A buffer is allocated once, for the longest message. All copies run on the current stream of the tensor's GPU.
-
-    Args:
-        host: a transport of CPU tensors that has messages. Its creator opens and closes it.
-        timeout: the bound on every wait for the GPU.
     """
 
     def __init__(self, host: Transport, timeout: timedelta) -> None:

@@ -43,10 +43,6 @@ class StoreRequests:
 
     The calling thread waits in Python, so signal handlers run. If one of them raises, the next request opens another
     connection, since the pending one occupies the first.
-
-    Args:
-        store: the store.
-        timeout: the longest wait for an answer.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta) -> None:

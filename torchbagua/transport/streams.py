@@ -119,9 +119,6 @@ class SideStream:
 
     Memory allocated on this stream, such as scratch, is used on this stream only. If the stream works on a tensor of
     another stream, this tensor must live until its owner has waited for the result.
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,11 +154,7 @@ class SideStream:
 
 
 class ThreadStream:
-    """The current stream of the calling thread, on which a backend without CUDA communicates: a `LaneStream`.
-
-    Args:
-        device: the accelerator.
-    """
+    """The current stream of the calling thread, on which a backend without CUDA communicates: a `LaneStream`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -189,11 +182,7 @@ class ThreadStream:
 
 
 class StreamHandoff:
-    """Passes tensors between two threads: work after one's `wait` follows the work before the other's `record`.
-
-    Args:
-        device: the device of the tensors; on the CPU there is nothing to wait for.
-    """
+    """Passes tensors between two threads: work after one's `wait` follows the work before the other's `record`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

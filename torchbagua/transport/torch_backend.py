@@ -40,15 +40,6 @@ class TorchBackendTransport(MessageWorks):
 
     The host waits for every operation. The timeout bounds this wait if the backend is gloo; other backends may ignore
     it.
-
-    Args:
-        members: ranks of a group that `init_process_group` or `new_group` returned.
-        device_type: the device type of the tensors.
-        has_messages: whether it sends messages; by default on CPUs only.
-
-    Raises:
-        ValueError: torch.distributed did not create the group, the group has no backend for these devices, or the
-            backend is mpi and not all ranks of the job are members.
     """
 
     def __init__(self, members: Members, device_type: str = "cpu", has_messages: bool | None = None) -> None:

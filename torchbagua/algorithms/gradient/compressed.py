@@ -44,13 +44,7 @@ from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
 
 class CompressedMean:
-    """Appends the mean of compressed gradients to buckets, with or without error feedback.
-
-    Args:
-        codecs: the codecs of the mean.
-        average: divide by the number of ranks.
-        feedback: stores the residuals. None for no error feedback.
-    """
+    """Appends the mean of compressed gradients to buckets, with or without error feedback."""
 
     def __init__(
         self, codecs: MeanCodecs, average: bool, feedback: ErrorFeedback[ParameterState[TwoPhaseResiduals]] | None

@@ -33,13 +33,7 @@ Sent = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class MeanFunction(Algorithm):
-    """The gradient algorithm of a function; `torchbagua.extend.mean` registers one.
-
-    Args:
-        name: the name under which it is registered.
-        function: see `Mean`.
-        error_feedback: see `Sent`; None without error feedback.
-    """
+    """The gradient algorithm of a function; `torchbagua.extend.mean` registers one."""
 
     name: str
     function: Mean

@@ -29,10 +29,6 @@ class Phases:
     the ranks agree on the number of steps, the maximum over ranks, before each backward that may begin a phase
     according to the number of passes so far.
 
-    Args:
-        runner: the impl's runner.
-        phase_after: returns the phase of the backward that follows the given number of steps. It never decreases.
-
     Attributes:
         current: the phase of the current backward. None before the first backward.
         num_backward_passes: the number of synchronized backward passes that have begun, including the current one. The
@@ -75,12 +71,7 @@ class Phases:
         return {_PASSES: self.num_backward_passes, _STEPS: self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Collective.
-
-        Raises:
-            ValueError: `state` lacks one of the two counts.
-            CommunicationError: the states of other ranks contain another number of backward passes.
-        """
+        """Load what `state_dict` returned. Collective."""
         check_keys(self._runner.name, state, [_PASSES, _STEPS])
         num_passes, num_steps, world = int(state[_PASSES]), int(state[_STEPS]), self._runner.process_group.world
         own = _Position(num_passes, num_steps)

@@ -63,10 +63,6 @@ class WarmupAgreement:
     2. In the backward: compare the actual progress at its start. A rank waits for this comparison only if the progress
        differs from the first comparison because a state was loaded. The rank sends nothing before that, and the lanes
        of ranks that have not loaded the state fail.
-
-    Args:
-        runner: the impl's runner.
-        q_adam: the optimizer.
     """
 
     def __init__(self, runner: GradientRunner, q_adam: QAdamOptimizer) -> None:
@@ -77,16 +73,7 @@ class WarmupAgreement:
         self._is_listening = False
 
     def compare(self, device: torch.device) -> None:
-        """Compare the progress. Called at the first bucket of each backward.
-
-        Args:
-            device: the device of the gradients.
-
-        Raises:
-            CommunicationError: in stream order, two ranks differ or a rank has disconnected. Otherwise, the buckets
-                raise it.
-            RuntimeError: in stream order, the memory layout of a parameter has changed on a rank.
-        """
+        """Compare the progress. Called at the first bucket of each backward."""
         world = self._runner.process_group.world
         if not world.in_stream_order(device):
             self._submit(self._progress())
@@ -164,12 +151,6 @@ class MomentumForm:
     convert in separate passes, and the mean in between does not know of gradients.
 
     On a rank that has joined, the mean remains a momentum.
-
-    Args:
-        runner: the impl's runner, which knows the codec, the loss scale and whether the rank has joined.
-        q_adam: the optimizer, which stores the momenta and the betas.
-        bucket: a float32 bucket of parameters past their warm-up.
-        is_of_nodes: whether the sums of nodes are encoded, and not the values of this rank.
 
     Attributes:
         codec: the codec of the mean.
@@ -277,12 +258,7 @@ class _MomentaCodec(Compressor):
         return repr(self._codec)
 
     def begin(self, momenta_between: Callable[[int, int], _Momenta] | None, *, keeps_mean: bool) -> None:
-        """Prepare for one mean.
-
-        Args:
-            momenta_between: returns the momenta of a range of elements; None to encode and decode without conversion.
-            keeps_mean: decode without conversion.
-        """
+        """Prepare for one mean."""
         self._momenta_between = momenta_between
         self._keeps_mean = keeps_mean
 
@@ -347,12 +323,6 @@ class MomentumMean:
     A gradient g is sent as b1 m + (1 - b1) g, and `.grad` is set to (mean - b1 m) / (1 - b1), from which the
     optimizer's step reconstructs the mean. On CPUs, the codec's kernels perform both conversions while they encode and
     decode.
-
-    Args:
-        runner: the impl's runner, whose codec encodes the momenta.
-        q_adam: the optimizer, which stores the momenta m and the betas.
-        residuals: the residuals of error feedback, or None.
-        hierarchical: whether nodes average in full precision first.
     """
 
     def __init__(

@@ -17,15 +17,7 @@ def pending_state(
     differences: Mapping[str, torch.Tensor],
     snapshots: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Return the owner, the step, and the averaged differences that are not yet applied, by weight name.
-
-    Args:
-        runner: the impl's runner.
-        step: training steps so far.
-        has_differences: whether differences are pending. If False, the tensors contain arbitrary values.
-        differences: mean minus snapshot of all weights.
-        snapshots: the snapshots of buffers, which decay, see `WeightBuckets.add`.
-    """
+    """Return the owner, the step, and the averaged differences that are not yet applied, by weight name."""
     return {
         **owner_of(runner.process_group),
         "step": step,
@@ -43,12 +35,7 @@ def load_pending_state(
     snapshot: FlatOf,
     *other_keys: str,
 ) -> None:
-    """Copy the tensors that `pending_state` has saved into these flat tensors.
-
-    Raises:
-        ValueError: `state` lacks a key that `pending_state` writes or that `other_keys` lists, or was saved by another
-            rank or for another module.
-    """
+    """Copy the tensors that `pending_state` has saved into these flat tensors."""
     keys = ("step", "has_differences", "differences", "buffer_snapshots", *other_keys)
     check_rank_state(runner.name, state, keys, runner.process_group)
     weights.load_by_name(difference, state["differences"])

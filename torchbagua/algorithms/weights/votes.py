@@ -55,19 +55,7 @@ class Outcome:
 
 
 def count_votes(communicator: Communicator, vote: Vote, watch: LayoutWatch, purpose: str) -> Outcome:
-    """Exchange votes with all ranks, and return the outcome, which is identical on all ranks. Collective.
-
-    Args:
-        communicator: the communicator of the voting ranks.
-        vote: this rank's vote.
-        watch: the layout watch, which sends its result together with the vote.
-        purpose: names the vote in events and errors.
-
-    Raises:
-        RuntimeError: `watch` has found a changed memory layout on a rank.
-        CommunicationError: ranks stop for different reasons. Or ranks have loaded weights different numbers of times
-            when all ranks stop or a rank gives up. Or communication failed.
-    """
+    """Exchange votes with all ranks, and return the outcome, which is identical on all ranks. Collective."""
     votes = agree(communicator, replace(vote, changed_parameter=watch.changed_parameter), purpose)
     watch.check([vote.changed_parameter for vote in votes])
     leaving_rank = max((rank for rank, vote in enumerate(votes) if vote.leaves), default=None)

@@ -81,11 +81,6 @@ class Streams:
     Every stream uses all of its links at one rate. Streams that share a link get equal parts of it, and what one of
     them cannot use, the others get: max-min fairness, as long-lived TCP connections have it (Bertsekas and Gallager,
     "Data Networks", 6.5.2).
-
-    Args:
-        now: returns the time.
-        call_at: calls a function at a time.
-        capacity: returns the rate of a link.
     """
 
     def __init__(

@@ -111,12 +111,7 @@ class Fault:
 
 
 class UserCode:
-    """What the user's code of one rank does differently.
-
-    Args:
-        fault: of the run.
-        rank: the rank that runs the code.
-    """
+    """What the user's code of one rank does differently."""
 
     def __init__(self, fault: Fault, rank: Rank) -> None:
         self._fault = fault

@@ -24,14 +24,6 @@ class SimulatedShards:
     Forward gathers the weights of a part. Backward gathers them again, and reduce-scatters the gradients when the last
     one of the part is ready.
 
-    Args:
-        parts: the parts, with the same weights on all ranks. Each of their parameters gets a gradient in each backward.
-        runner: of a gradient algorithm that supports sharded modules.
-        codecs: of gradients.
-        compute: computes on this rank.
-        quantizes_weights: gather the weights in the first codec; else in full precision, on the training thread.
-        backward_s: returns the seconds in which the gradient of a parameter is computed.
-
     Attributes:
         shards: this rank's row of each part, which an optimizer steps.
     """

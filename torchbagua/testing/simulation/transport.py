@@ -40,11 +40,6 @@ class SimulatedTransport(Transport):
     """Sends messages through a `Network`, without collectives, so that sums have rank order.
 
     A message is written to the memory of its receive when it arrives, and not before.
-
-    Args:
-        network: the network.
-        channel: that of the members' group.
-        members: the ranks.
     """
 
     name = "simulated"
@@ -122,13 +117,7 @@ class SimulatedTransport(Transport):
             raise TransportError("the group is closed", peer)
 
     def _wait(self, is_done: Callable[[], bool], peers: set[int], *, fails_at_once: bool = False) -> str | None:
-        """Wait, and return the reason if it fails: a closed end, or the timeout.
-
-        Args:
-            is_done: returns whether the operation is done.
-            peers: the ranks whose closed ends end the wait.
-            fails_at_once: whether a closed end fails even an operation that is done.
-        """
+        """Wait, and return the reason if it fails: a closed end, or the timeout."""
 
         def has_ended() -> bool:
             return is_done() or self._is_closed[0] or bool(self._channel.closed & peers)

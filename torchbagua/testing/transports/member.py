@@ -46,12 +46,6 @@ class SuiteThread(threading.Thread):
 class Member:
     """The context in which a check runs on one rank.
 
-    Args:
-        maker: opens the transports under test.
-        members: the members of the check, with a separate store.
-        deadline: the timeout of transports whose waits should fail. Some members act half a deadline after others.
-        device: the device of the tensors; None for the CPU, or else the first device type that the transport names.
-
     Attributes:
         rank, size: this rank, and the number of members.
         after, before: the ranks of the two neighbors around the ring.
@@ -79,12 +73,7 @@ class Member:
         self._num_meetings = 0
 
     def open(self, *, has_short_timeout: bool = False, is_connected: bool = True) -> Transport:
-        """Return a new transport. Collective.
-
-        Args:
-            has_short_timeout: its timeout is `deadline_s`.
-            is_connected: connects all members, and prepares the transport for tensors on the device.
-        """
+        """Return a new transport. Collective."""
         store = dist.PrefixStore(f"transport{len(self._transports)}", self._members.store)
         timeout = self._deadline if has_short_timeout else self._members.timeout
         transport = self._watch(self._maker(replace(self._members, store=store, timeout=timeout)))
@@ -207,12 +196,6 @@ class Member:
         """Raise Mismatch unless `call` raises TransportError within `deadline_s`, with a tolerance.
 
         The tolerance is a second `deadline_s`, and a second for the host's scheduler.
-
-        Args:
-            subject: names the operation.
-            call: the operation.
-            peer: the peer that the error must name; None for any peer.
-            at_least_s: the earliest allowed time of the error.
         """
         start_s = time.monotonic()
         try:

@@ -29,14 +29,6 @@ def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[
     """Create a group of the ranks that share a copy of the module, for as long as the context lasts. Collective.
 
     Its private groups are open only if collectives run between CPUs.
-
-    Args:
-        runner: the runner of a weight algorithm, over the ranks that hold the same shards.
-        parts: the parts that are sharded over the ranks of the new group.
-
-    Raises:
-        ValueError: a backend lacks an operation; see `PrivateGroups.check_operations`.
-        TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     group = fsdp_shard_group(parts[0].param_group)
     assert group is not None
@@ -67,12 +59,6 @@ def bound_gathers(
     """Gather the weights of `parts` over the connections of `group`, until `undo` is closed. Collective.
 
     An all-gather that the user has set stays.
-
-    Args:
-        undo: receives the callbacks that restore torch's all-gathers.
-        group: the group over which weights are gathered.
-        failure: is notified of errors.
-        parts: the parts that `on_cpus` returned.
     """
     if not parts:
         return
@@ -96,10 +82,6 @@ def bound_reduce_scatters(
 
     A reduce-scatter that the user has set stays. Torch's reduce-scatter stays too, with a warning, if the transport of
     `group` has no torch group.
-
-    Args:
-        undo, group, failure, parts: see `bound_gathers`.
-        same_rows: compares the rows of the ranks.
     """
     torchs = [part for part in parts if fsdp_reduce_scatter(part.param_group)[1]]
     if torchs and not group.world.has_torch_group:
@@ -117,10 +99,6 @@ def bound_reduce_scatters(
 class GatherRunner:
     """Runs gathers in the order in which FSDP calls them, concurrently with the algorithm's lane.
 
-    Args:
-        group: the group over which weights are gathered.
-        failure: is notified of errors.
-
     Attributes:
         group: the same.
         communicator: a separate communicator for the gathers.
@@ -134,11 +112,7 @@ class GatherRunner:
         self._last: Job[None] | None = None
 
     def run(self, gather: Callable[[], None], *, async_op: bool) -> "GatherWork | None":
-        """Call `gather` on this thread; or, with `async_op`, on the lane, and return a handle that waits for it.
-
-        Raises:
-            CommunicationError: a rank died or did not take part in time.
-        """
+        """Call `gather` on this thread; or, with `async_op`, on the lane, and return a handle that waits for it."""
         if async_op:
             self._last = self._lane.submit(partial(self._guarded, gather))
             return GatherWork(self._last)
@@ -178,10 +152,6 @@ class BoundedGather:
     """The all-gather of one FSDP parameter group; implements the AllGather interface of `torch.distributed.fsdp`.
 
     It gathers bytes, whatever the dtypes and tensor extensions.
-
-    Args:
-        runner: runs it.
-        part: the part whose weights are gathered.
     """
 
     def __init__(self, runner: GatherRunner, part: CommunicatingPart) -> None:
@@ -199,16 +169,7 @@ class BoundedGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> GatherWork | None:
-        """Fill `output_tensor`, which contains `input_tensor`, with the rows of all ranks of `group`.
-
-        Args:
-            output_tensor, input_tensor: as in torch's all-gather.
-            group: the ranks over which the part is sharded; in backward, with `reshard_after_forward=k`, k of them.
-            async_op: return a handle at once.
-
-        Raises:
-            CommunicationError: a rank died or did not take part in time.
-        """
+        """Fill `output_tensor`, which contains `input_tensor`, with the rows of all ranks of `group`."""
         length = input_tensor.numel()
         own_row = output_tensor[group.rank() * length :][:length]
         assert own_row.data_ptr() == input_tensor.data_ptr(), "FSDP gathers in place"
@@ -224,14 +185,7 @@ def _exact_gather(runner: GatherRunner, part: CommunicatingPart, group: dist.Pro
 
 
 class BoundedReduceScatter:
-    """The reduce-scatter of one FSDP parameter group: torch's arithmetic over torchbagua's connections.
-
-    Args:
-        group: the group over which gradients are reduced.
-        failure: is notified of errors.
-        part: the part whose gradients are reduced.
-        same_rows: compares the rows of the ranks.
-    """
+    """The reduce-scatter of one FSDP parameter group: torch's arithmetic over torchbagua's connections."""
 
     def __init__(
         self, group: BaguaProcessGroup, failure: FirstFailure, part: CommunicatingPart, same_rows: SameRows
@@ -250,12 +204,7 @@ class BoundedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum or mean over the ranks of this rank's row of `input_tensor` to `output_tensor`; FSDP blocks.
-
-        Raises:
-            CommunicationError: ranks have gradients of different parameters; or a rank died or did not take part in
-                time.
-        """
+        """Write the sum or mean over the ranks of this rank's row of `input_tensor` to `output_tensor`; FSDP blocks."""
         row = self._part.row(output_tensor.numel())
         reduce_row = partial(torch_reduce_scatter, self._communicator, input_tensor, output_tensor, op, self._part.name)
         zeros = partial(self._reduce_zeros, row.num_elements, output_tensor.dtype, op)

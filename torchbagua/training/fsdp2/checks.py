@@ -54,12 +54,7 @@ def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, 
 
 
 def shard_codecs(caller: str, algorithm: Algorithm) -> MeanCodecs:
-    """Return the codecs with which `algorithm` sends the gradients of sharded modules.
-
-    Raises:
-        ValueError: it does not support sharded modules, or not with its arguments.
-        TypeError: its `make_shard_codecs` returns another type, or another codec than `make_codec`.
-    """
+    """Return the codecs with which `algorithm` sends the gradients of sharded modules."""
     name = type(algorithm).__name__
     try:
         codecs = algorithm.make_shard_codecs()

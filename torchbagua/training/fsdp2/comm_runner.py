@@ -18,9 +18,6 @@ class FirstFailure:
     """Closes all groups of a module when communication over one group fails, so that other ranks notice at once.
 
     Later failures follow from the closed groups. They raise the first error instead, which names the peer.
-
-    Args:
-        groups: the groups over which several threads communicate.
     """
 
     def __init__(self, groups: Sequence[BaguaProcessGroup]) -> None:
@@ -47,10 +44,6 @@ class FirstFailure:
 
 class FsdpCommRunner:
     """Runs the algorithm's communication for a sharded module, in forward and backward.
-
-    Args:
-        runner: provides the lane, the group and the tracer. The module is sharded over the ranks of its group.
-        replicas: the ranks that hold the same shards, or None if there is only one replica.
 
     Attributes:
         algorithm_runner: the runner of the algorithm.
@@ -98,14 +91,6 @@ class FsdpCommRunner:
         """Call `communicate`: in stream order on this thread and its current stream; else on the lane, and wait for it.
 
         If it fails, all groups are closed, so that other ranks are notified at once.
-
-        Args:
-            group: the group over which it communicates.
-            name: the operation's name in events.
-            x: the tensor that is communicated.
-            communicate: the collective, bound to its tensors.
-            until_end: let it run on the lane until backward ends, or until the next call of `run`. Only one may be in
-                flight: each keeps the gradient of a whole layer, and several would cost the memory that sharding saves.
         """
         tracer = self.group.tracer
 

@@ -47,14 +47,7 @@ def install_reduce_scatters(
 
 
 class RowScatter:
-    """The reduce-scatter of one FSDP parameter group; implements `torch.distributed.fsdp`'s ReduceScatter interface.
-
-    Args:
-        runner: gradients are reduced over its group.
-        part: the part whose gradients are reduced.
-        codecs: the codecs of the mean.
-        same_rows: compares the rows of the ranks.
-    """
+    """The reduce-scatter of one FSDP parameter group; implements `torch.distributed.fsdp`'s ReduceScatter interface."""
 
     def __init__(
         self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs, same_rows: SameRows
@@ -75,11 +68,6 @@ class RowScatter:
 
         In stream order everything is launched on the current stream. Otherwise it returns when the row has been
         reduced; on CPUs it returns at once if the row is read only after backward.
-
-        Raises:
-            ValueError: FSDP does not use `op`.
-            CommunicationError: ranks have gradients of different parameters; or a rank died or did not take part in
-                time.
         """
         row = self._part.row(output_tensor.numel())
         mean = self._mean_of(row.spec(input_tensor, self._part.name), self._divisor(op))
@@ -143,17 +131,6 @@ def install_communication(
     """Have `runner` communicate for a module until `undo` is closed. Collective.
 
     All replicas first get the parameters and buffers of the first replica.
-
-    Args:
-        undo: receives the callbacks that restore torch's communication.
-        runner: over the ranks among which the module is sharded.
-        module: the whole module.
-        parts: the parts on which fully_shard was called, by name.
-        given: the ranks that hold the same shards, and how weights are gathered.
-        rank_invariants: the settings that must be the same on all of these ranks, by name.
-
-    Raises:
-        ValueError, TimeoutError, CommunicationError: see `check_even_nodes`, `open_replicas`.
     """
     sharding = given or Sharding()
     codecs = shard_codecs("attach", runner.algorithm)
@@ -184,15 +161,6 @@ def bound_waits(undo: ExitStack, runner: Runner, module: torch.nn.Module, parts:
     """Bound FSDP's waits by the timeout of `runner`, of a weight algorithm, until `undo` is closed.
 
     Collective among the ranks that share a copy of the module.
-
-    Args:
-        undo: receives the callbacks that restore torch's communication.
-        runner: over the ranks that hold the same shards.
-        module: the whole module.
-        parts: the parts on which fully_shard was called, by name.
-
-    Raises:
-        ValueError, TimeoutError, CommunicationError: see `open_shards`.
     """
     communicating = communicating_parts(module, parts)
     shards = undo.enter_context(open_shards(runner, communicating))  # on GPUs too: a rank may have refused to attach

@@ -35,12 +35,6 @@ class WeightGather:
     """The all-gather of one FSDP parameter group; implements the AllGather interface of `torch.distributed.fsdp`.
 
     Each rank encodes its shards of the parameters, which form one row. All ranks decode all rows, including their own.
-
-    Args:
-        runner: weights are gathered over its group.
-        part: the part whose weights are gathered. Torch's all-gather must still be installed on it.
-        codec: the codec of the rows.
-        hierarchical: see `RowGather`.
     """
 
     def __init__(
@@ -72,13 +66,6 @@ class WeightGather:
 
         With `reshard_after_forward=k`, backward gathers the weights that forward has decoded over groups of k ranks.
         Torch gathers them, in full precision, so backward computes with weights that are bitwise equal to forward's.
-
-        Returns:
-            The result of torch's all-gather if it is called; else None, with which FSDP waits for the current stream
-                only.
-
-        Raises:
-            CommunicationError: a rank died or did not take part in time.
         """
         dtype = input_tensor.dtype
         if group is not self._group or not self._codec.encodes(dtype):

@@ -9,11 +9,7 @@ from torchbagua.codecs.base import Compressor, check_compression, needs_feedback
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which ranks hold the same shards, and how weights are gathered; see `torchbagua.fsdp.attach`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid for any module.
-    """
+    """Which ranks hold the same shards, and how weights are gathered; see `torchbagua.fsdp.attach`."""
 
     replicate_group: dist.ProcessGroup | None = None
     quantize_weights: str | Compressor | None = None

@@ -14,11 +14,7 @@ from torchbagua._torch import (
 
 
 def sharding_group(parts: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Return the ranks over which the gradients of all parts are reduce-scattered.
-
-    Raises:
-        ValueError: a part is sharded in a way that is not supported.
-    """
+    """Return the ranks over which the gradients of all parts are reduce-scattered."""
     groups = []
     for name, part in parts.items():
         label = name or "the module"

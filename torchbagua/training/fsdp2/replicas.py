@@ -27,18 +27,7 @@ from torchbagua.transport.streams import keep_for_current_stream
 def open_replicas(
     runner: Runner, group: dist.ProcessGroup, rank_invariants: Mapping[str, Any]
 ) -> Iterator[BaguaProcessGroup]:
-    """Open private groups of the ranks that hold the same shards, for as long as the context lasts. Collective.
-
-    Args:
-        runner: over the ranks among which the module is sharded. Its observers are notified of these groups too.
-        group: the replicas.
-        rank_invariants: the settings that must be the same on all replicas, by the name that errors show.
-
-    Raises:
-        ValueError: replicas differ in a setting or in their rank within their copy of the module, or a backend lacks
-            an operation; see `PrivateGroups.check_operations`.
-        TimeoutError, CommunicationError: see `BaguaProcessGroup`.
-    """
+    """Open private groups of the ranks that hold the same shards, for as long as the context lasts. Collective."""
     own = runner.process_group
     places = {"the rank that holds a shard, of those of its module": f"{own.rank} of {own.size}"}
     replicas = BaguaProcessGroup(
@@ -63,11 +52,7 @@ def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
 def install_replica_means(
     undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
 ) -> None:
-    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed. Collective on GPUs.
-
-    Raises:
-        ValueError, CommunicationError: see `PrivateGroups.use_device` and `check_operations`.
-    """
+    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed. Collective on GPUs."""
     assert runner.replicas is not None
     for device in dict.fromkeys(part.param_group.device for part in parts):
         if device.type != "cpu":
@@ -110,12 +95,6 @@ class ReplicaMean:
     FSDP also calls the hook with `set_requires_all_reduce(False)`, and adds the hook's output to the gradient. The hook
     then stores its input for the next mean, and returns zeros. If the loop discards the gradients with `zero_grad()`,
     the hook discards its stored input too.
-
-    Args:
-        runner: a runner with replicas.
-        part: the part whose gradients are averaged.
-        codecs: the codecs of the mean.
-        same_rows: compares the rows of the replicas.
     """
 
     def __init__(
@@ -133,11 +112,6 @@ class ReplicaMean:
         """Replace the local shard of the gradient by its mean over the replicas, on the current stream.
 
         If the part has a gradient divide factor, it is replaced by the sum, since FSDP divides by that factor.
-
-        Raises:
-            RuntimeError: an earlier backward, whose gradients are not averaged yet, reached other parameters.
-            CommunicationError: replicas have gradients of different parameters; or one died or did not take part in
-                time.
         """
         # Up to torch 2.14 nothing keeps this tensor alive until this stream is done with it. If FSDP casts it
         # afterwards, the next layer's reduce-scatter, on another stream, could get its memory.

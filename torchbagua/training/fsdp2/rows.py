@@ -41,13 +41,6 @@ class Row:
 class CommunicatingPart:
     """A part on which fully_shard was called, with one parameter group that communicates in one collective.
 
-    Args:
-        number: the number of the part, the same on all ranks.
-        part: the FSDPModule.
-        param_group: its FSDP parameter group.
-        label: the part's name in events and errors.
-        parameter_names: the names of all its parameters, in their order in a row.
-
     Attributes:
         number, part, param_group, label, parameter_names: the same.
         name: the name of its gradients in events and errors.

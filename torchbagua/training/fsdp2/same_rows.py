@@ -42,16 +42,7 @@ class _Record(NamedTuple):
 
 
 class SameRows:
-    """Reduces rows over a group if all its ranks reduce the same rows.
-
-    Args:
-        communicator: the ranks.
-        parts: the parts of the module; the same on all ranks.
-        replicas: compares the rows over replicas afterwards; it is told if these ranks differ.
-        lane: for collectives in stream order: compares expected rows, so that the host does not wait. Nothing else may
-            then use `communicator`.
-        guard: with a lane, entered while it compares.
-    """
+    """Reduces rows over a group if all its ranks reduce the same rows."""
 
     def __init__(
         self,
@@ -81,15 +72,6 @@ class SameRows:
         """Call `reduce_row`, the collective that reduces a row, and return if all ranks reduce the same row.
 
         In stream order, the lane compares an expected row meanwhile. If ranks differ, it closes the groups.
-
-        Args:
-            part, row: the part and the row.
-            reduce_row: the collective, bound to its tensors.
-            reduce_zeros: the same collective with zeros; it keeps no tensor.
-
-        Raises:
-            CommunicationError: ranks have gradients of different parameters; all ranks raise it. Or a rank died, or did
-                not take part in time.
         """
         if self._communicator.size == 1:
             reduce_row()

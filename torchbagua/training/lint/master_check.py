@@ -16,10 +16,6 @@ class MasterCheck:
 
     The loop copies gradients to the masters before a step, and the masters to the modules after it. When attached, an
     optimizer that was created before the model was copied looks the same, but the loop does neither.
-
-    Args:
-        setup: the modules and their optimizers.
-        runner: counts synchronized backward passes, and watches the optimizers' steps.
     """
 
     def __init__(self, setup: TrainingSetup, runner: GradientRunner) -> None:

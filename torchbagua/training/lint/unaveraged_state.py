@@ -29,11 +29,6 @@ class UnaveragedState:
     A state tensor is taken for weights if, over all parameters together and whenever it was examined, it was nearly
     parallel to the weights, had about their norm, and was less parallel to the gradient; and if it has changed. So a
     momentum is not taken for weights, and neither is a copy of the first weights.
-
-    Args:
-        watches: of the optimizers.
-        names: returns the names of the state tensors of an optimizer that are averaged.
-        algorithm: the algorithm's name, for the warning.
     """
 
     def __init__(
