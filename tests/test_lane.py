@@ -183,7 +183,7 @@ class Steps:
     def may_begin(self) -> bool:
         return self.may
 
-    def steps(self) -> Generator[None, None, str]:
+    def run_overlapping(self) -> Generator[None, None, str]:
         try:
             for step in ("begins", "waits", "ends"):
                 self.seen.append(f"{self.name} {step}")
@@ -201,7 +201,7 @@ def run_steps(*sources: Steps) -> list[str]:
     """Return the result or the error of each job; all jobs are queued before the first runs."""
     lane, gate, outcomes = Lane("steps", on_failure=lambda: None), threading.Event(), []
     lane.submit(gate.wait)
-    jobs = [lane.submit_steps(source) for source in sources]
+    jobs = [lane.submit_overlapping(source) for source in sources]
     gate.set()
     for job in jobs:
         try:
@@ -236,7 +236,7 @@ def test_a_failure_closes_the_jobs_that_have_begun(name: str, fails_at: str) -> 
 def test_close_ends_the_jobs_that_have_begun() -> None:
     seen: list[str] = []
     lane = Lane("closing", on_failure=lambda: None)
-    jobs = [lane.submit_steps(Steps(name, seen)) for name in "abcd"]
+    jobs = [lane.submit_overlapping(Steps(name, seen)) for name in "abcd"]
     lane.close()
     assert [job.result() for job in jobs] == list("abcd")
     assert seen.count("d ends") == 1

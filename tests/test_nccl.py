@@ -168,7 +168,7 @@ def test_no_step_waits_according_to_the_profiler(
 def test_a_graph_is_captured_while_the_lane_polls(group: dist.ProcessGroup, gpu: torch.device) -> None:
     """In the default mode, which forbids other threads to query events, unless they have asked to be left out."""
     own = tb.BaguaProcessGroup(group)
-    own.move_to_lane()
+    own.launch_on_lane()
     own.private.use_device(gpu)
     lane = Lane("capture", on_failure=own.close, poll=own.private.poll, wait_for_gpu=own.private.wait_for_mark)
     lane.use_gpu(gpu)
@@ -203,7 +203,7 @@ def test_nccl_runs_an_all_to_all_and_a_mean(group: dist.ProcessGroup, gpu: torch
     x = torch.arange(1000, dtype=torch.float32, device=gpu)
     for is_private in (False, True):
         if is_private:
-            own.move_to_lane()
+            own.launch_on_lane()
             own.private.use_device(gpu)
         received = torch.zeros_like(x)
         own.world.all_to_all([received], [x], "all_to_all of bucket 0", list)

@@ -35,8 +35,8 @@ class Counted:
         self.num_begun += may_begin
         return may_begin
 
-    def steps(self) -> Generator[None, None, torch.Tensor]:
-        return self.bucket.steps()
+    def run_overlapping(self) -> Generator[None, None, torch.Tensor]:
+        return self.bucket.run_overlapping()
 
 
 def bucket_of(group: tb.BaguaProcessGroup, length: int, name: str) -> BaguaBucket:
@@ -89,7 +89,7 @@ def test_overlapping_buckets_are_bitwise_equal_to_buckets_in_turn(
                     counted.bucket.flat.copy_(part_N)
                     if overlaps:
                         time.sleep(draw.choice([0, 0, 0.002]))
-                        jobs.append(lane.submit_steps(counted))
+                        jobs.append(lane.submit_overlapping(counted))
                     else:
                         jobs.append(lane.submit(counted.bucket.run))
                 results.append(torch.cat([job.result() for job in jobs]))
@@ -132,7 +132,7 @@ def test_buckets_that_may_wait_for_other_ranks_before_their_first_message_begin_
         may_begin: set[str] = set()
         for in_flight in [mean(bucket("in flight")), mean(bucket("in flight, in the other slot"))]:
             assert not any(bucket.may_begin() for bucket in buckets), "no other mean is in flight"
-            steps = in_flight.steps()
+            steps = in_flight.run_overlapping()
             next(steps)
             assert not in_flight.may_begin()
             may_begin |= {bucket.name for bucket in buckets if bucket.may_begin()}
@@ -163,7 +163,7 @@ def test_a_failure_names_the_bucket_that_began_early() -> None:
             buckets[1].flat.fill_(13)
         gate = threading.Event()
         lane.submit(gate.wait)
-        jobs = [lane.submit_steps(bucket) for bucket in buckets]
+        jobs = [lane.submit_overlapping(bucket) for bucket in buckets]
         gate.set()
         with pytest.raises((RuntimeError, tb.CommunicationError)) as raised:
             jobs[1].result()

@@ -298,7 +298,7 @@ def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl, call
 def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
     """Return the group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
-    own.move_to_lane()
+    own.launch_on_lane()
     return own, Lane("watched", on_failure=own.close, poll=own.private.poll, wait_for_gpu=own.private.wait_for_mark)
 
 

@@ -161,12 +161,12 @@ class Algorithm:
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError if the algorithm cannot be attached with these optimizers. By default, never.
 
-        `reify` calls it once with the optimizers that it received. An override may warn about optimizers that train
-        badly with the algorithm.
+        `attach` and `reify` call it once with the optimizers that they received. An override may warn about optimizers
+        that train badly with the algorithm.
         """
 
     def make_impl(self, runner: Runner) -> AlgorithmImpl:
-        """Return the impl that `runner` runs. `reify` calls it. A subclass must override it."""
+        """Return the impl that `runner` runs. `attach` and `reify` call it. A subclass must override it."""
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
 
     def reify(
@@ -179,7 +179,7 @@ class Algorithm:
     ) -> Runner:
         """Bind the algorithm to a process group. Collective: the ranks compare the algorithm and open private groups.
 
-        For `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. `attach` calls it for you.
+        For `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. `attach` does the same and more.
 
         Args:
             process_group: the ranks that train together. Pass a BaguaProcessGroup to specify which rank is on which
@@ -307,7 +307,11 @@ def bind(
     run_settings: Callable[[], Mapping[str, str]] = dict,
     refusal: str | None = None,
 ) -> Runner:
-    """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective."""
+    """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective.
+
+    All ranks must have equal `rank_invariants`. If one has a `refusal`, the text of a warning that a filter makes an
+    error there, all ranks raise it before a group is opened. Traces record `run_settings()`.
+    """
     name = type(algorithm).__name__
     if optimizers:
         algorithm.check_optimizers(optimizers)

@@ -89,13 +89,13 @@ class RedistributingMean(OverlappingMean):
         mean = self._mean
         return self._residuals.initial is None and isinstance(mean, OverlappingMean) and mean.may_begin()
 
-    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
+    def run_overlapping(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
         """Compute the mean, and yield when the wrapped mean yields."""
         if (initial := self._residuals.initial) is not None:
             among = {name: self._owners if name == "mean" else self._senders for name in initial}
             self._residuals.load_whole({name: self._sum_over(among[name], x_N) for name, x_N in initial.items()})
         if isinstance(self._mean, OverlappingMean):
-            yield from self._mean.steps(x_N, out_N)
+            yield from self._mean.run_overlapping(x_N, out_N)
         else:
             self._mean(x_N, out_N)
 

@@ -60,7 +60,7 @@ class Hierarchical:
 
     @contextmanager
     def sum_of_shard(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Yield the node's sum of the local shard, [L]; then write the results that the owners left there to `out_N`."""
+        """Yield the node's sum of the local shard, [L]; then write what the owners left there to `out_N`."""
         chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator, x_N.device)
         sum_L = memory_of_sum([chunks])
         scatter = None if self._ranks_agree else ReduceScatter(chunks, x_N, pipeline)
@@ -200,7 +200,7 @@ def mean_over_nodes(
 
 
 class MeanOverNodes:
-    """The two-phase mean between nodes, of the sums over each node's ranks, or of tensors that are equal within a node."""
+    """The two-phase mean between nodes, of sums within nodes or of tensors that are equal within a node."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The two-phase mean: a compressed reduce-scatter, then a compressed all-gather. Begin with `TwoPhaseMean.steps`.
+"""The two-phase mean: a compressed reduce-scatter, then a compressed all-gather. Begin with `TwoPhaseMean`.
 
 A flat tensor is cut into one chunk for each rank. A *piece* is the first half of every chunk, or the second half of
 every chunk, if chunks are long; otherwise it is all chunks.
@@ -46,15 +46,15 @@ class OverlappingMean(ABC):
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place."""
-        for _ in self.steps(x_N, out_N):
+        for _ in self.run_overlapping(x_N, out_N):
             pass
 
     @abstractmethod
     def may_begin(self) -> bool:
-        """Return whether `steps` reaches its first yield without blocking, whatever other ranks do."""
+        """Return whether `run_overlapping` reaches its first yield without blocking, whatever other ranks do."""
 
     @abstractmethod
-    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
+    def run_overlapping(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
         """Compute the mean; yield when it has begun, and then at each point at which the next mean may begin.
 
         It yields nothing if it runs alone. Ranks may begin the next mean at different yields, or not at all.
@@ -100,7 +100,7 @@ class TwoPhaseMean(OverlappingMean):
         """Return whether it can begin without blocking: between CPUs, while another mean is in flight."""
         return not self._pieces[0].are_coded_at_once and self._overlap.may_begin(self._slot)
 
-    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
+    def run_overlapping(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
         """Compute the mean; yield when all chunks are in flight, and then before each wait for a piece of means."""
         out_N = x_N if out_N is None else out_N
         residuals, divisor = self._residuals, self._divisor
@@ -485,7 +485,7 @@ class AllGather:
 
 
 def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *, divisor: float = 1.0) -> None:
-    """Write the mean of the local chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is unchanged."""
+    """Write the mean of the local chunk of `x_N` to `out_L`, in the dtype of sums. `x_N` is unchanged."""
     pipeline = Pipeline(chunks.communicator, chunks.spec.device)
     scatter = ReduceScatter(chunks, x_N, pipeline, divisor=divisor)
     scatter.send()

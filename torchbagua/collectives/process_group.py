@@ -81,7 +81,7 @@ class PrivateGroups:
             )
 
     def poll(self) -> bool:
-        """Return whether a GPU is still working on operations that were launched since `move_to_lane`."""
+        """Return whether a GPU is still working on operations that were launched since `launch_on_lane`."""
         are_in_flight = [communicator.poll() for communicator in self.communicators]  # every poll drops finished work
         return any(are_in_flight)
 
@@ -487,8 +487,8 @@ class BaguaProcessGroup:
             within = self._choice.within(members)
         return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=within, global_ranks=members.global_ranks)
 
-    def move_to_lane(self) -> None:
-        """Communicate on the lane's thread from now on; the lane calls `poll`."""
+    def launch_on_lane(self) -> None:
+        """Have the lane's thread launch operations of a GPU, beside the training thread; the lane calls `poll`."""
         self._is_on_lane = True
         members = self._members("world", list(range(self.size)))
         for device_type, transport in self._choice.open_for_another_thread(members).items():

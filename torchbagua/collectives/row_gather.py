@@ -33,7 +33,7 @@ class RowGather:
         self._within = RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks))
 
     def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Write the rows of all ranks to `out_N`. `x_L` is this rank's row, and may be a view of its place in `out_N`."""
+        """Write the rows of all ranks to `out_N`. `x_L` is this rank's, and may be a view of its place."""
         if self._order is None:
             all_gather(self._chunks, x_L, out_N)
             return

@@ -145,7 +145,7 @@ class Build:
 
 
 def compile_once(library: Path, build: Build) -> None:
-    """Compiles `build` to `library`, or waits for a process that does; does nothing if `library` exists and is intact."""
+    """Compiles `build` to `library`, or waits for a process that does, unless `library` exists and is intact."""
     if read_sealed(library):
         return
     try:

@@ -41,8 +41,8 @@ class Operation:
         run: processes the flat tensor of its argument, the bucket, in place or into another tensor.
         finish: the deferred work that follows when the flat tensor is final.
         is_local: whether it neither sends nor waits for another rank.
-        may_begin, steps: set for an operation that may begin while another bucket is in progress, see
-            `OverlappingMean`. `steps` then replaces `run`.
+        may_begin, run_overlapping: set for an operation that may begin while another bucket is in progress, see
+            `OverlappingMean`. `run_overlapping` then replaces `run`.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Operation:
     finish: Callable[[], None] | None = None
     is_local: bool = False
     may_begin: Callable[[], bool] | None = None
-    steps: Callable[[Any], Iterator[None]] | None = None
+    run_overlapping: Callable[[Any], Iterator[None]] | None = None
 
 
 class BucketOperations:
@@ -310,11 +310,11 @@ class BucketOperations:
         if not isinstance(mean, OverlappingMean):
             return self._append(Operation(name, group, run))
 
-        def steps(bucket: B) -> Iterator[None]:
+        def run_overlapping(bucket: B) -> Iterator[None]:
             with _name_failures(name, bucket.name, group):
-                yield from mean.steps(bucket.flat, out_N)
+                yield from mean.run_overlapping(bucket.flat, out_N)
 
-        return self._append(Operation(name, group, run, may_begin=mean.may_begin, steps=steps))
+        return self._append(Operation(name, group, run, may_begin=mean.may_begin, run_overlapping=run_overlapping))
 
     def _append(self: B, operation: Operation) -> B:
         self.operations.append(operation)
@@ -462,30 +462,30 @@ class BaguaBucket(BucketOperations):
         An error in an operation fails the step. It also closes the groups of all operations, so that other ranks are
         notified immediately.
         """
-        for _ in self._start_in_steps():
+        for _ in self._start_overlapping():
             pass
 
     def may_begin(self) -> bool:
-        """Return whether `steps` reaches its first yield without waiting for another rank."""
+        """Return whether `run_overlapping` reaches its first yield without waiting for another rank."""
         mean = self._overlapping
         return mean is not None and mean.may_begin is not None and mean.may_begin()
 
-    def steps(self) -> Generator[None, None, torch.Tensor]:
+    def run_overlapping(self) -> Generator[None, None, torch.Tensor]:
         """Run the operations as `run` does. Yield before the first wait, and then whenever another bucket may begin.
 
         Another bucket may begin when all messages of this bucket are queued and this bucket only waits.
         """
-        yield from self._start_in_steps()
+        yield from self._start_overlapping()
         self.finish()
         return self.flat
 
-    def _start_in_steps(self) -> Iterator[None]:
+    def _start_overlapping(self) -> Iterator[None]:
         tracer, overlapping = self.group.tracer, self._overlapping
         try:
             with tracer.bucket_span(self.name, self.flat):
                 for operation in self.operations:
-                    if operation is overlapping and operation.steps is not None:
-                        yield from self._in_range(operation.name, operation.steps(self))
+                    if operation is overlapping and operation.run_overlapping is not None:
+                        yield from self._in_range(operation.name, operation.run_overlapping(self))
                     else:
                         with tracer.range(operation.name):
                             operation.run(self)
@@ -495,7 +495,7 @@ class BaguaBucket(BucketOperations):
         self.round_index += 1
 
     def _in_range(self, name: str, steps: Iterator[None]) -> Iterator[None]:
-        """Yield as `steps` does. Run each step in a separate range, since the ranges of a thread must nest."""
+        """Yield as `run_overlapping` does. Each part runs in a range of its own, since ranges of a thread must nest."""
         end = object()
         while True:
             with self.group.tracer.range(name):
@@ -507,7 +507,7 @@ class BaguaBucket(BucketOperations):
     def _overlapping(self) -> Operation | None:
         """The bucket's only operation that sends, if it may begin while another bucket is in progress; else None."""
         sending = [operation for operation in self.operations if not operation.is_local]
-        return sending[0] if len(sending) == 1 and sending[0].steps is not None else None
+        return sending[0] if len(sending) == 1 and sending[0].run_overlapping is not None else None
 
     def finish(self) -> None:
         """Run the deferred work of the operations, for example send changes to neighbors in the low-precision ring."""

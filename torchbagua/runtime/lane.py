@@ -1,4 +1,17 @@
-"""The lane: runs an algorithm's communication in one order, concurrently with training."""
+"""The lane: runs an algorithm's communication in one order, concurrently with training.
+
+A bucket of gradients, from DDP's hook to its future, between CPUs:
+
+1. The thread of backward queues the bucket (`submit_overlapping`) and returns `Job.future` to DDP.
+2. The lane's thread takes it. The first bucket of a backward also posts the rank's progress (meeting.py).
+3. The mean posts its receives, encodes and posts what it sends, and yields (`TwoPhaseMean.run_overlapping`).
+4. At each later yield all that this rank sends is posted, and it would only wait: the next job may begin, if it is
+   queued and its `may_begin` is true. It runs up to its own first yield, so at most two means are in flight.
+5. The mean receives, sums, sends and decodes the rest. The first bucket compares progress. The future completes.
+6. DDP's callback waits for the futures of all buckets at the end of backward.
+
+In stream order, on a GPU, `launch` runs a bucket at once on the thread of backward, and no host waits.
+"""
 
 import os
 import queue
@@ -28,14 +41,14 @@ _LOOK_EVERY_S = 5.0
 _LAST_JOB_S = 2.0
 
 
-class InSteps(Protocol[R]):
-    """Work that a lane runs in steps, such as a bucket."""
+class Overlappable(Protocol[R]):
+    """Work that may begin while the lane's running job waits, such as a bucket."""
 
     def may_begin(self) -> bool:
-        """Return whether `steps` reaches its first yield without waiting for another rank."""
+        """Return whether `run_overlapping` reaches its first yield without waiting for another rank."""
         ...
 
-    def steps(self) -> Generator[None, None, R]:
+    def run_overlapping(self) -> Generator[None, None, R]:
         """Run. Yield after the start, and then whenever the next job may begin; never yield to run alone."""
         ...
 
@@ -50,7 +63,7 @@ class Worker(Protocol):
     waiting: Callable[[], AbstractContextManager[None]]
 
     def begin_next(self) -> None:
-        """Begin the job after the running one, if it is queued and runs in steps."""
+        """Begin the job after the running one, if it is queued and overlaps."""
         ...
 
     def raise_late_failure(self) -> None:
@@ -67,7 +80,7 @@ class Worker(Protocol):
 
 
 class Job(ABC, Generic[T]):
-    """A unit of work for a lane. `Lane.submit` and `Lane.submit_steps` return one."""
+    """A unit of work for a lane. `Lane.submit` and `Lane.submit_overlapping` return one."""
 
     def __init__(self, worker: Worker, side: LaneStream | None) -> None:
         self._worker = worker
@@ -156,17 +169,17 @@ class JobOfFunction(Job[T]):
         return value
 
 
-class JobInSteps(Job[T]):
-    """A job that runs in steps, and may begin while the previous job is in progress; see `Job`."""
+class OverlappingJob(Job[T]):
+    """A job that may begin while the previous job is in progress; see `Job`."""
 
-    def __init__(self, source: InSteps[T], worker: Worker, side: LaneStream | None) -> None:
+    def __init__(self, source: Overlappable[T], worker: Worker, side: LaneStream | None) -> None:
         super().__init__(worker, side)
         self._source = source
         self._begun: Generator[None, None, T] | None = None
 
     def begin(self) -> None:
         if self._side is None and self._begun is None and self._source.may_begin():
-            self._begun = self._source.steps()
+            self._begun = self._source.run_overlapping()
             next(self._begun)
 
     def fail(self, error: BaseException) -> None:
@@ -176,19 +189,19 @@ class JobInSteps(Job[T]):
 
     def _compute(self) -> T:
         begun, self._begun = self._begun, None
-        has_begun, steps = begun is not None, begun or self._source.steps()
+        is_past_start, parts = begun is not None, begun or self._source.run_overlapping()
         del self._source
         try:
             while True:
                 try:
-                    next(steps)
+                    next(parts)
                 except StopIteration as end:
                     return end.value  # type: ignore[no-any-return]
-                if has_begun:
+                if is_past_start:
                     self._worker.begin_next()
-                has_begun = True
+                is_past_start = True
         finally:
-            steps.close()
+            parts.close()
 
 
 def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:
@@ -292,16 +305,16 @@ class Lane:
                 raise
         return future
 
-    def submit_steps(self, source: InSteps[T]) -> "Job[T]":
-        """Queue work that runs in steps, and return the job, as `submit` does.
+    def submit_overlapping(self, source: Overlappable[T]) -> "Job[T]":
+        """Queue work that may overlap with the previous job, and return the job, as `submit` does.
 
-        At every yield after the first, the next job may begin if it runs in steps too. The next job continues after
+        At every yield after the first, the next job may begin if it overlaps too. The next job continues after
         this job is complete.
 
         Raises:
             RuntimeError: the lane is closed.
         """
-        return self._submit(JobInSteps(source, self._worker, self._side))
+        return self._submit(OverlappingJob(source, self._worker, self._side))
 
     def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue a function, and return the job. `Job.result` returns the function's value, or raises its error.
@@ -459,7 +472,7 @@ class _Worker:
                 job.fail(self.failure)
 
     def begin_next(self) -> None:
-        """Begin the job after the running one, if it is queued and runs in steps."""
+        """Begin the job after the running one, if it is queued and overlaps."""
         if not self._peeked:
             with suppress(queue.Empty):
                 self._peeked.append(self._jobs.get_nowait())

@@ -16,7 +16,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, agree
 from torchbagua.collectives.exchange import RingMessage
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.lane import InSteps, Lane
+from torchbagua.runtime.lane import Lane, Overlappable
 from torchbagua.runtime.optimizer_steps import StepCount
 from torchbagua.transport.errors import CommunicationError, OutOfStep
 
@@ -33,7 +33,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 _WIRE = struct.Struct("<qi3?x")
 
 
-class Progress(NamedTuple):
+class BackwardProgress(NamedTuple):
     """How far a rank is: 16 bytes on the wire, in this order.
 
     Attributes:
@@ -54,10 +54,10 @@ class Progress(NamedTuple):
         return torch.tensor(list(_WIRE.pack(*self)), dtype=torch.uint8)
 
     @classmethod
-    def decode(cls, wire: torch.Tensor) -> "Progress":
+    def decode(cls, wire: torch.Tensor) -> "BackwardProgress":
         return cls(*_WIRE.unpack(bytes(wire.tolist())))
 
-    def fits(self, other: "Progress") -> bool:
+    def fits(self, other: "BackwardProgress") -> bool:
         """Return whether the gradients, or the ends, of two ranks with this progress belong together."""
         if (self.num_backwards, self.has_ended) != (other.num_backwards, other.has_ended):
             return False
@@ -100,7 +100,7 @@ class Meeting:
     """
 
     group: BaguaProcessGroup
-    own: Progress
+    own: BackwardProgress
     num_digests: int
     digests: Callable[[], torch.Tensor] = lambda: _NONE
     suspicion: str | None = None
@@ -121,7 +121,7 @@ class Meeting:
     def compare(self) -> None:
         """Wait for the progress of the rank before."""
         assert self._message is not None
-        world, own, theirs = self.group.world, self.own, Progress.decode(self._message.receive())
+        world, own, theirs = self.group.world, self.own, BackwardProgress.decode(self._message.receive())
         if not own.fits(theirs):
             first, second = (
                 f"{world.name_of(rank)} {progress}"
@@ -148,7 +148,7 @@ class Meeting:
 class OpeningBucket:
     """The first bucket of a backward, with the meeting of this backward: work for a lane."""
 
-    def __init__(self, meeting: Meeting, bucket: InSteps[torch.Tensor], name: str) -> None:
+    def __init__(self, meeting: Meeting, bucket: Overlappable[torch.Tensor], name: str) -> None:
         self._meeting = meeting
         self._name = name
         self._bucket = bucket
@@ -156,9 +156,9 @@ class OpeningBucket:
     def may_begin(self) -> bool:
         return self._bucket.may_begin()
 
-    def steps(self) -> Generator[None, None, torch.Tensor]:
+    def run_overlapping(self) -> Generator[None, None, torch.Tensor]:
         self._meeting.post(f"the progress with {self._name}")
-        flat = yield from self._bucket.steps()
+        flat = yield from self._bucket.run_overlapping()
         self._meeting.compare()
         return flat
 
@@ -253,7 +253,7 @@ class Meetings:
 
     def _meeting(self, *, compares_weights: bool, has_ended: bool) -> Meeting:
         compares_weights &= bool(self._weights)
-        own = Progress(self.num_backwards, self._steps.number, compares_weights, has_ended, self._has_joined)
+        own = BackwardProgress(self.num_backwards, self._steps.number, compares_weights, has_ended, self._has_joined)
         meeting = Meeting(self._group, own, num_digests=len(self._weights))
         if compares_weights:
             meeting.digests, meeting.suspicion = self._digests(), self._suspicion

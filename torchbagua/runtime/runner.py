@@ -1,4 +1,4 @@
-"""Runner: drives an algorithm's impl, from `Algorithm.reify` to `close`. AlgorithmImpl: the methods that it calls.
+"""Runner: drives an algorithm's impl until `close`. AlgorithmImpl: the methods that it calls.
 
 A gradient algorithm has a `GradientRunner`, and a weight algorithm a `WeightRunner`.
 """
@@ -133,7 +133,7 @@ class Runner:
         return state
 
     def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Watch the steps of these optimizers, if the algorithm needs them. `Algorithm.reify` calls this."""
+        """Watch the steps of these optimizers, if the algorithm needs them; `bind` calls this."""
         self.optimizers = list(optimizers)
         self._watches_steps = True
         kept = self._parameters_of_state()
@@ -255,8 +255,11 @@ class Runner:
     ) -> None:
         """Set the module, and create the buckets of a weight algorithm. Collective on GPUs.
 
-        `attach` calls it after `Algorithm.reify` and the broadcast of rank 0's weights and optimizer state, and before
+        `attach` calls it after `bind` and the broadcast of rank 0's weights and optimizer state, and before
         it installs hooks. From then on, parameters have their names in the module.
+
+        A weight algorithm's buckets are created by `impl.reset`, `rebuild_buckets`, `impl.init_tensors` and
+        `impl.tensors_to_buckets`, which by default ask the `WeightBuckets` of `average`.
 
         Args:
             module: the attached module, without its DDP. If `attach` was given a list, a container of its modules.
@@ -293,7 +296,7 @@ class Runner:
             self.process_group.private.check_operations(device, self.name)
             self._gpu = device
 
-    # What the default methods of an impl do: nothing, for a gradient algorithm.
+    # What the default methods of an impl call. A gradient algorithm has no weights: see WeightRunner.
 
     def rebuild_buckets(self) -> None:
         """Rebuild the buckets of a weight algorithm, and drop the buckets that mirror DDP's."""
@@ -430,11 +433,11 @@ class AlgorithmImpl:
         return self.runner.has_other_weights()
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        """Return the tensors to communicate. By default these are the weights that `runner.weights` selects."""
+        """Return the tensors to communicate. By default these are the weights that `WeightRunner.weights` selects."""
         return self.runner.select_weights(module)
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        """Group tensors into buckets. By default `runner.weights` does this.
+        """Group tensors into buckets. By default `WeightRunner.weights` does this.
 
         Args:
             tensors: the return value of `init_tensors`.

@@ -40,7 +40,7 @@ class WeightRunner(Runner):
         self.agree_on_overflow: Callable[[bool], bool] = bool
         self.open_node_gradients: Callable[[], GradientRunner] | None = None
         self.load_effect = "and no round in flight changes them"
-        process_group.move_to_lane()
+        process_group.launch_on_lane()
         self._make_impl()
 
     def average(

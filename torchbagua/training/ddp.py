@@ -167,9 +167,9 @@ class WaitTimer:
         """Return whether the bucket may begin while the previous bucket is in flight."""
         return self._last.may_begin()
 
-    def steps(self) -> Generator[None, None, torch.Tensor]:
+    def run_overlapping(self) -> Generator[None, None, torch.Tensor]:
         """Reduce the bucket step by step."""
-        flat = yield from self._last.steps()
+        flat = yield from self._last.run_overlapping()
         self._note_end()
         return flat
 
@@ -268,7 +268,9 @@ def comm_hook(state: GradientRunner, bucket: dist.GradBucket) -> torch.futures.F
             if bucket.is_last() and state.has_joined:
                 state.end_joined_backward()
             return launched
-        job = state.lane.submit_steps(work if meeting is None else OpeningBucket(meeting, work, gradient_bucket.name))
+        job = state.lane.submit_overlapping(
+            work if meeting is None else OpeningBucket(meeting, work, gradient_bucket.name)
+        )
     future = job.future()
     if bucket.is_last() and not state.has_joined and flat.is_cpu:
         queue_callback(job.wait)  # before DDP's callback, whose wait would delay signal handlers

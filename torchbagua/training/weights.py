@@ -207,36 +207,35 @@ _OFF: Any = _Off()
 
 def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
     """Keep `ddp` from sending gradients and buffers until the returned stack is closed, whatever the loop sets."""
+    was_on = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
 
-    def disable(module: torch.nn.Module, inputs: Any) -> None:
+    def turn_off() -> None:
+        for attribute in was_on:
+            was_on[attribute] |= bool(getattr(ddp, attribute))
+            setattr(ddp, attribute, _OFF)
+        # DDP still calls its hook in two cases: in the first backward of a static graph, which fails otherwise (torch
+        # 2.13), and if the attribute is set between forward and backward, as accelerate's trigger_sync_in_backward
+        # does. The hook then leaves the gradients unchanged.
+        if not has_learnt_graph(ddp):
+            ddp.require_backward_grad_sync = True
+
+    def turn_on() -> None:
+        for attribute, is_on in was_on.items():
+            setattr(ddp, attribute, is_on)
+
+    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
         if module is not ddp:  # a shallow copy shares this hook
             return
         if is_joining(ddp):
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
-        # no_sync sets the first attribute, and DDP's next forward then sets the second. Loops that accumulate gradients
-        # set the first attribute before each forward, and DDP reads it only in forward.
+        # no_sync sets require_backward_grad_sync, and DDP's next forward then sets the other attribute. Loops that
+        # accumulate gradients set the former before each forward, and DDP reads it only in forward.
         turn_off()
-        if not has_learnt_graph(ddp):
-            ddp.require_backward_grad_sync = True
-
-    before = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
-
-    def turn_off() -> None:
-        for attribute in before:
-            before[attribute] |= bool(getattr(ddp, attribute))
-            setattr(ddp, attribute, _OFF)
-
-    def turn_on() -> None:
-        for attribute, was_on in before.items():
-            setattr(ddp, attribute, was_on)
 
     with ExitStack() as undo:  # closed here only if one of these steps raises
         undo.callback(turn_on)
-        disable(ddp, ())  # its forward may be running
-        undo.callback(ddp.register_forward_pre_hook(ModuleHook(disable)).remove)
-        # DDP still calls its hook in two cases, in which the hook must leave the gradients unchanged: in the first
-        # backward of a static graph, which fails otherwise (torch 2.13), and if the attribute is set between forward
-        # and backward, as accelerate's trigger_sync_in_backward does.
+        before_forward(ddp, ())  # its forward may be running
+        undo.callback(ddp.register_forward_pre_hook(ModuleHook(before_forward)).remove)
         undo.enter_context(install_hook(ddp, _keep_gradients))
         return undo.pop_all()
 

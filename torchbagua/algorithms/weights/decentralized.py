@@ -130,7 +130,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     def _apply_round(self, *, starts_next: bool) -> None:
         """Apply the round in flight bucket by bucket, and submit each bucket to the next round at once."""
         if starts_next:
-            self.rounds.start(lambda: None)
+            self.rounds.compare_before_round()
         for bucket in self._weights:
             if bucket in self._in_flight:
                 self._wait_for(bucket)
@@ -138,13 +138,14 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
                 del self._in_flight[bucket]
             if starts_next:
                 self._weights.read(buckets=[bucket])
-                self._in_flight[bucket] = self.runner.lane.submit_steps(bucket)
+                self._in_flight[bucket] = self.runner.lane.submit_overlapping(bucket)
 
     def _wait_for(self, bucket: WeightBucket) -> None:
         """Wait for the mean of a bucket, and subtract the snapshot from it."""
         job = self._in_flight[bucket]
         if job is not None:
-            bucket.subtract(bucket.difference, job.finish(), out=bucket.difference)
+            job.finish()
+            bucket.subtract(bucket.difference, bucket.flat, out=bucket.difference)
             self._in_flight[bucket] = None
 
     def reset(self) -> None:

@@ -170,7 +170,7 @@ class OwnImpl(tb.AlgorithmImpl):
         opened = group.open()
         self._groups.append((group, opened))
         opened.open()
-        opened.move_to_lane()
+        opened.launch_on_lane()
         opened.private.use_device(device)
         return opened
 

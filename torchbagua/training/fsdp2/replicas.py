@@ -52,7 +52,7 @@ def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
 def install_replica_means(
     undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
 ) -> None:
-    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed. Collective on GPUs."""
+    """Average the gradients of all parts over the replicas, until `undo` is closed. Collective on GPUs."""
     assert runner.replicas is not None
     for device in dict.fromkeys(part.param_group.device for part in parts):
         if device.type != "cpu":
