@@ -29,7 +29,7 @@ class Algorithm:
     A subclass implements `make_impl`. The ranks compare its dataclass fields when it is attached or reified.
 
     Attributes:
-        averages_weights: whether this is a weight algorithm, whose impl calls `Runner.average`. If False, it is a
+        averages_weights: whether this is a weight algorithm, whose impl calls `WeightRunner.average`. If False, it is a
             gradient algorithm.
     """
 
@@ -40,7 +40,7 @@ class Algorithm:
         """Whether DDP keeps averaging gradients within each node that has several ranks. False by default.
 
         Override it in an algorithm that averages weights between nodes. Its impl then sets
-        `Runner.open_node_gradients`.
+        `open_node_gradients` of `WeightRunner.average`.
         """
         return False
 
@@ -186,7 +186,7 @@ class Algorithm:
                 node.
             optimizer: the optimizer or optimizers that step on the communicated gradients or weights. An algorithm that
                 stores state per parameter, such as error feedback, commits it with each of their steps. Without them,
-                call `Runner.step_taken` after each step. QAdamAlgorithm knows its optimizer.
+                call `GradientRunner.step_taken` after each step. QAdamAlgorithm knows its optimizer.
             observers: are notified of every communication phase and of each training step.
             timeout: the longest wait for another rank. By default, the timeout of `process_group`.
 

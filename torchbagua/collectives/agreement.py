@@ -340,7 +340,7 @@ def agree(communicator: Communicator, record: R, purpose: str) -> list[R]:
     If all records are equal, this takes log2(n) messages of 24 bytes. Otherwise it takes as many again, and the last of
     these have up to n / 2 records. A rank in another agreement may have records of another kind: then all raise.
     """
-    text = json.dumps([type(record).__name__, purpose, vars(record)])
+    text = json.dumps([type(record).__name__, purpose, vars(record)], default=int)  # a number of numpy, say
     digest = fingerprint(text)
     found = _largest(communicator, [digest, -digest, len(text)], purpose, _DIGEST_PIECE)
     highest, minus_lowest, longest = found
@@ -385,6 +385,11 @@ class Progress:
     numbers: Mapping[str, int]
     changed_parameter: int = 0
     flag: bool = False
+
+
+def compare_progress(communicator: Communicator, own: Progress) -> None:
+    """Have ranks compare their progress; see `require_same_progress`. Collective."""
+    require_same_progress(communicator, agree(communicator, own, own.call))
 
 
 def require_same_progress(communicator: Communicator, progress: Sequence[Progress]) -> None:

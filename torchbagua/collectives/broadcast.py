@@ -8,7 +8,7 @@ import torch
 
 from torchbagua.transport.communicator import Communicator, Direction
 
-_TAG = 5  # exchanges do not use it
+_TAG = 32_767  # above those of exchanges; MPI guarantees 15 bits
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:

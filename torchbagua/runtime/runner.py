@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from torchbagua.codecs.base import Compressor, codec_for_dtype
-from torchbagua.collectives.agreement import Progress, agree, fingerprint, require_same_progress
+from torchbagua.collectives.agreement import Progress, compare_progress, fingerprint
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.loader import load_kernels
 from torchbagua.runtime.bucket import BaguaBucket
@@ -221,7 +221,7 @@ class Runner:
         names = list(state[kept.names[0]])
         own = Progress("loading the state", {"a digest of the names in the state": fingerprint(names)})
         world = self.process_group.world
-        self.lane.submit(lambda: require_same_progress(world, agree(world, own, own.call))).result()
+        self.lane.submit(lambda: compare_progress(world, own)).result()
         self.impl.reset()
 
     def _parameters_of_state(self) -> list[torch.Tensor]:
@@ -299,7 +299,7 @@ class Runner:
     # What the default methods of an impl call. A gradient algorithm has no weights: see WeightRunner.
 
     def rebuild_buckets(self) -> None:
-        """Rebuild the buckets of a weight algorithm, and drop the buckets that mirror DDP's."""
+        """Rebuild the buckets, or have them rebuilt when DDP next sends one."""
         raise NotImplementedError
 
     @property
@@ -507,7 +507,7 @@ class AlgorithmImpl:
         their next collective. An override also drops the changes to these weights from a round in flight.
 
         Args:
-            values: copies of the loaded values, by the names in `Runner.buckets`, for a subset of the weights or all.
+            values: copies of the loaded values, by the names in `WeightRunner.buckets`, of some weights or all.
         """
         self.runner.record_load(values)
 

@@ -84,7 +84,7 @@ class Attachment:
         self._weights: RankWeights | None = None
         self._clock: StepClock | None = None
         self._forgotten: Any = None  # a finalizer
-        # Undone in reverse order, by detach or if one of these steps raises: DDP's hook first, runner.close last.
+        # Undone in reverse order, by detach or if one of these steps raises; runner.close last.
         with ExitStack() as undo:
             undo.callback(runner.close)
             for inner in setup.inners:
@@ -122,6 +122,10 @@ class Attachment:
             return
         if runner.meetings is not None:
             runner.meetings.compare_weights(setup.trained())
+        if setup.optimizers_of_copies:
+            from torchbagua.training.master_check import MasterCheck
+
+            undo.callback(MasterCheck(setup, runner).close)
         for ddp in setup.ddps:
             undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
 

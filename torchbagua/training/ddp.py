@@ -222,7 +222,7 @@ def comm_hook(state: GradientRunner, bucket: dist.GradBucket) -> torch.futures.F
             was created with `torch._dynamo.config.optimize_ddp = "python_reducer"`.
         RuntimeError: `state` is closed, or a CUDA graph is being captured. Or the algorithm needs to know which steps
             were taken, and was not notified of any by the second backward: give `reify` the optimizer, or call
-            `Runner.step_taken`.
+            `GradientRunner.step_taken`.
         ValueError: gradients are sparse, neither on the CPU nor on a GPU, or of a dtype other than float64, float32,
             bfloat16, float16, complex128 and complex64.
     """

@@ -1,12 +1,23 @@
-"""Makes a GradScaler agree on overflows over all ranks."""
+"""GradScaler: makes it agree on overflows over all ranks, and notices one that `attach` was not given."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
-from torchbagua._torch import FindInf, FoundInf, loss_scale_of, num_writes, replace_find_inf
+from torchbagua._torch import (
+    FindInf,
+    FoundInf,
+    call_before_scaled_step,
+    is_scaled_in_step,
+    loss_scale_of,
+    num_writes,
+    replace_find_inf,
+)
+from torchbagua._warnings import warn_user
+from torchbagua.runtime.runner import Runner
 
 
 class LossScale:
@@ -116,3 +127,38 @@ class _SharedScaler:
             return found
 
         return find_inf_on_all_ranks
+
+
+class UnknownScaler:
+    """Warns, and notifies the runner, if a GradScaler that `attach` was not given calls an optimizer's first step."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._asked: set[torch.optim.Optimizer] = set()
+        self._installed = {watch.optimizer: ExitStack() for watch in runner.step_watches}
+        for watch in runner.step_watches:
+            self._installed[watch.optimizer].callback(
+                call_before_scaled_step(watch.optimizer, partial(self._asked.add, watch.optimizer))
+            )
+            watch.call_at_next_start(partial(self._before_step, watch.optimizer))
+
+    def close(self) -> None:
+        """Stop watching."""
+        for stack in self._installed.values():
+            stack.close()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._installed[optimizer].close()
+        if self._runner.has_unknown_scaler or not (optimizer in self._asked or is_scaled_in_step(optimizer)):
+            return
+        runner = self._runner
+        runner.note_unknown_scaler()
+        consequence = (
+            "ranks would skip different steps"
+            if runner.averages_weights
+            else "residuals would be stored with a wrong scale"
+        )
+        warn_user(
+            f"torchbagua: {type(optimizer).__name__} is stepped by a GradScaler that {runner.name} was not given: "
+            f"{consequence}; pass the GradScaler: attach(..., grad_scaler=scaler)"
+        )

@@ -330,9 +330,12 @@ def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack,
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
     )
-    runner.tracer.count_optimizer_steps()
     with ExitStack() as handles:  # closed here only if an installation raises
         handles.callback(clock.close)
+        if setup.grad_scaler is None and runner.needs_grad_scaler:
+            from torchbagua.training.grad_scaler import UnknownScaler
+
+            handles.callback(UnknownScaler(runner).close)
         if on_forward is not None or loss_scale is not None:
             for wrapper in wrappers:
                 handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)

@@ -102,13 +102,16 @@ class RankWeights:
         self._runner = runner
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
-        self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
-        self.loads = WeightLoads(setup, runner)
+        with ExitStack() as undo:  # closed here only if one of these steps raises
+            self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
+            undo.callback(self._unaveraged_state.close)
+            self.loads = WeightLoads(setup, runner)
+            undo.callback(self.loads.close)
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Stop watching."""
-        self._unaveraged_state.close()
-        self.loads.close()
+        self._undo.close()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

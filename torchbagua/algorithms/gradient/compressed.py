@@ -141,8 +141,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       also supported: the residual counts once, at a cost of 4 bytes more per parameter. Each of these passes must then
       reach the same parameters. The first step of a run must have a single synchronized backward, because DDP rebuilds
       its buckets after it. Otherwise, backward raises.
-    - With `comm_hook` instead of `attach`, call `reify(group, optimizer=optimizer)`, or call `Runner.step_taken` after
-      each step, and pass the scaler to `Runner.use_grad_scaler`.
+    - With `comm_hook` instead of `attach`, call `reify(group, optimizer=optimizer)`, or call
+      `GradientRunner.step_taken` after each step, and pass the scaler to `Runner.use_grad_scaler`.
 
     Args:
         compression: the name of a codec (see `torchbagua.codecs`), a Compressor, which may be your own, or None for

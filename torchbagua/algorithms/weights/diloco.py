@@ -26,7 +26,7 @@ from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, 
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm, SynchronousRounds
 from torchbagua.codecs.base import Compressor, Identity, by_name, needs_feedback, sum_dtype
-from torchbagua.collectives.agreement import all_reduce_max, fingerprint_of_values, stable_repr
+from torchbagua.collectives.agreement import agree, fingerprint_of_values, stable_repr
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -384,7 +384,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
         def share() -> None:
             # They differ only if weights were changed on a rank before attach, or were unfrozen and have stepped since.
-            if sum(all_reduce_max(world, [digest, -digest], "the shadow weights")):
+            digests = agree(world, ShadowDigest(digest), "the shadow weights")
+            if any(each != digests[0] for each in digests):
                 broadcast_tensors(world, thetas, "the shadow weights")
 
         self.rounds.submit(share, "sharing the shadow weights").finish()
@@ -502,6 +503,13 @@ def assign_fragments(parameters: Sequence[BaguaTensor], num_fragments: int) -> d
         fragments[tensor.name] = smallest = fragment_bytes.index(min(fragment_bytes))
         fragment_bytes[smallest] += tensor.parameter.nbytes
     return fragments
+
+
+@dataclass(frozen=True)
+class ShadowDigest:
+    """What ranks compare of their shadow weights: a record for `agree`."""
+
+    digest: int
 
 
 class ShadowWeights:

@@ -41,24 +41,16 @@ def lint_arguments(setup: TrainingSetup) -> None:
 
 def install_lints(setup: TrainingSetup, runner: Runner) -> ExitStack:
     """Watch the first steps of the training loop, at most until the returned stack is closed."""
-    undo = ExitStack()
-    if runner.needs_grad_scaler and setup.grad_scaler is None:
-        from torchbagua.training.lint.unknown_scaler import UnknownScaler
+    with ExitStack() as undo:  # closed here only if a lint raises
+        if isinstance(runner, GradientRunner):
+            if setup.ddps and runner.process_group.size > 1:
+                from torchbagua.training.lint.unaveraged_gradients import UnaveragedGradients
 
-        undo.callback(UnknownScaler(runner).close)
-    if not isinstance(runner, GradientRunner):
+                undo.callback(UnaveragedGradients(setup, runner).close)
+            return undo.pop_all()
         is_own = any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers)
         if runner.process_group.size > 1 and is_own:
             from torchbagua.training.lint.collectives import watch_collectives_of_first_steps
 
-            watch_collectives_of_first_steps(setup, runner)
-        return undo
-    if setup.ddps and runner.process_group.size > 1:
-        from torchbagua.training.lint.unaveraged_gradients import UnaveragedGradients
-
-        undo.callback(UnaveragedGradients(setup, runner).close)
-    if setup.optimizers_of_copies:
-        from torchbagua.training.lint.master_check import MasterCheck
-
-        undo.callback(MasterCheck(setup, runner).close)
-    return undo
+            undo.enter_context(watch_collectives_of_first_steps(setup, runner))
+        return undo.pop_all()

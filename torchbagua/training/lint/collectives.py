@@ -1,5 +1,6 @@
 """A warning about optimizers that divide their work among the ranks."""
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,23 +14,25 @@ from torchbagua.runtime.runner import Runner
 from torchbagua.training.checks import TrainingSetup
 
 
-def watch_collectives_of_first_steps(setup: TrainingSetup, runner: Runner) -> None:
+def watch_collectives_of_first_steps(setup: TrainingSetup, runner: Runner) -> ExitStack:
     """Warn if an optimizer communicates in its first step, as it does if it divides the work among the ranks.
 
     Only collectives of the attached group, of the DDPs' groups and of the default group are seen. For a sharded module
     the default group is left out, since its optimizer may gather weights over it. A step with a closure is not
-    examined: the closure may communicate.
+    examined: the closure may communicate. The returned stack, when it is closed, ends the watch.
     """
     groups = [runner.process_group.process_group, *(ddp.process_group for ddp in setup.ddps)]
     if dist.is_initialized() and dist.group.WORLD is not None and not setup.is_sharded:
         groups.append(dist.group.WORLD)
     groups = list(dict.fromkeys(groups))
+    undo = ExitStack()
     for watch in runner.step_watches:
-        watch.call_at_next_start(partial(_count_collectives, watch, groups, runner.name))
+        watch.call_at_next_start(partial(_count_collectives, watch, groups, runner.name, undo))
+    return undo
 
 
 def _count_collectives(
-    watch: StepWatch, groups: list[dist.ProcessGroup], algorithm: str, args: Any, kwargs: Any
+    watch: StepWatch, groups: list[dist.ProcessGroup], algorithm: str, undo: ExitStack, args: Any, kwargs: Any
 ) -> None:
     if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
         return
@@ -46,3 +49,4 @@ def _count_collectives(
             )
 
     watch.add(after_step, reads_overflow=False)
+    undo.callback(watch.remove, after_step)  # the step may raise
