@@ -43,7 +43,7 @@ def _averaged_names(runner: Runner) -> list[str] | None:
 def load_state(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
     """Load into `runner` the state that `save_state` returned. Return its argument `loop`."""
     loop = check_saved(runner, state)
-    averaged = json.loads(state["algorithm"]).get("averaged")  # states of earlier development versions do not have it
+    averaged = json.loads(state["algorithm"]).get("averaged")
     if averaged is not None and isinstance(runner, WeightRunner):
         runner.average_as_saved(averaged)
     runner.load_state_dict(state["impl"])
@@ -86,7 +86,7 @@ def check_saved(runner: Runner, state: Mapping[str, Any]) -> dict[str, Any]:
         runner.algorithm.check_state(described["arguments"], state["impl"], runner.process_group)
     if "rank" in state["impl"]:
         check_rank_state(runner.name, state["impl"], (), runner.process_group)
-    loop: dict[str, Any] = described.get("loop", {})  # absent from states of earlier development versions
+    loop: dict[str, Any] = described.get("loop", {})
     return loop
 
 

@@ -1,7 +1,7 @@
 """Torch's optimizers: unwraps wrappers of frameworks, and determines which calls of `step` took effect.
 
-`StepWatch` watches the steps of one optimizer. `StepsTaken` commits per-parameter state. `StepClock`, in
-training/steps.py, determines the end of the training step. The last two listen to the same watches.
+`StepWatch` watches the steps of one optimizer. `StepCount` counts them, `StepsTaken` commits per-parameter state, and
+`StepClock`, in training/steps.py, determines the end of the training step. All three listen to the same watches.
 """
 
 import sys

@@ -143,8 +143,7 @@ class WeightMeans:
 class WeightBucket(BaguaBucket):
     """A bucket of weights, with the additional flat tensors of an algorithm; see `WeightBuckets`.
 
-    Each tensor is created on its first access, on the current stream of the accessing thread.
-
+    `snapshot` and `difference` are created on their first access, on the current stream of the accessing thread.
     """
 
     # The contents of the tensors, and the thread that owns them: T, the training thread, or L, the lane. Unless noted

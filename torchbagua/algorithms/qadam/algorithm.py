@@ -373,9 +373,6 @@ class MomentumMean:
             self._q_adam.adopt_momentum(tensor.parameter, momentum)
 
 
-__all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
-
-
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
     """Average gradients in full precision while QAdamOptimizer warms up, and compressed momenta after the warm-up.
