@@ -232,6 +232,16 @@ def test_abort_without_a_last_mean_leaves_each_rank_its_own_weights() -> None:
     assert not torch.equal(first["last.weight"], second["last.weight"])
 
 
+def test_all_ranks_get_a_last_mean_that_one_rank_requests() -> None:
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> Weights:
+        for _ in range(3):
+            trainer.step()
+        attachment.impl.abort(trainer.ddp, final_average=rank == 1)
+        return weights_of(trainer.module)
+
+    assert_same_weights(run_async(3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=10_000)))
+
+
 def test_warm_up_averages_gradients_in_full_precision() -> None:
     """Ranks stay equal and step with the oracle's mean gradient; rounds begin in the first step after the warm-up."""
 
@@ -322,10 +332,11 @@ def test_an_interval_of_zero(num_steps: int) -> None:
 def test_ranks_that_stop_for_different_reasons() -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         trainer.step()
-        with pytest.raises(tb.CommunicationError, match=r"for different reasons: rank \d for \w+, rank \d for \w+"):
-            attachment.detach() if rank else attachment.impl.abort(trainer.ddp)
+        message = "for different reasons: ranks 0 and 2 for abort, rank 1 for detach"
+        with pytest.raises(tb.CommunicationError, match=message):
+            attachment.detach() if rank == 1 else attachment.impl.abort(trainer.ddp)
         with pytest.raises(RuntimeError):
-            trainer.step() if rank == 0 else attachment.runner.lane.submit(lambda: None)
+            attachment.runner.lane.submit(lambda: None) if rank == 1 else trainer.step()
 
     model = build(Normed)
 
@@ -335,7 +346,33 @@ def test_ranks_that_stop_for_different_reasons() -> None:
         body(group.rank(), trainer, attachment)
         attachment._end(failed=True)
 
-    run_ranks(2, run)
+    run_ranks(3, run)
+
+
+def test_a_rank_that_leaves_ends_averaging_for_ranks_that_have_stopped_for_different_reasons() -> None:
+    model = build(Normed)
+    others_stop = threading.Barrier(3)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.001)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+        if group.rank() == 2:
+            others_stop.wait(20)
+            with pytest.raises(ZeroDivisionError), attachment:
+                time.sleep(0.2) or 1 / 0
+            return
+        with attachment:
+            others_stop.wait(20)
+            if group.rank() == 0:
+                attachment.impl.abort(trainer.ddp)
+            else:
+                left = "weights cannot be averaged: rank 2 has left"
+                with pytest.raises(RuntimeError, match=left), attachment.averaged_weights():
+                    pass
+            assert attachment.impl.mode == "ended"
+
+    with pytest.warns(RuntimeWarning, match="rank 2 has left the training"):
+        run_ranks(3, body)
 
 
 def test_a_layer_that_is_frozen_in_warm_up() -> None:

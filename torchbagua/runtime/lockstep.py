@@ -77,12 +77,11 @@ class LoadRecord:
         return self.mark.with_pending() if self.is_pending else self.mark, is_new
 
 
-def require_same_loads(communicator: Communicator, mark: LoadMark, purpose: str) -> None:
-    """Raise the same error on all ranks unless all ranks have recorded the same loads. Collective.
+def require_same_loads(communicator: Communicator, marks: Sequence[LoadMark]) -> None:
+    """Raise CommunicationError unless all ranks have recorded the same loads, given the mark of each.
 
     While a load is pending on any rank, they compare only the numbers of loads. They compare the values later.
     """
-    marks = agree(communicator, mark, purpose)
     require_same_numbers(communicator, [mark.num_loads for mark in marks])
     if not any(mark.is_pending for mark in marks):
         digests = [{"a digest of the loaded values": mark.digest} for mark in marks]
@@ -151,7 +150,7 @@ class Lockstep:
 
         def job() -> T:
             if compare():  # some rank has a new load
-                require_same_loads(world, mark, purpose)
+                require_same_loads(world, agree(world, mark, purpose))
             return run()
 
         return self._lane.submit(job)

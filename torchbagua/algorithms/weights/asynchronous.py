@@ -7,18 +7,16 @@ lane repeats a round together with those of all n ranks (AD-PSGD, arXiv 1710.069
             x_i += d_i;  d_i = 0
             if asked:  s_i = x_i
     round:  sleep for the interval
-            ask for s_i; if no answer comes:  s_i += the last difference
+            ask for s_i, and wait for about the duration of a step
             vote; end if all ranks have stopped or a rank leaves
             m = 1/n sum_j s_j                 # or this rank's estimate, see `CompressedMean`
-            d_i += m - s_i
+            d_i += m - s_i;  s_i += m - s_i
 
 Only the training thread reads and writes the module. It owns d_i, and s_i while it is asked; the lane owns m, and s_i
-otherwise. One condition guards all that both use (`BackgroundRounds._changed`). A rank that does not answer, because it
-evaluates, sends its last snapshot again, so it may evaluate for longer than the timeout.
+otherwise. A rank that does not answer, because it evaluates, sends its last snapshot again, with the rounds since.
 
 A snapshot from before a load of weights never changes the loaded weights. While ranks have seen different numbers of
-loads, nothing is averaged, and differences of older rounds are dropped for the loaded weights. If ranks differ for
-longer than the timeout, all ranks raise.
+loads, nothing is averaged. If they differ for longer than the timeout, all ranks raise.
 """
 
 import math
@@ -26,7 +24,6 @@ import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,45 +31,45 @@ import torch
 from torchbagua import _concurrency
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import check_at_least, check_codecs, register
-from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
 from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
-from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.codecs.base import Compressor, Identity, by_name, needs_feedback
-from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.agreement import agree, all_reduce_max, name_ranks, ranks_by_value
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.observe.events import Details
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.lockstep import LoadMark, require_same_loads
-from torchbagua.runtime.parameters import local_shard
+from torchbagua.runtime.lockstep import LoadMark, require_same_loads, require_same_numbers
+from torchbagua.runtime.parameters import LayoutWatch, local_shard
+from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import sub_bucket_of
 from torchbagua.runtime.weight_buckets import DIFFERENCE, SNAPSHOT, WeightBucket, WeightBuckets
 from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError
 from torchbagua.transport.streams import StreamHandoff
 
 # How long the lane waits for a snapshot before the rank's first step, while the duration of a step is not yet known.
 _FIRST_PATIENCE_S = 0.1
 
+_STATE_KEYS = ("step", "has_differences", "differences", "buffer_snapshots", "is_enabled")
+
 
 @dataclass(frozen=True)
 class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     """Each rank trains at its own speed, and a background thread averages the weights of all ranks.
 
-    In each round, each rank takes a snapshot of its weights between two steps, and the mean of the snapshots is
-    computed. Then, again between two steps, x += mean - snapshot. So each rank preserves the updates that it has made
-    meanwhile, and ranks may take different numbers of steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv
-    2107.01499). In each round, a rank sends 8 (n-1)/n bytes per float32 parameter.
+    In each round, the mean of snapshots of all ranks' weights is computed. Then, between two steps, x += mean -
+    snapshot. So each rank preserves the updates that it has made meanwhile, and ranks may take different numbers of
+    steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). In each round, a rank sends 8 (n-1)/n bytes
+    per float32 parameter.
 
     After the warm-up, training waits for the network only in `abort`, `resume`, `load_state_dict` and detach, and when
-    layers are unfrozen. Rounds continue until you detach or the process ends, even if your script keeps no reference to
-    the module and the attachment.
+    layers are unfrozen. Rounds continue until you detach or the process ends.
 
-    With `compression`, ranks send the differences between their weights and the last mean. The residual of a difference
-    stays in the rank's weights until a later round. The first round after attach, `resume` or `averaged_weights` and
-    the last round are in full precision. Buffers and the warm-up are in full precision too. Compression takes 16 bytes
+    With `compression`, ranks send the differences between their weights and the last mean, except in the first round
+    after attach, `resume` or `averaged_weights`, in the last round, for buffers and in the warm-up. It takes 16 bytes
     per parameter, plus 8 bytes per parameter divided by the number of ranks.
 
     A state can be loaded with other arguments, with two exceptions: another `average_buffers`, and a longer warm-up if
@@ -156,11 +153,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.step = 0
-        self._weights = self.algorithm.make_weights(
+        self._weights: WeightBuckets = self.algorithm.make_weights(
             self.runner,
             self._progress,
             skips_alone=True,
-            replicas_diverge=self._replicas_diverge,
+            replicas_diverge=lambda: self.mode == "running" and self._weights.has_final_mean,
         )
         self._compressed_means: dict[WeightBucket, CompressedMean] = {}
         self._is_single_rank = runner.process_group.size == 1
@@ -170,9 +167,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._num_rounds_before = 0
         self._num_calls = 0
         self._has_averaged_gradients = False  # since the last step
-
-    def _replicas_diverge(self) -> bool:
-        return self.mode == "running" and self._weights.has_final_mean
 
     @property
     def mode(self) -> Literal["warm-up", "running", "stopped", "ended"]:
@@ -210,9 +204,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return
         self._is_enabled = False
         self._num_calls += 1
-        if self._rounds is not None:
-            self._stop("abort", self.algorithm.final_average if final_average is None else final_average)
-        else:
+        if not self._stop("abort", self.algorithm.final_average if final_average is None else final_average):
             self._meet("abort")
         self.runner.tracer.deliver()
 
@@ -260,9 +252,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._weights.need_reset(meets=self.mode == "warm-up")
 
     def reset(self) -> None:
-        was_running = self._rounds is not None
-        if was_running:
-            self._stop("new buckets")
+        was_running = self._stop("new buckets")
         self._compressed_means.clear()
         super().reset()
         if was_running:
@@ -324,23 +314,24 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.step += 1
         if self._rounds is None:
             self._start()
-        elif (outcome := self._rounds.after_step()) is not None:
-            self._end_rounds(outcome)
+        elif self._rounds.after_step():
+            self._end(self._rounds)
 
     def _start(self) -> None:
         if self.mode == "running" and self._rounds is None and not self._is_single_rank:
             self._rounds = BackgroundRounds(self.runner, self._weights, self._compressed_means)
 
-    def _stop(self, reason: Reason, with_mean: bool = False) -> bool:
-        """Stop the rounds together with all ranks. Return whether all ranks now have the mean of their weights."""
-        assert self._rounds is not None
-        outcome = self._rounds.stop(reason, with_mean, self.runner.loading)
-        self._end_rounds(outcome)
-        return outcome.has_mean
+    def _stop(self, reason: str, with_mean: bool = False) -> bool:
+        """If rounds are running, stop them together with all ranks. Return whether they were running."""
+        if (rounds := self._rounds) is None:
+            return False
+        rounds.stop(reason, with_mean, self.runner.loading)
+        self._end(rounds)
+        return True
 
-    def _end_rounds(self, outcome: Outcome) -> None:
+    def _end(self, rounds: "BackgroundRounds") -> None:
         self._num_rounds_before, self._rounds = self.num_rounds, None
-        self._leaving_rank = outcome.leaving_rank
+        self._leaving_rank = rounds.leaving_rank
         if self._leaving_rank is not None:
             self.runner.note_lost_ranks()
             warn_user(
@@ -357,9 +348,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Within the context, stop averaging and give all ranks the mean of their weights. Collective."""
-        was_running = self._rounds is not None
-        if was_running:
-            self._stop("averaged_weights")
+        was_running = self._stop("averaged_weights")
         if self._leaving_rank is not None:
             raise RuntimeError(f"torchbagua: weights cannot be averaged: rank {self._leaving_rank} has left")
         with super().averaged_weights():
@@ -371,32 +360,42 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def finish(self) -> bool:
         """Stop averaging together with all ranks, as `abort` does."""
-        if self._rounds is None:
+        rounds = self._rounds
+        if rounds is None:
             return self._leaving_rank is None and super().finish()
         with self.runner.tracer.span("detach"):
-            return self._stop("detach", self.algorithm.final_average)
+            self._stop("detach", self.algorithm.final_average)
+        return rounds.has_mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two steps. A round in flight continues and is not part of it until it has ended."""
         weights = self._weights
         pending = None if self._rounds is None else self._rounds.pending()
         differences, snapshots = pending or (weights.by_name(_zeros), weights.by_name(_zeros, weights.of_buffers))
-        state = pending_state(self.runner, self.step, pending is not None, differences, snapshots)
-        return state | {"is_enabled": self._is_enabled}
+        return {
+            **owner_of(self.runner.process_group),
+            "step": self.step,
+            "has_differences": pending is not None,
+            "differences": differences,
+            "buffer_snapshots": snapshots,
+            "is_enabled": self._is_enabled,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state whose weights have been loaded. Collective: running rounds stop and restart."""
+        check_rank_state(self.runner.name, state, _STATE_KEYS, self.runner.process_group)
         weights = self._weights
         differences = {bucket: _zeros(bucket) for bucket in weights}
         snapshots = {bucket: _zeros(bucket) for bucket in weights.of_buffers}
-        load_pending_state(self.runner, weights, state, differences.__getitem__, snapshots.__getitem__, "is_enabled")
+        weights.load_by_name(differences.__getitem__, state["differences"])
+        weights.load_by_name(snapshots.__getitem__, state["buffer_snapshots"], weights.of_buffers)
         if self._rounds is not None:
             loaded = {bucket: _zeros(bucket) for bucket in weights}
             weights.read(loaded.__getitem__)
             self._stop("load_state_dict")
             weights.write(loaded.__getitem__)
-        for bucket, compressed in self._compressed_means.items():
-            compressed.forget([tensor.name for tensor in bucket.tensors])
+        for compressed_mean in self._compressed_means.values():
+            compressed_mean.forget(state["differences"])
         weights.lockstep.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
@@ -412,14 +411,11 @@ def _zeros(bucket: WeightBucket) -> torch.Tensor:
 class CompressedMean:
     """Averages the snapshots s_i of one bucket by their differences from a mean c, bitwise equal on all ranks.
 
-    With a two-phase mean of the codec Q and a residual E of its second phase:
-
     1. e_i = s_i - c;
-    2. D = Q(mean_j Q(e_j) + E), and E becomes the residual of this encoding;
+    2. D = Q(mean_j Q(e_j) + E) with the codec Q, and E becomes the residual of the second encoding;
     3. c += D; rank i estimates the mean as c + (e_i - Q(e_i)).
 
-    The residual of e_i stays in the weights of rank i, and so in its next difference. (Qsparse-local-SGD, Basu et al.,
-    arXiv 1906.02367, stores it separately.)
+    The residual of e_i stays in the weights of rank i (Qsparse-local-SGD, arXiv 1906.02367, stores it separately).
     """
 
     def __init__(self, bucket: WeightBucket, codec: Compressor) -> None:
@@ -449,6 +445,39 @@ class CompressedMean:
         torch.add(self._mean, self._residuals.sent.staged(slice(None)), out=bucket.flat)
 
 
+@dataclass(frozen=True)
+class Vote(LoadMark):
+    """The record of a rank before a round: the loads before its snapshot, and whether the rounds may end."""
+
+    leaves: bool = False  # ends the rounds of all ranks at once
+    reason: str | None = None  # the call for which the rank's weights have stopped changing; None while they change
+    wants_mean: bool = False  # a last mean, when all ranks have stopped
+    gives_up: bool = False  # has waited too long for ranks with another number of loads
+    changed_parameter: int = 0  # see `LayoutWatch`
+
+
+def count_votes(
+    communicator: Communicator, own: Vote, watch: LayoutWatch, purpose: str
+) -> tuple[int | None, int | None, bool, list[Vote]]:
+    """Return a rank that leaves, one that has not stopped, whether all get a last mean, and all votes. Collective.
+
+    All ranks raise if they have stopped for different reasons, if a layout has changed, or if their loads differ in the
+    end or for too long.
+    """
+    votes = agree(communicator, replace(own, changed_parameter=watch.changed_parameter), purpose)
+    watch.check([vote.changed_parameter for vote in votes])
+    leaving_rank = max((rank for rank, vote in enumerate(votes) if vote.leaves), default=None)
+    running_rank = max((rank for rank, vote in enumerate(votes) if vote.reason is None), default=None)
+    ends = leaving_rank is None and running_rank is None
+    if leaving_rank is None and (ends or any(vote.gives_up for vote in votes)):
+        require_same_numbers(communicator, [vote.num_loads for vote in votes])
+    reasons = ranks_by_value([vote.reason for vote in votes], communicator.ranks)
+    if ends and len(reasons) > 1:
+        seen = ", ".join(f"{name_ranks(ranks)} for {reason}" for reason, ranks in reasons)
+        raise CommunicationError(f"torchbagua: ranks have stopped averaging for different reasons: {seen}")
+    return leaving_rank, running_rank, ends and any(vote.wants_mean for vote in votes), votes
+
+
 class BackgroundRounds:
     """A series of rounds on the lane, until all ranks have stopped or a rank leaves.
 
@@ -457,6 +486,10 @@ class BackgroundRounds:
 
     def __init__(self, runner: Runner, weights: WeightBuckets, means: Mapping[WeightBucket, CompressedMean]) -> None:
         self.num_rounds = 0  # finished so far
+        # The result of the last votes: how the rounds have ended, when they have.
+        self.leaving_rank: int | None = None
+        self.has_mean = False  # all ranks have a last mean in their buckets
+        self._running_rank: int | None = None  # a rank that had not stopped
         self._group = runner.process_group
         self._weights: WeightBuckets = weakref.proxy(weights)  # used by the training thread only
         self._layout_watch = weights.lockstep.layout_watch
@@ -467,48 +500,44 @@ class BackgroundRounds:
         self._device = self._buckets[0].flat.device if self._buckets else torch.device("cpu")
         self._handoff = StreamHandoff(self._device)
         self._check_process = runner.lane.check_process
-        self._running_rank: int | None = None  # a rank that had not stopped at the last round; written by the lane
         # The lane alone uses these.
-        self._last_differences: list[torch.Tensor] = []  # of the last round alone
-        self._compared = LoadMark()  # the last load that all ranks have seen
-        self._loads_differ_since_s: float | None = None
+        self._num_averaged_loads = 0
+        self._gives_up_at_s = math.inf  # finite while ranks have seen different numbers of loads
         self._changed = _concurrency.Condition()  # guards everything below
         self._phase: Literal["pause", "asked", "ready", "averaging", "over"] = "pause"
-        self._vote = Vote()
-        self._loads = weights.lockstep.loads.mark
+        self._vote = Vote(**vars(weights.lockstep.loads.mark))
         self._loaded: set[str] = set()  # names of weights
         self._loaded_since_snapshot: set[str] = set()
-        # At the last snapshot: the vote, the loads, the number of steps, and of rounds whose differences it includes.
-        self._snapshot_vote, self._snapshot_loads = self._vote, self._loads
-        self._snapshot_step = self._snapshot_rounds = 0
+        self._snapshot_vote, self._snapshot_step = self._vote, 0  # at the last snapshot
         # While differences are not applied: the step of the snapshot that was subtracted, and that snapshot of buffers.
         self._pending: tuple[int, Mapping[WeightBucket, torch.Tensor]] | None = None
         self._num_steps = 0
-        self._step_s = 0.0
-        self._last_step_at_s = _concurrency.monotonic()
+        self._step_s, self._last_step_at_s = 0.0, _concurrency.monotonic()
         weights.read(SNAPSHOT)
         for bucket in self._buckets:
             bucket.difference.zero_()  # creates the tensor here, and therefore on this thread's stream
         self._handoff.record()
         compare_progress = weights.lockstep.comparison("the first of the averaging rounds")
-        self._job = runner.lane.submit(partial(self._run, compare_progress), interrupt=self.leave)
+        self._job = runner.lane.submit(lambda: self._run(compare_progress), interrupt=self.leave)
 
     # Called by the training thread.
 
-    def after_step(self) -> Outcome | None:
-        """Apply pending differences, and take a snapshot if the lane asks. Return how the rounds ended; None before."""
+    def after_step(self) -> bool:
+        """Apply pending differences, and take a snapshot if the lane asks. Return whether the rounds have ended."""
         self._check_process()  # in a forked process, the lane may have held the lock
         with self._changed:
             now_s = _concurrency.monotonic()
             self._step_s, self._last_step_at_s = now_s - self._last_step_at_s, now_s
             self._num_steps += 1
             self._apply_and_snapshot()
-        return self._job.result() if self._job.is_done() else None
+        if has_ended := self._job.is_done():
+            self._job.result()
+        return has_ended
 
     def weights_loaded(self, names: Collection[str], loads: LoadMark) -> None:
         """Drop the differences of loaded weights to snapshots from before the load."""
         with self._changed:
-            self._loads = loads
+            self._vote = replace(self._vote, **vars(loads))
             self._loaded.update(names)
             self._loaded_since_snapshot.update(names)
             if self._pending is not None:
@@ -517,13 +546,13 @@ class BackgroundRounds:
                     bucket.clear(bucket.difference, names)
                 self._handoff.record()
 
-    def stop(self, reason: Reason, with_mean: bool, loading: Collection[str]) -> Outcome:
+    def stop(self, reason: str, with_mean: bool, loading: Collection[str]) -> None:
         """Continue the rounds until all ranks have called this. Write a last mean if any rank wants it."""
         self._check_process()
         if loading:  # so that ranks that have not loaded do not change the loaded weights until all have stopped
-            self.weights_loaded(loading, self._loads.with_pending())
+            self.weights_loaded(loading, self._vote.with_pending())
         with self._group.tracer.span("wait"), self._changed:
-            self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
+            self._vote = replace(self._vote, reason=reason, wants_mean=with_mean)
             self._changed.notify_all()
             late_at_s = _concurrency.monotonic() + self._timeout_s
             while self._phase != "over" and not self._job.is_done():  # on a failed lane, the job is done at once
@@ -537,14 +566,13 @@ class BackgroundRounds:
                         f"{self._running_rank}"
                     )
                     if reason == "averaged_weights":  # in other calls, a rank may train for long after others
-                        self._vote = replace(self._vote, stops=False)
+                        self._vote = replace(self._vote, reason=None)
                         raise CommunicationError(f"{waited}; all ranks must enter it: {BUSY_ADVICE}")
                     warn_user(f"{waited}, which still participates in averaging because it is training or blocked")
             self._apply_and_snapshot()
-        outcome = self._job.finish()
-        if outcome.has_mean:
+        self._job.finish()
+        if self.has_mean:
             self._weights.write()
-        return outcome
 
     def leave(self) -> None:
         """End the rounds of all ranks, without waiting for their end."""
@@ -575,8 +603,7 @@ class BackgroundRounds:
             self._group.tracer.tell("apply", now_ns, now_ns, Details(values=values))
         if self._phase == "asked":
             self._weights.read(SNAPSHOT)
-            self._snapshot_vote, self._snapshot_loads = self._vote, self._loads
-            self._snapshot_step, self._snapshot_rounds = self._num_steps, self.num_rounds
+            self._snapshot_vote, self._snapshot_step = self._vote, self._num_steps
             self._loaded_since_snapshot.clear()
             self._phase = "ready"
             self._changed.notify_all()
@@ -584,34 +611,20 @@ class BackgroundRounds:
 
     # Called by the lane.
 
-    def _run(self, compare_progress: Callable[[], object]) -> Outcome:
+    def _run(self, compare_progress: Callable[[], object]) -> None:
         try:
             compare_progress()
-            while True:
+            ends = False
+            while not ends:
                 self._await_snapshot()
-                outcome = self._agree()
-                ends = outcome.leaving_rank is not None or outcome.running_rank is None
-                if ends and not outcome.has_mean:
-                    return outcome
-                if outcome.num_loads is None:
-                    continue
-                loaded: frozenset[str] = frozenset()
-                if outcome.num_loads != self._compared.num_loads:
-                    with self._changed:
-                        self._compared, loaded = self._snapshot_loads, frozenset(self._loaded)
-                    require_same_loads(self._group.world, self._compared, f"averaging round {self.num_rounds}")
-                is_exact = ends or self.num_rounds == 0 or bool(loaded)
-                for bucket in self._buckets:
-                    if bucket in self._compressed_means:
-                        self._compressed_means[bucket].average(loaded, is_exact=is_exact)
-                    else:
-                        bucket.run()
+                votes = self._exchange_votes()
+                ends = self.leaving_rank is not None or self._running_rank is None
+                if ends and not self.has_mean:
+                    return
+                if len({vote.num_loads for vote in votes}) == 1:
+                    self._average(votes, is_last=ends)
                     if not ends:
-                        bucket.subtract(bucket.flat, bucket.snapshot, out=bucket.flat)  # while it is in the caches
-                self.num_rounds += 1
-                if ends:
-                    return outcome
-                self._publish_differences()
+                        self._publish_differences()
         finally:
             with self._changed:
                 self._phase = "over"
@@ -621,7 +634,7 @@ class BackgroundRounds:
         with self._changed:
             # 1. Wait for the interval, unless this rank stops.
             self._phase = "pause"
-            self._wait(self._interval_s, lambda: self._vote.stops)
+            self._wait(self._interval_s, lambda: self._vote.reason is not None)
             self._handoff.record()
             # 2. Wait for a snapshot, or until this rank stops. A training rank answers within a step. If it does not
             # answer by then, for example because it evaluates, its last snapshot is sent again. Meanwhile, the other
@@ -629,38 +642,52 @@ class BackgroundRounds:
             self._phase = "asked"
             self._changed.notify_all()
             patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._timeout_s / 4)
-            self._wait(patience_s, lambda: self._phase == "ready" or self._vote.stops)
+            self._wait(patience_s, lambda: self._phase == "ready" or self._vote.reason is not None)
             # 3. A rank that stops must answer, and does so at once: its last snapshot is its last weights.
-            self._wait(self._timeout_s / 4, lambda: self._phase == "ready" or not self._vote.stops)
+            self._wait(self._timeout_s / 4, lambda: self._phase == "ready" or self._vote.reason is None)
             self._phase = "averaging"
             self._handoff.wait()
-            if self._snapshot_rounds < self.num_rounds:  # add the last differences, as the weights will add them too
-                for bucket, difference in zip(self._buckets, self._last_differences, strict=True):
-                    bucket.snapshot.add_(difference)
-                self._snapshot_rounds = self.num_rounds
 
-    def _agree(self) -> Outcome:
-        since_s = self._loads_differ_since_s
-        gives_up = since_s is not None and _concurrency.monotonic() - since_s > self._timeout_s
+    def _exchange_votes(self) -> list[Vote]:
         # A vote to stop counts from the rank's last snapshot on; a vote to leave counts at once.
-        num_loads = self._snapshot_loads.num_loads
-        vote = replace(self._snapshot_vote, leaves=self._vote.leaves, num_loads=num_loads, gives_up=gives_up)
-        outcome = count_votes(self._group.world, vote, self._layout_watch, f"averaging round {self.num_rounds}")
-        self._running_rank = outcome.running_rank
-        if outcome.num_loads is not None:
-            self._loads_differ_since_s = None
-        elif since_s is None:
-            self._loads_differ_since_s = _concurrency.monotonic()
-        return outcome
+        gives_up = _concurrency.monotonic() > self._gives_up_at_s
+        own = replace(self._snapshot_vote, leaves=self._vote.leaves, gives_up=gives_up)
+        self.leaving_rank, self._running_rank, self.has_mean, votes = count_votes(
+            self._group.world, own, self._layout_watch, f"averaging round {self.num_rounds}"
+        )
+        if len({vote.num_loads for vote in votes}) == 1:
+            self._gives_up_at_s = math.inf
+        elif self._gives_up_at_s == math.inf:
+            self._gives_up_at_s = _concurrency.monotonic() + self._timeout_s
+        return votes
+
+    def _average(self, votes: Sequence[Vote], *, is_last: bool) -> None:
+        """Write the last mean, or mean minus snapshot, to the flat tensors."""
+        loaded: frozenset[str] = frozenset()
+        if votes[0].num_loads != self._num_averaged_loads:
+            with self._changed:
+                loaded = frozenset(self._loaded)
+            require_same_loads(self._group.world, votes)
+            self._num_averaged_loads = votes[0].num_loads
+        is_exact = is_last or self.num_rounds == 0 or bool(loaded)
+        for bucket in self._buckets:
+            if bucket in self._compressed_means:
+                self._compressed_means[bucket].average(loaded, is_exact=is_exact)
+            else:
+                bucket.run()
+            if not is_last:
+                bucket.subtract(bucket.flat, bucket.snapshot, out=bucket.flat)  # while it is in the caches
+        self.num_rounds += 1
 
     def _publish_differences(self) -> None:
         """Pass the flat tensors, which contain mean minus snapshot, to the training thread."""
         buffers = {bucket: bucket.snapshot.clone() for bucket in self._buckets if bucket.are_buffers}
+        for bucket in self._buckets:  # a rank that does not answer sends it again
+            bucket.snapshot.add_(bucket.flat)
         # So that the training thread does not wait for the network when it applies the differences.
         self._group.private.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._changed:
             self._handoff.wait()
-            self._last_differences = [bucket.flat for bucket in self._buckets]
             for bucket in self._buckets:
                 if self._loaded_since_snapshot:
                     bucket.clear(bucket.flat, self._loaded_since_snapshot)
