@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from markers import fill
 from torchbagua.observe.events import Run, TraceError
-from torchbagua.observe.files import RankFileWriter
+from torchbagua.observe.perfetto import RankFileWriter
 from torchbagua.testing.transports import check_transport
 from torchbagua.transport import Members, Transport
 from torchbagua.transport.gloo import GlooTransport

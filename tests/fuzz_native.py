@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from native_codecs import CODECS, OPS, Codec
-from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES
+from torchbagua.native.qadam import MOMENTA_CODECS
 
 LENGTHS = (1, 7, 31, 32, 33, 64, 128, 1000, 4096, 4097, 9000)
 EXTREMES = (-(2**63), -1, 0, 1, 2, 2**31, 2**62, 2**63 - 8, 2**63 - 1)

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from torchbagua import _concurrency
-from torchbagua.observe import Recorder, clocks
-from torchbagua.observe.clocks import HostClock, TimedPhase, TimedStep
+from torchbagua.observe import Recorder, observed
 from torchbagua.observe.events import CommEvent, Details
-from torchbagua.observe.observed import ObservedTracer
+from torchbagua.observe.observed import HostClock, ObservedTracer, TimedPhase, TimedStep
 from torchbagua.observe.tracer import Tracer
 
 START_NS = 5_000_000_000
@@ -44,8 +43,8 @@ class SimulatedEvent:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     simulated = SimulatedGpu()
-    monkeypatch.setattr(clocks.GpuClock, "now", lambda clock: SimulatedEvent(simulated))
-    monkeypatch.setattr(clocks.GpuClock, "fetch", lambda clock, values: values)
+    monkeypatch.setattr(observed.GpuClock, "now", lambda clock: SimulatedEvent(simulated))
+    monkeypatch.setattr(observed.GpuClock, "fetch", lambda clock, values: values)
     monkeypatch.setattr(_concurrency, "perf_counter_ns", lambda: START_NS)
     return simulated
 

@@ -27,8 +27,7 @@ from native_codecs import (
     num_elements,
 )
 from torchbagua.native import launcher, loader, nvrtc, tensor_tables
-from torchbagua.native.cuda_driver import Driver
-from torchbagua.native.launcher import CudaKernels
+from torchbagua.native.launcher import CudaKernels, Driver
 from torchbagua.native.ops import NATIVE_OPS
 
 CODEC_OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")

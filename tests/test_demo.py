@@ -20,7 +20,7 @@ from torchbagua.cli.demo.report import Comparison, describe
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
 from torchbagua.cli.demo.train import Settings, summarise
 from torchbagua.cli.namespaces import existing_namespaces, why_unavailable
-from torchbagua.observe.files import find_files
+from torchbagua.observe.perfetto import find_files
 
 STEPS = 12
 COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]

@@ -6,7 +6,7 @@ import torch
 import torchbagua
 from torchbagua._text_table import table
 from torchbagua.cli.__main__ import main
-from torchbagua.native.operation_status import status
+from torchbagua.native.loader import status
 
 
 def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,7 @@ from source_tree import (
     replace_cpu_sources,
 )
 from torchbagua.native import build, loader, recipe
-from torchbagua.native.build import read_sealed, seal
-from torchbagua.native.compile_progress import CompileProgress
+from torchbagua.native.build import CompileProgress, read_sealed, seal
 
 # Loads in two threads at once, then prints the chosen path and a checksum of the bytes of one operation.
 LOAD_AND_ENCODE = """

@@ -11,8 +11,8 @@ import programs
 from native_codecs import random_bits
 from torchbagua import native
 from torchbagua.codecs.base import TensorSpec, by_name
-from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES, NATIVE_OPS
+from torchbagua.native.qadam import MOMENTA_CODECS
 
 OPS = torch.ops.torchbagua
 # Of parameters: shorter and longer than a part, a block and a tile, odd lengths, and 0.

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock, process_group
 from torchbagua.observe.events import ClockOffset, Trace
-from torchbagua.observe.files import RankFile, RankFileWriter, find_files
+from torchbagua.observe.perfetto import RankFile, RankFileWriter, find_files
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
 
 Row = dict[str, Any]

@@ -10,10 +10,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 import torchbagua as tb
 import warm_python
-from torchbagua.observe.charts import scalars as shown
 from torchbagua.observe.events import Run
 from torchbagua.observe.figures import Figures
-from torchbagua.observe.over_ranks import OverRanks
+from torchbagua.observe.tensorboard import OverRanks
+from torchbagua.observe.tensorboard import scalars as shown
 from tracing import NAMES, train_traced
 
 EVERY = 5  # DiLoCo's rounds are in even steps, and the fifth step is number 4

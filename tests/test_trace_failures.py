@@ -18,7 +18,7 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.observe import background_trace
 from torchbagua.observe.events import CommEvent, Run
-from torchbagua.observe.files import RankFile, find_files
+from torchbagua.observe.perfetto import RankFile, find_files
 from tracing import merge_files, train_traced, write_trace
 
 

@@ -11,8 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import programs
 from torchbagua.cli.namespaces import EmulatedNetwork, why_unavailable
-from torchbagua.observe.files import find_files
-from torchbagua.observe.perfetto import merge
+from torchbagua.observe.perfetto import find_files, merge
 
 TESTS = Path(__file__).resolve().parent
 

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.observe.events import TRAINING_PHASES
-from torchbagua.observe.files import find_files
-from torchbagua.observe.perfetto import Merged, merge
+from torchbagua.observe.perfetto import Merged, find_files, merge
 from training import Tower, build
 
 NUM_STEPS = 6

@@ -13,7 +13,7 @@ import torchbagua
 from torchbagua._text_table import table
 from torchbagua.native import build, cuda_toolkit, loader, nvrtc
 from torchbagua.native.cuda_toolkit import Unavailable
-from torchbagua.native.operation_status import OperationStatus, status
+from torchbagua.native.loader import OperationStatus, status
 
 
 def main(arguments: Sequence[str] = ()) -> int:

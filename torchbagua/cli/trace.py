@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchbagua.observe.files import RankFile, events_of_step, find_files
-from torchbagua.observe.perfetto import merge
+from torchbagua.observe.perfetto import RankFile, events_of_step, find_files, merge
 from torchbagua.observe.summary import table_of
 
 _VIEWER = "https://ui.perfetto.dev"

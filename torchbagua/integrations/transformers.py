@@ -10,7 +10,9 @@ import torchbagua as tb
 from torchbagua.algorithms import init_for
 from torchbagua.integrations.common import check_options, check_uses_ddp, framework, without_compiler
 from torchbagua.integrations.rank_files import load_noted_rank_state, save_rank_state
-from torchbagua.observe.step_cost import StepCost
+from torchbagua.observe.events import CommEvent
+from torchbagua.observe.figures import Figures
+from torchbagua.observe.tensorboard import scalars
 from torchbagua.runtime.optimizer_steps import unwrap
 from torchbagua.training.checks import check_algorithm
 
@@ -72,7 +74,7 @@ class TrainerAttachment:
 
     def __init__(self, trainer: transformers.Trainer, algorithm: tb.Algorithm | str, options: dict[str, Any]) -> None:
         self._trainer, self._algorithm, self._options = trainer, algorithm, options
-        self._cost = StepCost()
+        self._cost = _StepCost()
         self._run, self._undo = ExitStack(), ExitStack()
         around: dict[str, Callable[..., Any]] = {
             "_inner_training_loop": self._train,
@@ -106,7 +108,7 @@ class TrainerAttachment:
 
     def _prepare(self, prepare: Callable[..., Any], max_steps: Any, loader: Any, checkpoint: str | None) -> Any:
         prepared = prepare(max_steps, loader, checkpoint)
-        trainer, self._cost = self._trainer, StepCost()
+        trainer, self._cost = self._trainer, _StepCost()
         observers = [*self._options.get("observers", []), self._cost]
         options = {"grad_scaler": trainer.accelerator.scaler, **self._options, "observers": observers}
         model = without_compiler(trainer.model_wrapped)
@@ -142,3 +144,24 @@ class TrainerAttachment:
     @property
     def _running(self) -> tb.Attachment | None:
         return None if self.attachment is None or self.attachment.is_detached else self.attachment
+
+
+class _StepCost:
+    """An observer that sums the communication cost of the steps since the last `take`."""
+
+    def __init__(self) -> None:
+        self._events: list[CommEvent] = []
+        self._figures = Figures()
+
+    def on_comm(self, event: CommEvent) -> None:
+        self._events.append(event)
+        if event.phase == "step":
+            self._figures.add(self._events)
+            self._figures.bucket_ns.clear()  # it would grow forever if nothing is logged
+            self._events.clear()
+
+    def take(self) -> dict[str, float]:
+        """Return the values of TensorBoardTrace's overview, and reset; return an empty dict if no step has ended."""
+        figures, self._figures = self._figures, Figures()
+        shown = scalars(figures, sent_bytes=0).items() if figures.num_steps else ()
+        return {tag.replace("communication", "torchbagua"): v for tag, v in shown if tag.startswith("communication/")}

@@ -37,6 +37,18 @@ from torchbagua.native.ops import (
 _DENSE_FIELDS = 4
 
 UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: codecs reject magnitudes from 2^126 on
+NARROWEST = 2.0**-118  # codecs encode narrower ranges, and smaller magnitudes, as if they were zero
+_ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
+
+
+def is_usable(magnitudes: Tensor) -> Tensor:
+    """Return which of these float32 are magnitudes that codecs do not reject."""
+    bits = magnitudes.view(torch.int32)
+    return (bits >= 0) & (bits < UNUSABLE_MAGNITUDE)
+
+
+def round_half_even(values: Tensor) -> Tensor:
+    return (values + _ROUNDING_SHIFT) - _ROUNDING_SHIFT
 
 
 class Group(NamedTuple):

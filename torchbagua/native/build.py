@@ -26,7 +26,6 @@ import filelock
 import torch
 
 from torchbagua.native import recipe
-from torchbagua.native.compile_progress import CompileProgress
 from torchbagua.native.cuda_toolkit import Toolkit, Unavailable
 
 # Compiling takes one to two minutes on one core; a machine that exceeds this timeout is hung.
@@ -91,19 +90,12 @@ def instruction_set_flag() -> str:
 
 @dataclass(frozen=True)
 class Build:
-    """One compilation.
-
-    Attributes:
-        binary: the library to compile.
-        csrc: the folder with its sources.
-        toolkit: the CUDA toolkit to compile with; None for the CPU library.
-        architectures: the compute capabilities to compile for, 90 for 9.0; empty for the CPU library.
-    """
+    """The compilation of a library from the sources in a folder."""
 
     binary: recipe.Binary
     csrc: Path
-    toolkit: Toolkit | None = None
-    architectures: tuple[int, ...] = ()
+    toolkit: Toolkit | None = None  # for the CUDA library
+    architectures: tuple[int, ...] = ()  # the compute capabilities of the CUDA library, 90 for 9.0
 
     def name(self) -> str:
         """Returns the name of the library for the user."""
@@ -202,6 +194,37 @@ def _compile(stem: str, build: Build, folder: Path) -> Path:
     if status != 0:
         raise RuntimeError(f"compilation failed:\n{log.read_text(errors='replace').strip()}")
     return folder / f"{stem}.so"
+
+
+class CompileProgress:
+    """One line on stderr. On a terminal, `show` updates it with the number of compiled files and the time."""
+
+    def __init__(self, subject: str, folder: Path, num_sources: int) -> None:
+        self._text = f"torchbagua: compiling {subject}, once per machine"
+        self._folder = folder
+        self._num_sources = num_sources
+        self._start_s = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        if not self._is_terminal:
+            self._write(f"{self._text}\n")
+
+    def show(self) -> None:
+        """Update the line."""
+        if self._is_terminal:
+            num_compiled = len(list(self._folder.glob("*.o")))
+            passed_s = time.monotonic() - self._start_s
+            self._write(f"\r{self._text}: {num_compiled} of {self._num_sources} files, {passed_s:.0f} s")
+
+    def end(self) -> None:
+        """End the line."""
+        if self._is_terminal:
+            self.show()
+            self._write("\n")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _wait(child: "subprocess.Popen[bytes]", progress: CompileProgress) -> int:

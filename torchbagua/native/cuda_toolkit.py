@@ -19,17 +19,11 @@ class Unavailable(Exception):
 
 
 class Toolkit(NamedTuple):
-    """An installed CUDA toolkit.
+    """An installed CUDA toolkit."""
 
-    Attributes:
-        folder: the value for CUDA_HOME.
-        version: the CUDA version, such as "13.0".
-        architectures: the compute capabilities that nvcc supports, 90 for 9.0.
-    """
-
-    folder: Path
-    version: str
-    architectures: tuple[int, ...]
+    folder: Path  # the value for CUDA_HOME
+    version: str  # such as "13.0"
+    architectures: tuple[int, ...]  # the compute capabilities that nvcc supports, 90 for 9.0
 
     def library_folders(self) -> list[Path]:
         """Returns the folders that may contain the CUDA runtime to link with."""

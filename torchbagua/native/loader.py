@@ -34,19 +34,12 @@ _load_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class DeviceKernels:
-    """The native kernels of one device type.
-
-    Attributes:
-        device: the device type, as torch spells it.
-        binary: the library that contains them, and how it is compiled.
-        paths: the ways to obtain them, the best first.
-        advice: how to obtain them if they are missing, for a warning.
-    """
+    """The native kernels of one device type."""
 
     device: Literal["cpu", "cuda"]
-    binary: recipe.Binary
-    paths: tuple[NativePath, ...]
-    advice: str
+    binary: recipe.Binary  # the library that contains them
+    paths: tuple[NativePath, ...]  # the ways to obtain them, the best first
+    advice: str  # for the warning that they are missing
 
 
 CPU = DeviceKernels(
@@ -65,22 +58,13 @@ CUDA = DeviceKernels(
 
 @dataclass(frozen=True)
 class Choice:
-    """The path that `load` selects for the kernels of one device type.
-
-    Attributes:
-        path: "aot" (built ahead of time), "jit" (compiled at first use), "nvrtc" (the same, for CUDA without nvcc) or
-            "reference" (plain torch).
-        why: the reason, in human-readable form.
-        library: the file to load, which need not exist yet for "jit"; None for "nvrtc" and "reference".
-        build: how the library is compiled, for "jit".
-        compiler: compiles the kernels, for "nvrtc".
-    """
+    """The path that `load` selects for the kernels of one device type."""
 
     path: NativePath
-    why: str
-    library: Path | None = None
-    build: Build | None = None
-    compiler: nvrtc.Compiler | None = None
+    why: str  # for people
+    library: Path | None = None  # for "aot" and "jit"; for "jit" the file need not exist yet
+    build: Build | None = None  # for "jit"
+    compiler: nvrtc.Compiler | None = None  # for "nvrtc"
 
     def provide(self) -> None:
         """Compiles the kernels if necessary, and loads them."""
@@ -255,3 +239,60 @@ def _warn_of_reference(device: str, why: str, advice: str) -> None:
         f"torchbagua runs its reference kernels for {device}, which are many times slower: {why}. {advice}. "
         f"Set {VARIABLE}=reference to run the slow kernels without this warning."
     )
+
+
+_WHY = {
+    "aot": "built ahead of time",
+    "jit": "compiled at first use",
+    "nvrtc": "compiled by NVRTC at first use",
+}
+
+
+@dataclass(frozen=True)
+class OperationStatus:
+    """The kernel that runs when `torchbagua::<operation>` is called on a tensor on `device`.
+
+    Attributes:
+        operation: the operation's name, without its namespace.
+        device: "cpu" or "cuda".
+        path: "aot" (library built ahead of time), "jit" (compiled at first use), "nvrtc" (the same, for CUDA without
+            nvcc) or "reference" (plain torch).
+        instruction_set: "avx512", "avx2" or "default" (portable) for native CPU kernels, else None.
+        library: the loaded file; None for NVRTC and the reference.
+        why: the reason, in human-readable form.
+    """
+
+    operation: str
+    device: str
+    path: NativePath
+    instruction_set: str | None
+    library: Path | None
+    why: str
+
+
+def status() -> list[OperationStatus]:
+    """Return the status of every operation on every usable device type of this machine, without loading anything."""
+    return [
+        _status_of(name, kernels)
+        for kernels in usable_devices()
+        for name in sorted(NATIVE_OPS)
+        if kernels.device == "cpu" or not NATIVE_OPS[name].is_cpu_only
+    ]
+
+
+def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:
+    path = loaded_path(kernels)
+    if path is None or not has_kernel(operation, kernels):
+        return OperationStatus(operation, kernels.device, "reference", None, None, _why_reference(kernels, path))
+    instruction_set = torch.ops.torchbagua.cpu_instruction_set() if kernels.device == "cpu" else None
+    library = loaded_library(kernels)
+    return OperationStatus(operation, kernels.device, path, instruction_set, library, _WHY[path])
+
+
+def _why_reference(kernels: DeviceKernels, loaded: NativePath | None) -> str:
+    if loaded is not None:
+        return f"it has no native kernel for {kernels.device}"
+    choice = choose(kernels)
+    if choice.path == "reference":
+        return choice.why
+    return f"no kernels are loaded yet; torchbagua.native.load() will select {choice.path}: {choice.why}"

@@ -12,10 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchbagua.native.block_format import UNUSABLE_MAGNITUDE, BlockFormat
-
-_NARROWEST_RANGE = 2.0**-118
-_ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
+from torchbagua.native.block_format import NARROWEST, UNUSABLE_MAGNITUDE, BlockFormat, round_half_even
 
 
 class _Coder(NamedTuple):
@@ -35,10 +32,6 @@ def _magnitude(values: Tensor) -> Tensor:
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
-def _round_half_even(values: Tensor) -> Tensor:
-    return (values + _ROUNDING_SHIFT) - _ROUNDING_SHIFT
-
-
 def _clamp(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     raised = torch.where(low > values, low, values)
     return torch.where(high < raised, high, raised)
@@ -51,10 +44,10 @@ def _make_coder(range_k2: Tensor, num_steps: int) -> _Coder:
     pivot = torch.where(low > 0, low, torch.where(high < 0, high, zero))
     span = high - low
     steps = torch.full_like(span, num_steps)
-    narrow = span < _NARROWEST_RANGE
+    narrow = span < NARROWEST
     inverse = torch.where(narrow, zero, torch.div(steps, span))
     step = torch.where(narrow, zero, torch.div(span, steps))
-    highest = _round_half_even((high - pivot) * inverse)
+    highest = round_half_even((high - pivot) * inverse)
     return _Coder(low, high, pivot, inverse, step, highest - steps, highest, usable)
 
 
@@ -95,7 +88,7 @@ class MinMaxFormat(BlockFormat):
         extremes_k2 = torch.stack((values_kl.amin(dim=1), values_kl.amax(dim=1)), dim=1) + 0.0  # -0 becomes +0
         range_k2 = self.widened(extremes_k2)
         coder = _make_coder(range_k2, self.num_steps)
-        rounded = _round_half_even((values_kl - coder.pivot) * coder.inverse)
+        rounded = round_half_even((values_kl - coder.pivot) * coder.inverse)
         codes = _clamp(rounded, coder.lowest, coder.highest) - coder.lowest
         headers = self.pack_range(torch.where(usable, range_k2, torch.nan))
         return headers, self.pack_codes(torch.where(usable, codes, 0.0).to(torch.uint8))

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from torchbagua.native.block_format import register_codec
 from torchbagua.native.minmax import MinMaxFormat
-from torchbagua.native.momenta import define_momenta_operations
+from torchbagua.native.qadam import define_momenta_operations
 
 
 class MinMaxUInt4Format(MinMaxFormat):

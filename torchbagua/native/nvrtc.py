@@ -21,17 +21,13 @@ INSTALL = "`pip install 'torchbagua[cuda]'` installs cuda-python"
 
 
 class Compiler:
-    """NVRTC, and the sources that it compiles.
-
-    Attributes:
-        version: the NVRTC version, such as "13.0".
-    """
+    """NVRTC, and the sources that it compiles."""
 
     def __init__(self, bindings: ModuleType, csrc: Path, binary: recipe.Binary = recipe.NVRTC) -> None:
         self._bindings = bindings
         self._csrc = csrc
         self._binary = binary
-        self.version = ".".join(map(str, self._call("nvrtcVersion")))
+        self.version = ".".join(map(str, self._call("nvrtcVersion")))  # such as "13.0"
         (self._architectures,) = self._call("nvrtcGetSupportedArchs")
 
     def target_of(self, capability: int) -> str:

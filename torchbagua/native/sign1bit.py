@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchbagua.native.block_format import UNUSABLE_MAGNITUDE, BlockFormat, register_codec
-from torchbagua.native.momenta import define_momenta_operations
+from torchbagua.native.block_format import BlockFormat, is_usable, register_codec
+from torchbagua.native.qadam import define_momenta_operations
 
 _LANES = 32
-
-
-def _is_usable(scale: Tensor) -> Tensor:
-    bits = scale.view(torch.int32)
-    return (bits >= 0) & (bits < UNUSABLE_MAGNITUDE)
 
 
 def _sum_of_magnitudes(values_kl: Tensor) -> Tensor:
@@ -47,7 +42,7 @@ class Sign1BitFormat(BlockFormat):
         num_blocks, length = values_kl.shape
         total = _sum_of_magnitudes(values_kl)
         scale_k1 = torch.div(total, torch.full_like(total, length))
-        usable = _is_usable(scale_k1)
+        usable = is_usable(scale_k1)
         bits = pad((values_kl.view(torch.int32) < 0).to(torch.uint8), (0, -length % 8)).view(num_blocks, -1, 8)
         signs_kp = (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(dim=2, dtype=torch.uint8)
         return torch.where(usable, scale_k1, torch.nan).view(torch.uint8), torch.where(usable, signs_kp, 0)
@@ -56,7 +51,7 @@ class Sign1BitFormat(BlockFormat):
         scale_k1 = headers_kh.view(torch.float32)
         bits = payloads_kp[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=payloads_kp.device) & 1
         values = torch.where(bits.flatten(1)[:, :length] == 1, -scale_k1, scale_k1)
-        return torch.where(_is_usable(scale_k1), values, torch.nan)
+        return torch.where(is_usable(scale_k1), values, torch.nan)
 
 
 register_codec(Sign1BitFormat())

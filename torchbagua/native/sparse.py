@@ -7,18 +7,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from torchbagua.native.block_format import UNUSABLE_MAGNITUDE, Group, TableFormat
+from torchbagua.native.block_format import NARROWEST, Group, TableFormat, is_usable, round_half_even
 from torchbagua.native.ops import SPARSE_TABLE
 
 LONGEST_BLOCK = 4096
 LARGEST_CODE = 127
-_NARROWEST = 2.0**-118
-_ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
-
-
-def _is_usable(largest: Tensor) -> Tensor:
-    bits = largest.view(torch.int32)
-    return (bits >= 0) & (bits < UNUSABLE_MAGNITUDE)
 
 
 class SparseFormat(TableFormat):
@@ -65,12 +58,12 @@ class SparseFormat(TableFormat):
     def write(self, wire: Tensor, group: Group, values_kl: Tensor) -> None:
         magnitudes_kl = values_kl.view(torch.int32) & 0x7FFFFFFF
         indices_kn = self.choose(group, values_kl)
-        usable = _is_usable(magnitudes_kl.amax(dim=1, keepdim=True).view(torch.float32))
+        usable = is_usable(magnitudes_kl.amax(dim=1, keepdim=True).view(torch.float32))
         largest_k1 = magnitudes_kl.gather(1, indices_kn).amax(dim=1, keepdim=True).view(torch.float32)
-        is_narrow = largest_k1 < _NARROWEST
+        is_narrow = largest_k1 < NARROWEST
         inverse_k1 = torch.where(is_narrow, 0.0, torch.div(torch.full_like(largest_k1, LARGEST_CODE), largest_k1))
         scaled_kn = torch.where(usable, values_kl.gather(1, indices_kn), 0.0) * inverse_k1
-        codes_kn = ((scaled_kn + _ROUNDING_SHIFT) - _ROUNDING_SHIFT) + 128.0
+        codes_kn = round_half_even(scaled_kn) + 128.0
         payload_kp = torch.cat((self.pack(group, indices_kn), codes_kn.to(torch.uint8)), dim=1)
         wire[group.header] = torch.where(usable, largest_k1, torch.nan).view(torch.uint8)
         wire[group.payload] = torch.where(usable, payload_kp, 0)
@@ -80,9 +73,9 @@ class SparseFormat(TableFormat):
         largest_k1 = wire[group.header].view(torch.float32)
         payload_kp = wire[group.payload]
         indices_kn, good_k1 = self.unpack(group, payload_kp[:, : -group.kept])
-        good_k1 = good_k1 & _is_usable(largest_k1)
+        good_k1 = good_k1 & is_usable(largest_k1)
         steps_k1 = torch.div(largest_k1, torch.full_like(largest_k1, LARGEST_CODE))
-        step_k1 = torch.where(largest_k1 < _NARROWEST, 0.0, steps_k1)
+        step_k1 = torch.where(largest_k1 < NARROWEST, 0.0, steps_k1)
         decoded_kn = (payload_kp[:, -group.kept :].to(torch.float32) - 128.0) * step_k1 + 0.0  # -0 becomes +0
         values_kl = torch.zeros(len(payload_kp), length, device=wire.device)
         values_kl.scatter_(1, torch.where(good_k1, indices_kn, 0), decoded_kn)

@@ -53,13 +53,10 @@ class BackgroundTrace(Trace):
     Subclasses override `open`. If the writer raises an error, `on_comm` raises it at the end of a later step. The
     thread ends with `on_end`. If `on_end` is never called, the thread ends when the trace is garbage-collected, or at
     exit.
-
-    Args:
-        place: the name of the destination in errors.
     """
 
     def __init__(self, place: object) -> None:
-        self._place = place
+        self._place = place  # the name of the destination in errors
         self._thread: _WriterThread | None = None
 
     def open(self, run: Run) -> Writer:
@@ -102,17 +99,12 @@ class BackgroundTrace(Trace):
 
 
 class _WriterThread(threading.Thread):
-    """Passes events to a writer in batches, which takes far less time than one by one.
-
-    Attributes:
-        events: the events to be written; any thread may append.
-        ending: set when no more events will arrive.
-    """
+    """Passes events to a writer in batches, which takes far less time than one by one."""
 
     def __init__(self, name: str, writer: Writer) -> None:
         super().__init__(name=name, daemon=True)
-        self.events: deque[CommEvent] = deque()
-        self.ending = threading.Event()
+        self.events: deque[CommEvent] = deque()  # any thread may append
+        self.ending = threading.Event()  # no more events will arrive
         self._writer = writer
         self._failure: Exception | None = None
         self.start()

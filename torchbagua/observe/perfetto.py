@@ -1,20 +1,35 @@
-"""PerfettoTrace records each rank's events, and `merge` creates one file for https://ui.perfetto.dev from them."""
+"""PerfettoTrace records each rank's events, and `merge` creates one file for https://ui.perfetto.dev from them.
 
+The file of a rank contains lines of JSON, compressed with gzip. The first line contains the run as it began. A line for
+each step follows, a list of its events, and a line with the events after the last complete step. An event is a list of
+the fields of CommEvent. The last line contains the run again, with its state at the end. A file without this line is
+truncated, for example because the process was killed; it can be read nevertheless.
+"""
+
+import fcntl
 import gzip
 import json
 import math
 import os
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from torchbagua.observe.background_trace import BackgroundTrace, Writer, folder_of
-from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Run
-from torchbagua.observe.files import RankFile, RankFileWriter
+from torchbagua.observe.events import TRAINING_PHASES, ClockOffset, CommEvent, Run, TraceError
+from torchbagua.observe.summary import Summary
+
+_SUFFIX = ".jsonl.gz"
+_RUN_LINE = '{"torchbagua trace":1,'
+
+# json writes tuples as lists, and not every kind of mapping: hence `default`. No event contains itself, so the check
+# for cycles is off: it would take as long as the rest of the encoding.
+_encode = json.JSONEncoder(default=dict, separators=(",", ":"), check_circular=False).encode
 
 # The name of a slice, if it differs from its phase.
 _NAMES = {"step": "step {event.step}", "send": "send {event.bucket}", "bucket": "{event.bucket}"}
@@ -24,8 +39,6 @@ _LANE = 2  # its track
 
 Row = dict[str, Any]
 """An event in Chrome's trace event format."""
-
-Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
 
 
 class PerfettoTrace(BackgroundTrace):
@@ -65,32 +78,168 @@ class PerfettoTrace(BackgroundTrace):
             super().on_comm(event)
 
 
-class Merged(NamedTuple):
-    """The result of `merge`.
+class RankFileWriter:
+    """Writes the file of one rank, and replaces the file of an earlier run."""
 
-    Attributes:
-        path: the merged file.
-        num_ranks: the number of ranks whose events it contains.
-        num_messages: the number of messages with an arrow.
-        clock_error_us: the largest possible error of any rank's times, provided that its clock runs evenly.
-        num_backwards: the number of messages that arrive before they are sent, by more than the clock errors explain.
-    """
+    def __init__(self, folder: Path, run: Run) -> None:
+        self._run = run
+        self._locked_file = _open_locked(folder / f"rank{run.rank}{_SUFFIX}")
+        self._file = gzip.open(self._locked_file, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the run
+        self._write_run()
+        self._file.flush()
+
+    def write(self, steps: list[list[CommEvent]]) -> None:
+        for events in steps:
+            self._file.write(f"{_encode(events)}\n")
+        self._file.flush()
+
+    def close(self, events: list[CommEvent]) -> None:
+        self.write([events])
+        self._write_run()
+        self._file.close()
+        self._locked_file.close()
+
+    def _write_run(self) -> None:
+        run = {**vars(self._run), "board": None}
+        self._file.write(f'{_RUN_LINE}"event":{_encode(CommEvent._fields)},"run":{_encode(run)}}}\n')
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a file, lock it and empty it; raise TraceError if another trace is writing it."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise TraceError(f"another PerfettoTrace is writing {str(path)!r}; give each trace a separate path") from error
+    file.truncate(0)
+    return file
+
+
+class RankFile:
+    """Reads one rank's file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        runs = [line for line in self._lines() if line.startswith(_RUN_LINE)]
+        if not runs:
+            raise ValueError(f"{path.name} does not begin like a PerfettoTrace file: it is truncated, or foreign")
+        run = json.loads(runs[-1])["run"]
+        offsets = [ClockOffset(*offset) for offset in run["clock_offsets"]]
+        self.run = Run(**{**run, "nodes": tuple(run["nodes"]), "clock_offsets": offsets})
+        self.is_whole = len(runs) > 1  # the trace ended normally, and `run` is the run at its end
+        self._offset, self._drift = _clock_of(self.run)
+
+    def events(self) -> Iterator[CommEvent]:
+        """Yield the events of the rank."""
+        for line in self._lines():
+            if not line.startswith(_RUN_LINE):
+                for fields in json.loads(line):
+                    yield CommEvent._make(tuple(field) if isinstance(field, list) else field for field in fields)
+
+    def events_on_common_clock(self) -> Iterator[CommEvent]:
+        """Yield the events of the rank, with times on rank 0's clock."""
+        for event in self.events():
+            yield event._replace(start_ns=self._common_ns(event.start_ns), end_ns=self._common_ns(event.end_ns))
+
+    @property
+    def clock_error_ns(self) -> int:
+        """The largest possible error of the times on rank 0's clock."""
+        return self._offset.error_ns
+
+    def summary(self) -> Summary:
+        """Return the summary of the rank's events."""
+        summary = Summary()
+        summary.on_start(self.run)
+        for event in self.events():
+            summary.on_comm(event)
+        summary.on_end()
+        return summary
+
+    def _common_ns(self, own_ns: int) -> int:
+        return own_ns + self._offset.offset_ns + round(self._drift * (own_ns - self._offset.own_ns))
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the complete lines."""
+        with gzip.open(self.path, "rt", encoding="utf-8") as file:
+            try:
+                for line in file:
+                    if line.endswith("\n"):
+                        yield line
+            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
+                return
+
+
+def _clock_of(run: Run) -> tuple[ClockOffset, float]:
+    """Return the offset to add to a rank's clock at one time, and the drift to add per ns after that time."""
+    offsets = run.clock_offsets
+    first, last = offsets[0], offsets[-1]
+    moved_ns, error_ns = last.offset_ns - first.offset_ns, first.error_ns + last.error_ns
+    if abs(moved_ns) <= error_ns:
+        return min(offsets, key=lambda offset: offset.error_ns), 0.0
+    # The clocks of two machines drift apart by a few microseconds per second, evenly between two comparisons.
+    both = first._replace(error_ns=max(first.error_ns, last.error_ns))
+    return both, moved_ns / (last.own_ns - first.own_ns)
+
+
+class Found(NamedTuple):
+    """The files of a run, in rank order, and descriptions of their problems."""
+
+    files: list[RankFile]
+    problems: list[str]
+
+
+def find_files(folder: Path) -> Found:
+    """Return the ranks' files in `folder`. If the run ended early, files may be missing or truncated."""
+    files, problems = [], []
+    for path in sorted(folder.glob(f"rank*{_SUFFIX}")):
+        try:
+            files.append(RankFile(path))
+        except ValueError as error:
+            problems.append(str(error))
+    if not files:
+        hint = "; ".join(["", *problems])
+        if below := sorted(path.parent.name for path in folder.glob(f"*/rank0{_SUFFIX}")):
+            hint = f"; its subfolders {below[:5]} contain such files"
+        raise ValueError(f"found no rank*{_SUFFIX} file of PerfettoTrace in {str(folder)!r}{hint}")
+    for file in files:
+        if file.run.id != files[0].run.id:
+            raise ValueError(f"{file.path.name} and {files[0].path.name} are of different runs; remove the older file")
+    files.sort(key=lambda file: file.run.rank)
+    num_ranks = files[0].run.num_ranks
+    if missing := sorted(set(range(num_ranks)) - {file.run.rank for file in files}):
+        problems.append(f"files of ranks {missing} are missing, of {num_ranks} ranks")
+    for file in files:
+        if not file.is_whole:
+            last = max((event.step for event in file.events() if event.phase == "step"), default=None)
+            where = "before the end of its first step" if last is None else f"after step {last}"
+            problems.append(f"{file.path.name} is truncated {where}: the process or its trace ended early")
+    return Found(files, problems)
+
+
+def events_of_step(files: Sequence[RankFile], step: int | None = None) -> dict[int, list[CommEvent]]:
+    """Return the events of one step by rank, on rank 0's clock; by default of the middle step."""
+    numbers = sorted({event.step for file in files for event in file.events() if event.phase == "step"})
+    if not numbers:
+        raise ValueError("this trace contains no complete step")
+    if step is None:
+        step = numbers[len(numbers) // 2]
+    if step not in numbers:
+        raise ValueError(f"step {step} is not in this trace, which ranges from step {numbers[0]} to {numbers[-1]}")
+    return {file.run.rank: [event for event in file.events_on_common_clock() if event.step == step] for file in files}
+
+
+Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
+
+
+class Merged(NamedTuple):
+    """The result of `merge`."""
 
     path: Path
     num_ranks: int
-    num_messages: int
-    clock_error_us: float
-    num_backwards: int
-
-
-class _Message(NamedTuple):
-    """The key of a message, which both sides know."""
-
-    scope: str
-    ranks: tuple[int, ...]
-    sender: int
-    receiver: int
-    number: int
+    num_messages: int  # that have an arrow
+    clock_error_us: float  # the largest possible error of any rank's times, provided that its clock runs evenly
+    num_backwards: int  # messages that arrive before they are sent, by more than the clock errors explain
 
 
 class _Span(NamedTuple):
@@ -129,8 +278,8 @@ def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) ->
 
 def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _Span]]]:
     """Return when the first event begins, and for each message the spans of its send and its receive."""
-    sent: dict[_Message, _Span] = {}
-    received: dict[_Message, _Span] = {}
+    sent: dict[tuple[object, ...], _Span] = {}  # by what both sides know: group, sender, receiver and number
+    received: dict[tuple[object, ...], _Span] = {}
     origin_ns = sys.maxsize
     for file in files:
         rank, tracks = file.run.rank, _Tracks()
@@ -140,9 +289,9 @@ def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _S
             if event.scope.endswith(" of replicas"):  # other replicas are not part of this run
                 continue
             if event.phase == "send":
-                sent[_Message(event.scope, event.ranks, rank, event.peers[0], event.message)] = span
+                sent[event.scope, event.ranks, rank, event.peers[0], event.message] = span
             elif event.phase == "receive":
-                received[_Message(event.scope, event.ranks, event.peers[0], rank, event.message)] = span
+                received[event.scope, event.ranks, event.peers[0], rank, event.message] = span
     return origin_ns, [(sent[message], received[message]) for message in sent if message in received]
 
 

@@ -35,8 +35,8 @@ from torchbagua.codecs.sign1bit import Sign1Bit
 from torchbagua.collectives.agreement import Progress, agree, require_same_progress, stable_repr
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES
+from torchbagua.native.qadam import MOMENTA_CODECS
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job

@@ -17,8 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from torchbagua import native
 from torchbagua.cli.namespaces import NetworkError, why_unavailable
-from torchbagua.observe.files import find_files
-from torchbagua.observe.perfetto import merge
+from torchbagua.observe.perfetto import find_files, merge
 
 _EXTRA = ("matplotlib", "tensorboard")  # of pyproject.toml
 _DEFAULT_RATE_MBIT = 200
