@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.topology import Ring
-from torchbagua.transport import gloo
+from torchbagua.transport import TransportError, gloo
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.gloo import Connections, GlooTransport, gloo_group
 
@@ -253,9 +253,9 @@ def test_a_closed_transport_connects_to_no_peer() -> None:
         connections.close()
         start = time.monotonic()
         if group.rank() == 0:
-            failure = connections.connect([1])
-            assert failure is not None
-            assert failure == (1, "the group is closed")
+            with pytest.raises(TransportError, match="the group is closed") as caught:
+                connections.connect([1])
+            assert caught.value.peer == 1
         assert time.monotonic() < start + 5
 
     run_ranks(2, body)

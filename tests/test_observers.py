@@ -171,9 +171,9 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"
     snippet.write_text(
-        "from torchbagua.transport.communicator import NamedRanks\n"
+        "from torchbagua.transport.communicator import Communicator\n"
         "from torchbagua.observe.events import Details\n"
-        "def trace(communicator: NamedRanks) -> Details:\n"
+        "def trace(communicator: Communicator) -> Details:\n"
         "    communicator.span('encode', 'bucket', opration='all_to_all')\n"
         "    communicator.span('encode', 'bucket', operation='all_to_all')\n"
         "    return Details(opration='all_to_all')\n"

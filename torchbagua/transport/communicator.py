@@ -6,10 +6,10 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,28 +41,44 @@ _HOST = torch.device("cpu")
 
 Direction = Literal["receiving from", "sending to", "connecting to"]
 
+Messages = Callable[[], Sequence[Span]]
+"""Returns the spans of the messages of a collective; called only if there are observers."""
 
-class NamedRanks:
-    """The ranks of a group, for events and errors.
+
+class Communicator:
+    """A group of ranks that exchange tensors, over one transport for each device type.
+
+    All ranks must use it in the same order: one lane, one thread. `open` connects the ranks, or else the first exchange
+    does. Before that, a communicator only lists its ranks.
 
     Attributes:
         scope, tracer: as passed.
         ranks: the members, as ranks of the user's group.
         rank: the index of this rank in `ranks`.
+        size: the number of ranks.
+        link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES; 0 before
+            the first such receive. No data are sent before their receive is posted, so the link is at least as fast.
     """
 
-    def __init__(self, members: Members, scope: str, tracer: Tracer) -> None:
+    def __init__(self, members: Members, scope: str, tracer: Tracer, transports: Mapping[str, Transport]) -> None:
         self.scope = scope
         self.tracer = tracer
         self.ranks = members.ranks
         self.rank = members.rank
+        self.size = members.size
+        self.link_bytes_per_s = [0.0] * members.size
         self._global_ranks = members.global_ranks
+        self._timeout_s = members.timeout.total_seconds()
+        self._transports = dict(transports)
+        self._used_devices: set[torch.device] = set()
+        self._twins: list[Communicator] = []
+        self._ends: list[str] = []  # shared with twins; an entry for each `close`: the error that closed them, or ""
+        self._launches: Launches | None = None
+        # Messages in flight: their transport, their tensor, which must live until the wait, and the time of the post.
+        self._pending: dict[tuple[int, Direction, int], tuple[Transport, torch.Tensor, float]] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+        # By role and stream, then by the number of bytes.
+        self._scratch: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
 
     def rank_before(self, distance: int) -> int:
         """Return the rank `distance` places before this one, around the ring."""
@@ -93,74 +109,6 @@ class NamedRanks:
         """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its global rank differs."""
         number, global_number = self.ranks[rank], self._global_ranks[rank]
         return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
-
-
-class Scratch:
-    """Memory by role, as long as the longest part requested.
-
-    The users of one group run one after the other, so each finds the memory still in the caches. On a GPU this holds
-    per stream: FSDP gathers weights on one stream while it scatters gradients on another.
-    """
-
-    def __init__(self) -> None:
-        # By role and stream, then by the number of bytes.
-        self._parts: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
-
-    def part(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for `role`, [num_bytes] uint8.
-
-        A request of the same length returns the same tensor, unless a longer part was requested in between.
-        """
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        parts = self._parts.setdefault((role, stream), {})
-        part = parts.get(num_bytes)
-        if part is None or part.device != device:
-            largest = parts[max(parts)] if parts else None
-            if largest is None or largest.numel() < num_bytes or largest.device != device:
-                parts.clear()
-                largest = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            part = parts[num_bytes] = largest[:num_bytes]
-        return part
-
-
-class _Pending(NamedTuple):
-    """A message in flight. Its tensor must live until the wait for it; a transport need not keep a reference."""
-
-    transport: Transport
-    tensor: torch.Tensor
-    posted_s: float
-
-
-@dataclass
-class _End:
-    """Whether a communicator and its twins are closed, and the error that closed them."""
-
-    is_closed: bool = False
-    cause: str = ""
-
-
-class Communicator(NamedRanks):
-    """A group of ranks that exchange tensors, over one transport for each device type.
-
-    All ranks must use it in the same order: one lane, one thread. `open` connects the ranks, or else the first exchange
-    does. Before that, a communicator only lists its ranks.
-
-    Attributes:
-        link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES; 0 before
-            the first such receive. No data are sent before their receive is posted, so the link is at least as fast.
-    """
-
-    def __init__(self, members: Members, scope: str, tracer: Tracer, transports: Mapping[str, Transport]) -> None:
-        super().__init__(members, scope, tracer)
-        self.link_bytes_per_s = [0.0] * members.size
-        self._timeout_s = members.timeout.total_seconds()
-        self._transports = dict(transports)
-        self._used_devices: set[torch.device] = set()
-        self._twins: list[Communicator] = []
-        self._end = _End()
-        self._launches: Launches | None = None
-        self._pending: dict[tuple[int, Direction, int], _Pending] = {}
-        self._scratch = Scratch()
 
     def report_to(self, tracer: Tracer, owner: str) -> None:
         """Notify the observers of another tracer, and name the `owner` of this group in events and errors."""
@@ -206,7 +154,7 @@ class Communicator(NamedRanks):
             self._fail_to_connect_all(purpose, error)
         twin = copy.copy(self)
         twin.tracer, twin._launches = Tracer(), None
-        twin._transports, twin._pending, twin._scratch, twin._twins = {"cpu": transport}, {}, Scratch(), []
+        twin._transports, twin._pending, twin._scratch, twin._twins = {"cpu": transport}, {}, {}, []
         self._twins.append(twin)
         return twin
 
@@ -246,8 +194,22 @@ class Communicator(NamedRanks):
         return launch is not None
 
     def scratch(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for `role`, [num_bytes] uint8, shared by all users of the group; see `Scratch`."""
-        return self._scratch.part(role, num_bytes, device)
+        """Return memory for `role`, [num_bytes] uint8, as long as the longest part requested.
+
+        A request of the same length returns the same tensor, unless a longer part was requested in between. The users
+        of a group run one after the other, so each finds the memory still in the caches. On a GPU this holds per
+        stream: FSDP gathers weights on one stream while it scatters gradients on another.
+        """
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        parts = self._scratch.setdefault((role, stream), {})
+        part = parts.get(num_bytes)
+        if part is None or part.device != device:
+            largest = parts[max(parts)] if parts else None
+            if largest is None or largest.numel() < num_bytes or largest.device != device:
+                parts.clear()
+                largest = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            part = parts[num_bytes] = largest[:num_bytes]
+        return part
 
     def in_stream_order(self, device: torch.device) -> bool:
         """Return whether tensors on `device` are sent in current-stream order, without blocking the host."""
@@ -295,57 +257,42 @@ class Communicator(NamedRanks):
         """Return whether the transport of tensors on `device` has a native all-reduce."""
         return "all_reduce" in self._transport(device).abilities.collectives
 
-    def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
-        """Replace `tensor` with its sum over the ranks.
-
-        This method and each of the following ones call one collective of the transport.
-        """
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Messages) -> None:
+        """Replace `tensor` with its sum over the ranks, by a collective of the transport, as the following methods."""
         self._launch(tensor.device, lambda transport: transport.all_reduce(tensor), purpose, messages)
 
     def all_to_all(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        purpose: str,
-        messages: Callable[[], Sequence[Span]],
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], purpose: str, messages: Messages
     ) -> None:
-        """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; see `all_reduce`."""
+        """Send `inputs[r]` to each rank r and receive `outputs[r]` from it."""
         self._launch(inputs[0].device, lambda transport: transport.all_to_all(outputs, inputs), purpose, messages)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
-    ) -> None:
-        """Send each rank its equal part of `input`, and receive all ranks' parts; see `all_reduce`."""
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Messages) -> None:
+        """Send each rank its equal part of `input`, and receive all ranks' parts."""
         self._launch(input.device, lambda transport: transport.all_to_all_single(output, input), purpose, messages)
 
-    def all_gather_into_tensor(
-        self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
-    ) -> None:
-        """Gather all ranks' `own` into `output`; `own` may be a part of `output`. See `all_reduce`."""
+    def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Messages) -> None:
+        """Gather all ranks' `own` into `output`; `own` may be a part of `output`."""
         self._launch(own.device, lambda transport: transport.all_gather_into_tensor(output, own), purpose, messages)
 
     def _launch(
-        self,
-        device: torch.device,
-        collective: Callable[[Transport], None],
-        purpose: str,
-        messages: Callable[[], Sequence[Span]],
+        self, device: torch.device, collective: Callable[[Transport], None], purpose: str, messages: Messages
     ) -> None:
         transport = self._transport(device)
         spans = () if self.tracer.is_idle else messages()
         for span in spans:
             span.begin()
-        cause = None
         try:
             collective(transport)
         except TransportError as error:
             cause = str(error)
-        if cause is not None:
-            self._fail(purpose, cause)
-        for span in spans:
-            span.end()
-        if self._launches is not None and transport.abilities.in_stream_order:
-            self._launches.note(purpose, device)
+        else:
+            for span in spans:
+                span.end()
+            if self._launches is not None and transport.abilities.in_stream_order:
+                self._launches.note(purpose, device)
+            return
+        self._fail(purpose, cause)
 
     def connect(self, peers: Iterable[int] | None, purpose: str, device: torch.device = _HOST) -> None:
         """Connect to ranks before posting messages to them. The peers call it too, in the same exchange."""
@@ -364,11 +311,9 @@ class Communicator(NamedRanks):
         if not tensor.numel():
             return
         self._check_open(purpose)
-        key = (tag, direction, peer)
         transport = self._transport(tensor.device)
-        self._pending[key] = _Pending(
-            transport, tensor, _concurrency.perf_counter()
-        )  # the clock starts before data can arrive
+        posted_s = _concurrency.perf_counter()  # before data can arrive
+        self._pending[tag, direction, peer] = transport, tensor, posted_s
         try:
             if direction == "receiving from":
                 transport.post_receive(peer, tensor, tag)
@@ -385,25 +330,24 @@ class Communicator(NamedRanks):
         pending = self._pending.pop((tag, direction, peer), None)
         if pending is None:
             return
+        transport, tensor, posted_s = pending
         try:
             if direction == "sending to":
-                pending.transport.wait_send(peer, tag)
+                transport.wait_send(peer, tag)
                 return
-            pending.transport.wait_receive(peer, tag)
+            transport.wait_receive(peer, tag)
+            seconds = _concurrency.perf_counter() - posted_s
+            if tensor.nbytes > SMALL_MESSAGE_BYTES and seconds > 0:
+                self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], tensor.nbytes / seconds)
+            return
         except TransportError as error:
             cause = str(error)
-        else:
-            seconds = _concurrency.perf_counter() - pending.posted_s
-            if pending.tensor.nbytes > SMALL_MESSAGE_BYTES and seconds > 0:
-                rate = pending.tensor.nbytes / seconds
-                self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
-            return
         self._fail(purpose, cause, direction, peer)
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called, which sets this before it aborts operations in flight."""
-        return self._end.is_closed
+        return bool(self._ends)
 
     @property
     def collectively_closed_transports(self) -> list[Transport]:
@@ -418,9 +362,7 @@ class Communicator(NamedRanks):
         A wait in progress on another thread may keep the connections open until it ends. Operations in flight in stream
         order over a private transport are aborted; `join` waits for the abort.
         """
-        if failure is not None and not self._end.is_closed:
-            self._end.cause = str(failure)  # set first: another thread may read it as soon as is_closed is set
-        self._end.is_closed = True
+        self._ends.append("" if failure is None else str(failure))
         for transport in self._distinct:
             transport.abort()
         self._pending.clear()  # only now: an operation in flight may have written to these tensors
@@ -462,10 +404,8 @@ class Communicator(NamedRanks):
         return transport
 
     def _check_open(self, purpose: str) -> None:
-        if self._end.is_closed:
-            if self._end.cause:
-                raise CommunicationError(self._end.cause)
-            raise self.failure(purpose, "the group is closed")
+        if self._ends:
+            raise CommunicationError(self._ends[0]) if self._ends[0] else self.failure(purpose, "the group is closed")
 
     def _fail_to_connect_all(self, purpose: str, error: TransportError) -> NoReturn:
         self._check_open(purpose)  # another thread may have closed the group in the meantime
@@ -477,8 +417,8 @@ class Communicator(NamedRanks):
     def _fail(self, purpose: str, cause: str, direction: Direction | None = None, peer: int | None = None) -> NoReturn:
         # Closing the connections notifies the other ranks. The error's traceback keeps its frames alive, and these must
         # not keep the connections open: no frame has the group or a work in a variable at this point.
-        if self._end.cause:  # another thread has closed the connections
-            raise CommunicationError(self._end.cause)
+        if self._ends and self._ends[0]:  # another thread has closed the connections
+            raise CommunicationError(self._ends[0])
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
         if "imed out" in cause:

@@ -1,6 +1,7 @@
 """The transport for CPU tensors over private gloo connections."""
 
 import atexit
+import copy
 import ctypes
 import functools
 import os
@@ -8,17 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import (
-    backend_of,
-    gloo_devices,
-    gloo_options,
-    unregistered_group,
-)
+from torchbagua._torch import backend_of, gloo_devices, gloo_options, unregistered_group
 from torchbagua.transport.base import (
     COLLECTIVES,
     MOST_CONNECTED_AT_ONCE,
@@ -70,13 +66,6 @@ def _wait_at_exit_for_gloo() -> None:
     atexit.register(time.sleep, _GLOO_RELEASE_S)
 
 
-class Failure(NamedTuple):
-    """A peer that could not be connected, and the cause."""
-
-    peer: int
-    cause: str
-
-
 class Connections:
     """The mesh, a gloo group of all ranks with a socket for each rank; and links, gloo groups of two ranks.
 
@@ -96,7 +85,7 @@ class Connections:
         self._timeout = timeout
         self._links: dict[int, dist.ProcessGroup] = {}
         self._devices: Sequence[Any] = ()  # shared by all links
-        self._ready: StoreRequests | None = None  # a waiting thread occupies the other connection to the store
+        self._ready: StoreRequests | None = None
         self.mesh: dist.ProcessGroup | None = None
         self._mesh_backend: Any = None  # cached: asking the group takes longer than posting a message
         self.is_closed = False
@@ -114,36 +103,41 @@ class Connections:
         """The ranks to which this rank has a link."""
         return set(self._links)
 
-    def open_mesh(self) -> None:
-        """Connect all ranks, unless they are already connected. Collective."""
-        if self.mesh is not None or self.is_closed:
-            return
-        try:
-            self._requests.announce("opens", self._rank)
-            mesh = self._requests.open_group(lambda store: gloo_group(store, self._rank, self._size, self._timeout))
-        except RuntimeError as error:
-            missing = self._requests.missing_ranks("opens", self._size)
-            if not missing:
-                raise
-            raise RuntimeError(f"ranks {missing} did not open the group: {cause_of(error)}") from error
-        if not self.is_closed:  # by another thread
-            self._mesh_backend = backend_of(mesh)  # set first: a twin that sees the mesh reads it
-            self.mesh = mesh
+    def all_ranks(self) -> dist.ProcessGroup:
+        """Return the mesh. If there is none yet, connect all ranks, which is collective."""
+        if self.mesh is None and not self.is_closed:
+            try:
+                self._requests.announce("opens", self._rank)
+                mesh = self._requests.open_group(lambda store: gloo_group(store, self._rank, self._size, self._timeout))
+            except RuntimeError as error:
+                missing = self._requests.missing_ranks("opens", self._size)
+                whom = f"ranks {missing} did not open the group: " if missing else ""
+                raise TransportError(whom + cause_of(error)) from error
+            if not self.is_closed:  # by another thread
+                self._mesh_backend = backend_of(mesh)  # set first: a twin that sees the mesh reads it
+                self.mesh = mesh
+        if (opened := self.mesh) is None:
+            raise TransportError("the group is closed")
+        return opened
 
-    def connect(self, peers: Iterable[int]) -> Failure | None:
+    def connect(self, peers: Iterable[int]) -> None:
         """Open links to the unconnected ranks of `peers`. The peers do the same, in the same exchange."""
         if self.mesh is not None:
-            return None
+            return
         new = sorted({*peers} - self._links.keys() - {self._rank})
         if not new:
-            return None
+            return
         if self.is_closed:
-            return Failure(new[0], "the group is closed")
+            raise TransportError("the group is closed", new[0])
         try:
+            # A waiting thread occupies the other connection to the store.
             ready = self._ready = self._ready or self._requests.clone("ready")
-            return self._meet(new, ready) or self._make_links(new, ready)
+            self._meet(new, ready)
+            self._make_links(new, ready)
+        except TransportError:
+            raise
         except RuntimeError as error:  # from the store
-            return Failure(new[0], cause_of(error))
+            raise TransportError(cause_of(error), new[0]) from error
 
     def to(self, peer: int) -> tuple[Any, int]:
         """Return the backend for messages to and from `peer`, and the peer's rank in it. The two are connected."""
@@ -169,7 +163,7 @@ class Connections:
         self._links.clear()
         self._devices = ()
 
-    def _meet(self, peers: list[int], ready: StoreRequests) -> Failure | None:
+    def _meet(self, peers: list[int], ready: StoreRequests) -> None:
         """Announce that this rank is ready to connect to `peers`, and wait until all of them have done the same.
 
         gloo's own wait would treat a peer as present that gave up before this rank arrived.
@@ -177,25 +171,22 @@ class Connections:
         own_keys = [f"{self._rank} to {peer}" for peer in peers]
         peer_keys = [f"{peer} to {self._rank}" for peer in peers]
         ready.write_text(own_keys, _READY)
-        failure = None
         try:
             ready.wait(peer_keys, self._timeout)
-        except RuntimeError:
-            missing = [peer for peer, key in zip(peers, peer_keys, strict=True) if not ready.check([key])]
-            if not missing:  # the store failed
-                raise
-            seconds = self._timeout.total_seconds()
-            failure = Failure(missing[0], f"timed out after {seconds:g} s waiting for it to connect")
-        else:
             words = ready.read_texts(peer_keys)
-            if late := [peer for peer, word in zip(peers, words, strict=True) if word != _READY]:
-                failure = Failure(late[0], "it gave up waiting for this rank or another rank to connect")
-        if failure is not None:
+            late = [peer for peer, word in zip(peers, words, strict=True) if word != _READY]
+            cause = "it gave up waiting for this rank or another rank to connect"
+        except RuntimeError:
+            late = [peer for peer, key in zip(peers, peer_keys, strict=True) if not ready.check([key])]
+            if not late:  # the store failed
+                raise
+            cause = f"timed out after {self._timeout.total_seconds():g} s waiting for it to connect"
+        if late:
             with suppress(RuntimeError):
                 ready.write_text(own_keys, _GAVE_UP)
-        return failure
+            raise TransportError(cause, late[0])
 
-    def _make_links(self, peers: list[int], ready: StoreRequests) -> Failure | None:
+    def _make_links(self, peers: list[int], ready: StoreRequests) -> None:
         devices = self._devices = self._devices or gloo_devices()
         # Ranks a and b connect in turn (a + b) mod n, in which neither has another peer, so there is no circular wait.
         for peer in sorted(peers, key=lambda peer: (peer + self._rank) % self._size):
@@ -208,11 +199,10 @@ class Connections:
             try:
                 link = ready.open_group(connect)
             except RuntimeError as error:
-                return Failure(peer, cause_of(error))
+                raise TransportError(cause_of(error), peer) from error
             if self.is_closed:  # by another thread
-                return Failure(peer, "the group is closed")
+                raise TransportError("the group is closed", peer)
             self._links[peer] = link
-        return None
 
 
 class GlooTransport(MessageWorks, TorchGroupCollectives):
@@ -242,24 +232,17 @@ class GlooTransport(MessageWorks, TorchGroupCollectives):
     def connect(self, peers: Iterable[int] | None) -> None:
         if peers is None:
             self.torch_group()
-            return
-        failure = self.connections.connect(peers)
-        if failure is not None:
-            raise TransportError(failure.cause, failure.peer)
+        else:
+            self.connections.connect(peers)
 
     def torch_group(self) -> dist.ProcessGroup:
-        try:
-            self.connections.open_mesh()
-        except RuntimeError as error:
-            raise TransportError(cause_of(error)) from error
-        mesh = self.connections.mesh
-        if mesh is None:
-            raise TransportError("the group is closed")
-        return mesh
+        return self.connections.all_ranks()
 
     def twin(self) -> "GlooTransport":
         self.torch_group()  # two threads on each of two ranks have no common order in which to connect
-        return self._with_separate_works()
+        twin = copy.copy(self)
+        twin._works = {}
+        return twin
 
     def interrupt(self) -> None:
         self.connections.interrupt()

@@ -55,11 +55,38 @@ class StoreRequests:
 
     def ask(self, request: Callable[[dist.Store], T], longest_s: float | None = None) -> T:
         """Return `request(store)`, which may take `longest_s`, by default the timeout; it then raises."""
-        if self._interrupted is not None:
-            former, self._interrupted = self._interrupted, None
-            if former.locked():
-                self._store = self._run(lambda store: store.clone(), None)  # type: ignore[attr-defined]
-        return self._run(request, longest_s)
+        if self._silent is not None and self._silent.locked():
+            raise self._silence(self._silent_s)
+        is_occupied = self._interrupted is not None and self._interrupted.locked()
+        self._interrupted = None
+        store, answers, errors = self._store, list[T](), list[BaseException]()
+        pending = _concurrency.Lock()
+        pending.acquire()
+
+        def run() -> None:
+            try:
+                own = store
+                if is_occupied:
+                    own = self._store = store.clone()  # type: ignore[attr-defined]
+                answers.append(request(own))
+            except BaseException as error:
+                errors.append(error)
+            pending.release()
+
+        longest_s = self._timeout_s if longest_s is None else longest_s
+        _concurrency.Thread(target=run, name=REQUEST_THREAD, daemon=True).start()
+        try:  # `join` would count a thread as ended once a signal handler has raised in it (Python 3.11)
+            # If this process was stopped meanwhile, the answer has come, and the other thread has yet to read it.
+            has_ended = pending.acquire(timeout=longest_s) or pending.acquire(timeout=_READ_S)
+        except BaseException:
+            self._interrupted = pending
+            raise
+        if not has_ended:
+            self._silent, self._silent_s = pending, longest_s
+            raise self._silence(longest_s)
+        if errors:
+            raise errors.pop()  # the traceback must not refer to itself
+        return answers.pop()
 
     def clone(self, key: str) -> "StoreRequests":
         """Return requests under keys with a prefix, over another connection: a waiting thread occupies this one."""
@@ -141,35 +168,6 @@ class StoreRequests:
                 store.set(key, text)
 
         self.ask(write)
-
-    def _run(self, request: Callable[[dist.Store], T], longest_s: float | None) -> T:
-        if self._silent is not None and self._silent.locked():
-            raise self._silence(self._silent_s)
-        store, answers, errors = self._store, list[T](), list[BaseException]()
-        pending = _concurrency.Lock()
-        pending.acquire()
-
-        def run() -> None:
-            try:
-                answers.append(request(store))
-            except BaseException as error:
-                errors.append(error)
-            pending.release()
-
-        longest_s = self._timeout_s if longest_s is None else longest_s
-        _concurrency.Thread(target=run, name=REQUEST_THREAD, daemon=True).start()
-        try:  # `join` would count a thread as ended once a signal handler has raised in it (Python 3.11)
-            # If this process was stopped meanwhile, the answer has come, and the other thread has yet to read it.
-            has_ended = pending.acquire(timeout=longest_s) or pending.acquire(timeout=_READ_S)
-        except BaseException:
-            self._interrupted = pending
-            raise
-        if not has_ended:
-            self._silent, self._silent_s = pending, longest_s
-            raise self._silence(longest_s)
-        if errors:
-            raise errors.pop()  # the traceback must not refer to itself
-        return answers.pop()
 
     def _silence(self, longest_s: float) -> SilentStoreError:
         return SilentStoreError(
