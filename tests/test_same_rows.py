@@ -16,7 +16,7 @@ from torchbagua.runtime.lane import Lane
 from torchbagua.testing.simulation.cluster import Cluster
 from torchbagua.testing.simulation.run import Rank, Simulation
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
 from torchbagua.training.fsdp2.same_rows import SameRows
 
 LENGTHS = [[40, 40, 24], [40, 9]]
@@ -79,9 +79,8 @@ class Reducer:
             torch.full((size * row.num_elements,), float(number + self._group.rank)),
             torch.empty(row.num_elements),
         )
-        zeros = partial(mean, torch.zeros_like(x_N), torch.empty_like(out_L))
         with self._failure.guard():
-            self._same_rows.reduce(self._parts[part], row, partial(mean, x_N, out_L), zeros)
+            self._same_rows.reduce(self._parts[part], row, mean, x_N, out_L)
         return out_L.unique().tolist() == [number + (size - 1) / 2]
 
 
@@ -201,7 +200,7 @@ def test_ranks_with_other_shards_raise_too(num_steps: int) -> None:
                 row = Row((), (40,), (1,)) if is_other else Row((), (40,), (0,))
                 for communicator, same_rows in levels:
                     reduce = partial(all_reduce_max, communicator, [0], "a row")
-                    same_rows.reduce(parts[0], row, reduce, reduce)
+                    same_rows.reduce(parts[0], row, reduce)
         finally:
             group.close()
 

@@ -24,9 +24,9 @@ from torchbagua._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit
 from torchbagua.runtime.parameters import sharded_parts
-from torchbagua.training.fsdp2.bounded import BoundedReduceScatter, bound_reduce_scatters
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
-from torchbagua.training.fsdp2.rows import communicating_parts
+from torchbagua.training.fsdp2.parts import communicating_parts
+from torchbagua.training.fsdp2.reduce_scatters import BoundedReduceScatter, bound_reduce_scatters
 from torchbagua.training.fsdp2.same_rows import SameRows
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport

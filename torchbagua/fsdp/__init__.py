@@ -5,6 +5,6 @@ Begin with attach_sharded.py. The communication of a sharded module is in traini
 """
 
 from torchbagua.fsdp.attach_sharded import attach
-from torchbagua.fsdp.registration import align_blocks, register_backend
+from torchbagua.fsdp.backend import align_blocks, register_backend
 
 __all__ = ["align_blocks", "attach", "register_backend"]

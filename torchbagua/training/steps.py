@@ -48,7 +48,7 @@ class StepClock:
         on_end: Callable[[torch.optim.Optimizer], None],
         *,
         raises_if_never_stepped: bool,
-        check_gradients: Callable[[], None] = lambda: None,
+        check_gradients: Callable[[], None],
     ) -> None:
         self._on_end = on_end
         self._check_gradients = check_gradients
@@ -69,8 +69,7 @@ class StepClock:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         progress = self._progress[id(optimizer)]
-        progress.gradients.forget()
-        progress.was_called = True
+        progress.note_call()
         if not is_taken:
             return
         if self._record_call(progress):
@@ -91,8 +90,7 @@ class StepClock:
         """Record the result of a GradScaler's search: after an overflow it skips the optimizer's next step."""
         progress = self._progress[id(optimizer)]
         if overflow:
-            progress.gradients.forget()
-            progress.was_called = True
+            progress.note_call()
             if not self._record_call(progress):
                 progress.is_done = True
                 self._end_if_done(optimizer)
@@ -105,7 +103,7 @@ class StepClock:
         if not self._counts_gradients:
             return
         for progress in self._progress.values():
-            if progress.gradients.count_cleared() >= _MOST_CLEARED:
+            if progress.gradients.are_never_used():
                 raise RuntimeError(
                     f"torchbagua: gradients were cleared {_MOST_CLEARED} times without a step of "
                     f"{type(progress.optimizer).__name__}, which is attached: no weights are averaged. Attach the "
@@ -119,9 +117,7 @@ class StepClock:
             self._check_gradients()
         if self._counts_gradients:
             for progress in self._progress.values():
-                progress.gradients.remember()
-                if not progress.was_called:
-                    progress.gradients.remember_first()
+                progress.gradients.remember(is_unused=not progress.was_called)
 
     def state(self) -> list[int | None]:
         """Return each optimizer's number of steps in the unfinished training step, or None if it has yet to step."""
@@ -138,7 +134,7 @@ class StepClock:
     @property
     def has_trained(self) -> bool:
         """Whether an optimizer step or a backward in training has happened."""
-        return any(progress.was_called or progress.gradients.has_first for progress in self._progress.values())
+        return any(progress.was_called or progress.gradients.first for progress in self._progress.values())
 
     def unused_optimizers(self) -> list[str]:
         """Return the class names of optimizers that were never called although their weights have changed."""
@@ -182,24 +178,20 @@ class StepClock:
 
 
 class _OptimizerSteps:
-    """The progress of one optimizer since the last training step ended.
-
-    Attributes:
-        optimizer: the optimizer.
-        num_steps: the number of its steps.
-        is_done: whether it has stepped or was skipped.
-        was_called: whether it has ever stepped or been skipped by a GradScaler.
-        follows_backward: whether it has stepped or was skipped since the last backward.
-        gradients: counts unused gradients.
-    """
+    """The progress of one optimizer since the last training step ended."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
-        self.is_done = False
-        self.was_called = False
-        self.follows_backward = False
+        self.is_done = False  # whether it has stepped or was skipped by a GradScaler
+        self.was_called = False  # whether it has ever stepped or been skipped
+        self.follows_backward = False  # whether it has stepped or was skipped since the last backward
         self.gradients = _UnusedGradients(optimizer)
+
+    def note_call(self) -> None:
+        """Record a step or a skip."""
+        self.gradients.forget()
+        self.was_called = True
 
 
 class _UnusedGradients:
@@ -215,21 +207,11 @@ class _UnusedGradients:
         self._mark: tuple[int, int] = (0, 0)
         self._num_cleared = 0
         self._values: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._first: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def has_first(self) -> bool:
-        """Whether a backward was remembered by `remember_first`."""
-        return self._first is not None
-
-    def remember_first(self) -> None:
-        """Record the values of the watched parameter after the first backward."""
-        if self._first is None and self._parameter is not None:
-            self._first = self._parameter, _sum_of(self._parameter)
+        self.first: tuple[torch.Tensor, torch.Tensor] | None = None  # as of the first backward
 
     def has_changed_since_first(self) -> bool:
-        """Return whether the values have changed since `remember_first`."""
-        return self._first is not None and _has_changed(*self._first)
+        """Return whether the values have changed since the first backward."""
+        return self.first is not None and _has_changed(*self.first)
 
     def are_dense(self) -> bool:
         """Return whether the first gradient, the only one that is checked, is dense."""
@@ -239,29 +221,31 @@ class _UnusedGradients:
     def _first_with_gradient(self) -> torch.Tensor | None:
         return next((parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None), None)
 
-    def remember(self) -> None:
-        """Record the gradient that a backward has left."""
+    def remember(self, *, is_unused: bool) -> None:
+        """Record the gradient that a backward has left; `is_unused` if the optimizer was never called."""
         self._parameter = self._first_with_gradient()
         if self._parameter is not None:
             self._mark = _mark_of(self._parameter.grad)
+            if is_unused and self.first is None:
+                self.first = self._parameter, _sum_of(self._parameter)
 
-    def count_cleared(self) -> int:
-        """Return how often gradients were cleared while weights changed. Call it when the next backward begins."""
+    def are_never_used(self) -> bool:
+        """Return whether too many were cleared while weights changed. Call it when the next backward begins."""
         parameter, self._parameter = self._parameter, None
         if parameter is None or not self._is_cleared(parameter.grad):
-            return 0
+            return False
         self._num_cleared += 1
         if self._num_cleared == _SUSPICIOUS:
             self._values = (parameter, _sum_of(parameter))
         if self._num_cleared < _MOST_CLEARED:
-            return 0
+            return False
         assert self._values is not None
-        num_cleared = self._num_cleared if _has_changed(*self._values) else 0
+        has_changed = _has_changed(*self._values)
         self.forget()
-        return num_cleared
+        return has_changed
 
     def forget(self) -> None:
-        """Start counting again: the optimizer has stepped, or was skipped."""
+        """Start counting again."""
         self._num_cleared, self._parameter, self._values = 0, None, None
 
     def _is_cleared(self, gradient: torch.Tensor | None) -> bool:

@@ -84,7 +84,8 @@ class WeightLoads:
         try:
             yield
         except BaseException:
-            self._set_loads(loads)
+            self._loads = loads
+            self._runner.note_loading(loads)
             raise
 
     @contextmanager
@@ -98,13 +99,9 @@ class WeightLoads:
 
     def _take_loads(self) -> dict[str, "_Load"]:
         """Return the loads since the last step, and forget them."""
-        loads = self._loads
-        self._set_loads({})
+        loads, self._loads = self._loads, {}
+        self._runner.note_loading({})
         return loads
-
-    def _set_loads(self, loads: dict[str, "_Load"]) -> None:
-        self._loads = loads
-        self._runner.note_loading(loads)
 
     def _install(self, module: torch.nn.Module, path: str) -> None:
         """Watch loads into `module`, which is the attached module's submodule `path`."""
@@ -115,11 +112,8 @@ class WeightLoads:
         def before(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
             self._before_load(module, path, state, prefix)
 
-        def after(module: torch.nn.Module, _: Any) -> None:
-            self._after_load(module, path)
-
         self._undo.callback(module.register_load_state_dict_pre_hook(ModuleHook(before)).remove)
-        self._undo.callback(module.register_load_state_dict_post_hook(ModuleHook(after)).remove)
+        self._undo.callback(module.register_load_state_dict_post_hook(ModuleHook(self._after_load)).remove)
 
     @torch.no_grad()
     def _before_load(self, module: torch.nn.Module, path: str, state: Mapping[str, Any], prefix: str) -> None:
@@ -140,7 +134,7 @@ class WeightLoads:
         self._runner.note_loading(self._loads)
 
     @torch.no_grad()
-    def _after_load(self, module: torch.nn.Module, path: str) -> None:
+    def _after_load(self, module: torch.nn.Module, _: Any) -> None:
         for load in self._loads.values():
             if load.module is module:
                 load.note()
@@ -162,25 +156,13 @@ class WeightLoads:
 
 @dataclass
 class _Load:
-    """The effect on one weight of all loads since the last step.
-
-    Attributes:
-        module, name: the module that the weight belongs to, and its name there.
-        before: the value before the first load.
-        after: the value after the last load; None until a load has finished.
-        has_changed: whether any of the loads changed the weight.
-    """
+    """The effect on one weight of all loads since the last step."""
 
     module: torch.nn.Module
-    name: str
-    before: torch.Tensor
-    after: torch.Tensor | None = None
-    has_changed: bool = False
-
-    @property
-    def is_undone(self) -> bool:
-        """Whether the weight has its value from before the first load again."""
-        return self.after is self.before
+    name: str  # in `module`
+    before: torch.Tensor  # the value before the first load
+    after: torch.Tensor | None = None  # after the last load, `before` itself if equal; None until a load has finished
+    has_changed: bool = False  # whether any of the loads changed the weight
 
     @property
     def is_parameter(self) -> bool:
@@ -219,4 +201,4 @@ def _are_undone(loads: Sequence[_Load]) -> bool:
         return False
     # Only parameters: a forward may have changed buffers since.
     by_hand = [_are_equal(load.tensor(), load.before) for load in loads if load.is_parameter]
-    return all(load.is_undone for load in loads) or (bool(by_hand) and all(by_hand))
+    return all(load.after is load.before for load in loads) or (bool(by_hand) and all(by_hand))

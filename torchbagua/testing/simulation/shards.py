@@ -12,9 +12,9 @@ from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.runtime.runner import Runner
 from torchbagua.testing.simulation.ddp import Compute
-from torchbagua.training.fsdp2.bounded import GatherRunner
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.training.fsdp2.gathers import GatherRunner
+from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
 from torchbagua.training.fsdp2.same_rows import SameRows
 
 
@@ -131,9 +131,7 @@ class _Part:
         earlier = self.shard.grad
         mean = torch.zeros(sum(self._lengths))
         row = Row(self._part.parameter_names, tuple(self._lengths), tuple(range(len(self._lengths))))
-        reduce_row = partial(self._mean, rows.view(-1), mean)
-        reduce_zeros = partial(self._mean, torch.zeros(rows.numel()), torch.empty_like(mean))
-        communicate = partial(self._same_rows.reduce, self._part, row, reduce_row, reduce_zeros)
+        communicate = partial(self._same_rows.reduce, self._part, row, self._mean, rows.view(-1), mean)
         # FSDP reads a first gradient only after backward, and adds a further one at once.
         self._communication.run(
             self._communication.group, self._part.name, rows, communicate, until_end=earlier is None

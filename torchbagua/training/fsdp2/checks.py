@@ -8,7 +8,6 @@ import torch
 from torchbagua._torch import (
     fsdp_all_gather,
     fsdp_all_reduce_hook,
-    fsdp_gathered_dtypes,
     fsdp_own_gathers,
     fsdp_param_groups,
     fsdp_reduce_scatter,
@@ -16,9 +15,9 @@ from torchbagua._torch import (
 from torchbagua.algorithms.base import Algorithm, available_algorithms, get
 from torchbagua.codecs.base import MeanCodecs, by_name, needs_feedback
 from torchbagua.collectives.agreement import stable_repr
-from torchbagua.training.fsdp2.gather import why_in_full_precision
+from torchbagua.training.fsdp2.gathers import why_in_full_precision
 from torchbagua.training.fsdp2.options import Sharding
-from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
+from torchbagua.training.fsdp2.parts import check_parameters_inside, communicating_parts
 
 Parts = Mapping[str, Any]
 """The parts on which fully_shard was called, by their names in the module."""
@@ -100,10 +99,7 @@ def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Shardin
     if sharding.quantize_weights is None:
         return
     codec = by_name(sharding.quantize_weights)
-    for part in communicating_parts(module, parts):
-        dtypes = fsdp_gathered_dtypes(part.param_group)
-        if len(dtypes) > 1 or not all(map(codec.encodes, dtypes)):
-            yield why_in_full_precision(f"weights of {part.label}", codec, dtypes)
+    yield from filter(None, (why_in_full_precision(part, codec) for part in communicating_parts(module, parts)))
 
 
 def _algorithms_of_shards() -> list[str]:
@@ -126,41 +122,45 @@ def _refuse_options(module: torch.nn.Module, sharding: Sharding) -> None:
         )
 
 
+def _param_groups(parts: Parts) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter group, with a label of its part."""
+    for name, part in parts.items():
+        for param_group in fsdp_param_groups(part):
+            yield name or "the module", param_group
+
+
 def _check_reduce_scatters(parts: Parts) -> None:
-    for part_name, part in parts.items():
-        for comm, is_torchs in map(fsdp_reduce_scatter, fsdp_param_groups(part)):
-            if not is_torchs:
-                raise ValueError(
-                    f"attach: {part_name or 'the module'} has the reduce-scatter {type(comm).__name__} already; leave "
-                    "out set_custom_reduce_scatter, set_symm_mem_for_comm and "
-                    "set_allocate_memory_from_process_group_for_comm, and detach the algorithm of a module around it"
-                )
+    for label, param_group in _param_groups(parts):
+        comm, is_torchs = fsdp_reduce_scatter(param_group)
+        if not is_torchs:
+            raise ValueError(
+                f"attach: {label} has the reduce-scatter {type(comm).__name__} already; leave out "
+                "set_custom_reduce_scatter, set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm, "
+                "and detach the algorithm of a module around it"
+            )
 
 
 def _check_all_reduce_hooks(parts: Parts) -> None:
-    for part_name, part in parts.items():
-        for hook in map(fsdp_all_reduce_hook, fsdp_param_groups(part)):
-            if hook is not None:
-                raise ValueError(
-                    f"attach: {part_name or 'the module'} has the all-reduce hook {hook!r} already, and "
-                    "replicate_group needs one; leave out set_all_reduce_hook, and detach the algorithm of a module "
-                    "around it"
-                )
+    for label, param_group in _param_groups(parts):
+        if (hook := fsdp_all_reduce_hook(param_group)) is not None:
+            raise ValueError(
+                f"attach: {label} has the all-reduce hook {hook!r} already, and replicate_group needs one; leave out "
+                "set_all_reduce_hook, and detach the algorithm of a module around it"
+            )
 
 
 def _check_all_gathers(module: torch.nn.Module, parts: Parts) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for part_name, part in parts.items():
-        for param_group in fsdp_param_groups(part):
-            comm, is_torchs = fsdp_all_gather(param_group)
-            if not is_torchs:
-                raise ValueError(
-                    f"attach: quantize_weights must be None if {part_name or 'the module'} has the all-gather "
-                    f"{type(comm).__name__} already; leave out set_custom_all_gather, set_symm_mem_for_comm and "
-                    "set_allocate_memory_from_process_group_for_comm"
-                )
-            for parameter, cls in fsdp_own_gathers(param_group):
-                raise ValueError(
-                    f"attach: quantize_weights must be None if {names[id(parameter)]} defines how it is "
-                    f"gathered ({cls.__name__}.fsdp_pre_all_gather)"
-                )
+    for label, param_group in _param_groups(parts):
+        comm, is_torchs = fsdp_all_gather(param_group)
+        if not is_torchs:
+            raise ValueError(
+                f"attach: quantize_weights must be None if {label} has the all-gather {type(comm).__name__} already; "
+                "leave out set_custom_all_gather, set_symm_mem_for_comm and "
+                "set_allocate_memory_from_process_group_for_comm"
+            )
+        for parameter, cls in fsdp_own_gathers(param_group):
+            raise ValueError(
+                f"attach: quantize_weights must be None if {names[id(parameter)]} defines how it is gathered "
+                f"({cls.__name__}.fsdp_pre_all_gather)"
+            )

@@ -1,7 +1,8 @@
 """Runs the communication of a sharded module on several threads, and closes all groups when one thread fails."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from torchbagua._torch import queue_callback
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.fsdp2.rows import CommunicatingPart
+from torchbagua.training.fsdp2.parts import CommunicatingPart
 from torchbagua.training.fsdp2.same_rows import SameRows
 
 
@@ -43,14 +44,7 @@ class FirstFailure:
 
 
 class FsdpCommRunner:
-    """Runs the algorithm's communication for a sharded module, in forward and backward.
-
-    Attributes:
-        algorithm_runner: the runner of the algorithm.
-        replicas: the same.
-        group: the runner's group.
-        failure: is notified of errors.
-    """
+    """Runs the algorithm's communication for a sharded module, in forward and backward."""
 
     def __init__(self, runner: Runner, replicas: BaguaProcessGroup | None = None) -> None:
         self.algorithm_runner = runner
@@ -58,26 +52,15 @@ class FsdpCommRunner:
         self.replicas = replicas
         self.failure = FirstFailure([self.group] if replicas is None else [self.group, replicas])
         self._in_flight: Job[None] | None = None
-        self._replica_rows: SameRows | None = None
 
-    def compare_replica_rows(self, parts: Sequence[CommunicatingPart]) -> SameRows:
-        """Return what compares the rows of replicas. Call it before `compare_rows`. Collective on GPUs."""
-        assert self.replicas is not None
-        self._replica_rows = self._same_rows(self.replicas, parts)
-        return self._replica_rows
-
-    def compare_rows(self, parts: Sequence[CommunicatingPart]) -> SameRows:
-        """Return what compares the rows of the ranks that share the module. Collective on GPUs."""
-        return self._same_rows(self.group, parts, self._replica_rows)
-
-    def _same_rows(
+    def compare_rows(
         self, group: BaguaProcessGroup, parts: Sequence[CommunicatingPart], replicas: SameRows | None = None
     ) -> SameRows:
-        world = group.world
-        if not any(world.in_stream_order(part.param_group.device) for part in parts):
-            return SameRows(world, parts, replicas=replicas)
+        """Return the comparison of rows over `group`, which notifies the one over `replicas`. Collective on GPUs."""
+        if not any(group.world.in_stream_order(part.param_group.device) for part in parts):
+            return SameRows(group.world, parts, replicas=replicas)
         lane = self.algorithm_runner.lane
-        return SameRows(world.silent_twin(), parts, replicas=replicas, lane=lane, guard=self.failure.guard)
+        return SameRows(group.world.silent_twin(), parts, replicas=replicas, lane=lane, guard=self.failure.guard)
 
     def run(
         self,
@@ -90,7 +73,8 @@ class FsdpCommRunner:
     ) -> None:
         """Call `communicate`: in stream order on this thread and its current stream; else on the lane, and wait for it.
 
-        If it fails, all groups are closed, so that other ranks are notified at once.
+        With `until_end`, a backward waits for it at its end. If it fails, all groups are closed, so that other ranks
+        are notified at once.
         """
         tracer = self.group.tracer
 
@@ -104,17 +88,22 @@ class FsdpCommRunner:
             return
         self._wait()
         self._in_flight = self.algorithm_runner.lane.submit(communicate_traced)
-        if not (until_end and self._will_wait()):
-            self._wait()
-
-    def _will_wait(self) -> bool:
-        try:
-            queue_callback(self._wait)
-        except RuntimeError:  # no backward is running
-            return False
-        return True
+        if until_end:
+            with suppress(RuntimeError):  # no backward is running
+                queue_callback(self._wait)
+                return
+        self._wait()
 
     def _wait(self) -> None:
         job, self._in_flight = self._in_flight, None
         if job is not None:
             job.result()
+
+
+class FsdpCollective:
+    """Base of the collectives that replace torch's for one FSDP parameter group: allocates memory as torch's do."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or output, on the current stream."""
+        with torch.inference_mode(False):  # a lane runs outside of inference mode and may not write to its tensors
+            return torch.empty(*size, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
 from torchbagua.training.fsdp2.same_rows import SameRows
 from torchbagua.transport.streams import keep_for_current_stream
 
@@ -50,43 +50,33 @@ def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
 
 
 def install_replica_means(
-    undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
-) -> None:
-    """Average the gradients of all parts over the replicas, until `undo` is closed. Collective on GPUs."""
-    assert runner.replicas is not None
+    undo: ExitStack,
+    runner: FsdpCommRunner,
+    replicas: BaguaProcessGroup,
+    parts: Sequence[CommunicatingPart],
+    codecs: MeanCodecs,
+) -> SameRows:
+    """Average the gradients of all parts over the replicas until `undo` is closed. Collective on GPUs."""
     for device in dict.fromkeys(part.param_group.device for part in parts):
         if device.type != "cpu":
-            runner.replicas.private.use_device(device)
-            runner.replicas.private.check_operations(device, runner.algorithm_runner.name)
-    same_rows = runner.compare_replica_rows(parts)
+            replicas.private.use_device(device)
+            replicas.private.check_operations(device, runner.algorithm_runner.name)
+    same_rows = runner.compare_rows(replicas, parts)
     for part in parts:
-        mean = ReplicaMean(runner, part, codecs, same_rows)
+        mean = ReplicaMean(runner, replicas, part, codecs, same_rows)
         undo.callback(part.part.set_all_reduce_hook, None)
         undo.callback(mean.close)
         part.part.set_all_reduce_hook(mean)
+    return same_rows
 
 
 def mean_of_rows(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, *, average: bool) -> Mean:
     """Return the function that replaces a row by its mean over `group`, or by its sum without `average`."""
     codecs = codecs.for_dtype(row.dtype)
+    hierarchical, intra = codecs.hierarchical, codecs.intra_codec
     return centralized_mean(
-        group,
-        codecs.codec,
-        row,
-        hierarchical=codecs.hierarchical,
-        average=average,
-        intra_compressor=codecs.intra_codec,
+        group, codecs.codec, row, hierarchical=hierarchical, average=average, intra_compressor=intra
     )
-
-
-def reduce_same_rows(same_rows: SameRows, part: CommunicatingPart, row: Row, mean: Mean, x_L: torch.Tensor) -> None:
-    """Replace a row of `part` by its mean, if it contains gradients of the same parameters on all ranks."""
-    zeros = partial(_average_zeros, mean, x_L.numel(), x_L.dtype, x_L.device)
-    same_rows.reduce(part, row, partial(mean, x_L), zeros)
-
-
-def _average_zeros(mean: Mean, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
-    mean(torch.zeros(num_elements, dtype=dtype, device=device))
 
 
 class ReplicaMean:
@@ -98,14 +88,18 @@ class ReplicaMean:
     """
 
     def __init__(
-        self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs, same_rows: SameRows
+        self,
+        runner: FsdpCommRunner,
+        replicas: BaguaProcessGroup,
+        part: CommunicatingPart,
+        codecs: MeanCodecs,
+        same_rows: SameRows,
     ) -> None:
-        assert runner.replicas is not None
         self._runner = runner
-        self._replicas = runner.replicas
+        self._replicas = replicas
         self._part = part
         self._same_rows = same_rows
-        self._mean_of = cache(partial(mean_of_rows, runner.replicas, codecs))
+        self._mean_of = cache(partial(mean_of_rows, replicas, codecs))
         self._stored: tuple[Row, torch.Tensor] | None = None
 
     def __call__(self, gradient_L: torch.Tensor) -> None:
@@ -135,7 +129,7 @@ class ReplicaMean:
             stored = None  # frees its memory before the mean is computed
         average = fsdp_divide_factor(self._part.param_group) is None
         mean = self._mean_of(row.spec(gradient_L, self._part.name), average=average)
-        reduce_row = partial(reduce_same_rows, self._same_rows, self._part, row, mean, gradient_L)
+        reduce_row = partial(self._same_rows.reduce, self._part, row, mean, gradient_L)
         self._runner.run(self._replicas, self._part.name, gradient_L, reduce_row)
 
     def close(self) -> None:

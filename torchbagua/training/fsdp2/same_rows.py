@@ -12,13 +12,14 @@ time, it completes that row with zeros, so that they reach the comparison. Then 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.runtime.lane import Lane
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 
@@ -62,36 +63,37 @@ class SameRows:
         self._sent: dict[int, tuple[_Record, torch.Tensor]] = {}  # the last record of each part, and its bytes
         self._received = torch.empty(communicator.size, 2 * (10 + self._mask_bytes), dtype=torch.uint8)
         # By the part of the previous row: the next row last time, and a function that reduces zeros like it. All ranks
-        # have the same entries.
+        # have the same rows here.
         self._last_part: int | None = None
         self._expected: dict[int | None, tuple[_Reduction, Callable[[], None]]] = {}
 
     def reduce(
-        self, part: CommunicatingPart, row: Row, reduce_row: Callable[[], None], reduce_zeros: Callable[[], None]
+        self, part: CommunicatingPart, row: Row, reduce_row: Callable[..., None], *tensors: torch.Tensor
     ) -> None:
-        """Call `reduce_row`, the collective that reduces a row, and return if all ranks reduce the same row.
+        """Call `reduce_row(*tensors)`, which reduces a row of `part`, and return if all ranks reduce the same row.
 
         In stream order, the lane compares an expected row meanwhile. If ranks differ, it closes the groups.
         """
         if self._communicator.size == 1:
-            reduce_row()
+            reduce_row(*tensors)
             return
         own = _Reduction(part.number, row.num_elements, row.members)
         previous, self._last_part = self._last_part, own.part
         if own == self._expected.get(previous, (None, None))[0]:
             if self._lane is None:
                 compare = self._start(_Record(own, own))
-                reduce_row()
+                reduce_row(*tensors)
                 self._require_same(own, compare())
             else:
                 self._lane.submit(lambda: self._compare_on_lane(own))
-                reduce_row()
+                reduce_row(*tensors)
             return
         records = self._exchange(_Record(own, own))
         self._complete_expected(previous, records)
         self._require_same(own, records)
-        self._expected[previous] = own, reduce_zeros
-        reduce_row()
+        layouts = [(x.shape, x.dtype, x.device) for x in tensors]
+        self._expected[previous] = own, partial(_reduce_zeros, reduce_row, layouts)
+        reduce_row(*tensors)
 
     def _exchange(self, record: _Record) -> Mapping[int, _Record]:
         """Return all ranks' records by rank, or nothing if they are equal. Collective."""
@@ -192,3 +194,7 @@ class SameRows:
         own = [names[place] for place in reduction.members if place not in common]
         more = [f"{len(own) - _MOST_NAMES} more"] if len(own) > _MOST_NAMES else []
         return ", ".join(own[:_MOST_NAMES] + more) or "no others"
+
+
+def _reduce_zeros(reduce_row: Callable[..., None], layouts: Sequence[tuple[Any, torch.dtype, torch.device]]) -> None:
+    reduce_row(*(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in layouts))
