@@ -10,6 +10,7 @@ from torch import nn
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.collectives.agreement import agree
 from torchbagua.observe import Recorder
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.lockstep import LoadMark, Lockstep, require_same_loads
@@ -148,11 +149,11 @@ def test_a_pending_load_is_counted_and_not_compared() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
-        require_same_loads(
-            world, LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6), "a round"
-        )
+        mark = LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6)
+        require_same_loads(world, agree(world, mark, "a round"))
         with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
-            require_same_loads(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
+            mark = LoadMark(2).with_pending() if is_pending else LoadMark(2)
+            require_same_loads(world, agree(world, mark, "a round"))
 
     run_ranks(2, body)
 

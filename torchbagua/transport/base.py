@@ -1,11 +1,12 @@
 """`Transport`, the interface between the package and the network, and its abilities."""
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -231,6 +232,9 @@ Direction = Literal["send", "receive"]
 TORCH_ERRORS = (RuntimeError, ValueError, KeyError)
 
 
+M = TypeVar("M", bound="MessageWorks")
+
+
 class MessageWorks(Transport):
     """Messages, each a work of torch."""
 
@@ -238,6 +242,12 @@ class MessageWorks(Transport):
         # Works with their tensors, to which a backend may not keep references. `abort` clears this dictionary, since
         # some works keep connections open.
         self._works: dict[object, tuple[dist.Work | None, object]] = {}
+
+    def with_separate_works(self: M) -> M:
+        """Return a transport over the same connections, for one more thread."""
+        twin = copy.copy(self)
+        twin._works = {}
+        return twin
 
     @property
     @abstractmethod

@@ -1,7 +1,6 @@
 """The transport for CPU tensors over private gloo connections."""
 
 import atexit
-import copy
 import ctypes
 import functools
 import os
@@ -240,9 +239,7 @@ class GlooTransport(MessageWorks, TorchGroupCollectives):
 
     def twin(self) -> "GlooTransport":
         self.torch_group()  # two threads on each of two ranks have no common order in which to connect
-        twin = copy.copy(self)
-        twin._works = {}
-        return twin
+        return self.with_separate_works()
 
     def interrupt(self) -> None:
         self.connections.interrupt()
