@@ -151,9 +151,9 @@ def test_a_pending_load_is_counted_and_not_compared() -> None:
         world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
         mark = LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6)
         require_same_loads(world, agree(world, mark, "a round"))
+        marks = agree(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
         with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
-            mark = LoadMark(2).with_pending() if is_pending else LoadMark(2)
-            require_same_loads(world, agree(world, mark, "a round"))
+            require_same_loads(world, marks)
 
     run_ranks(2, body)
 
