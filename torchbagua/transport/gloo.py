@@ -75,6 +75,10 @@ class Connections:
 
     Two ranks send over their link, if they have one, and over the mesh otherwise. Both make the same choice, since
     exchanges have the same order on all ranks.
+
+    Attributes:
+        links: by the rank to which they lead.
+        mesh: None until all ranks are connected, and once they are closed.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -82,7 +86,7 @@ class Connections:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._links: dict[int, dist.ProcessGroup] = {}
+        self.links: dict[int, dist.ProcessGroup] = {}
         self._devices: Sequence[Any] = ()  # shared by all links
         self._ready: StoreRequests | None = None
         self.mesh: dist.ProcessGroup | None = None
@@ -94,13 +98,8 @@ class Connections:
         # In a forked process, which lacks gloo's threads, the destruction of a group would wait for them for ever.
         # The arguments exist at the exit of the interpreter too.
         if getpid() != self._process:
-            for group in (self.mesh, *self._links.values()):
+            for group in (self.mesh, *self.links.values()):
                 keep(ctypes.py_object(group))
-
-    @property
-    def linked_peers(self) -> set[int]:
-        """The ranks to which this rank has a link."""
-        return set(self._links)
 
     def all_ranks(self) -> dist.ProcessGroup:
         """Return the mesh. If there is none yet, connect all ranks, which is collective."""
@@ -123,7 +122,7 @@ class Connections:
         """Open links to the unconnected ranks of `peers`. The peers do the same, in the same exchange."""
         if self.mesh is not None:
             return
-        new = sorted({*peers} - self._links.keys() - {self._rank})
+        new = sorted({*peers} - self.links.keys() - {self._rank})
         if not new:
             return
         if self.is_closed:
@@ -140,7 +139,7 @@ class Connections:
 
     def to(self, peer: int) -> tuple[Any, int]:
         """Return the backend for messages to and from `peer`, and the peer's rank in it. The two are connected."""
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is not None:
             return backend_of(link), int(peer > self._rank)
         backend = self._mesh_backend
@@ -150,7 +149,7 @@ class Connections:
 
     def interrupt(self) -> None:
         """End the waits of other threads, here and on the peers."""
-        for peer, link in [*self._links.items()]:
+        for peer, link in [*self.links.items()]:
             end_waits(backend_of(link), int(peer > self._rank))
         if (mesh := self._mesh_backend) is not None and self._size > 1:
             end_waits(mesh, (self._rank + 1) % self._size)
@@ -159,7 +158,7 @@ class Connections:
         """Close all connections. A reference to one of their works keeps them open."""
         self.is_closed = True
         self.mesh = self._mesh_backend = self._ready = None
-        self._links.clear()
+        self.links.clear()
         self._devices = ()
 
     def _meet(self, peers: list[int], ready: StoreRequests) -> None:
@@ -201,7 +200,7 @@ class Connections:
                 raise TransportError(cause_of(error), peer) from error
             if self.is_closed:  # by another thread
                 raise TransportError("the group is closed", peer)
-            self._links[peer] = link
+            self.links[peer] = link
 
 
 class GlooTransport(MessageWorks, TorchGroupCollectives):
