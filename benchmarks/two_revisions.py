@@ -77,13 +77,14 @@ def table_of(rows: Rows) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("clones", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    for name in NAMES:
+        parser.add_argument(name, type=Path, metavar=name.upper())
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="PATH", help="the record to which the runs are added")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     arguments = parser.parse_args(own)
     for_network = sys.argv[len(own) + 2 :]
-    clones = dict(zip(NAMES, (clone.resolve() for clone in arguments.clones), strict=True))
+    clones = {name: getattr(arguments, name).resolve() for name in NAMES}
     revisions = {name: git_revision(clone) for name, clone in clones.items()}
     rows: Rows = {}
     if arguments.json is not None and arguments.json.exists():
