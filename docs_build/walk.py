@@ -106,7 +106,7 @@ _UNUSED_BY_GRADIENTS = (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, *_OF_TRACES, "torchbag
 GUARDS: dict[str, tuple[str, ...]] = {
     "gradient_allreduce": _UNUSED_BY_GRADIENTS,
     "bytegrad": _UNUSED_BY_GRADIENTS,
-    "bytegrad, fully_shard": (*_OF_GPUS, *_OF_WEIGHTS),
+    "bytegrad, fully_shard": (*_OF_GPUS, *_OF_WEIGHTS, "torchbagua.training.fsdp2.replicas"),
     "decentralized": (*_FSDP2, *_OF_GPUS, "torchbagua.training.lint.unaveraged_gradients"),
 }
 
