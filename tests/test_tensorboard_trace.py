@@ -139,7 +139,7 @@ def test_runs_shorter_than_every_n_steps(tmp_path: Path, num_steps: int) -> None
     train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path)], num_steps=num_steps)
     written = scalars(tmp_path)
     if num_steps == 0:
-        assert list(written) == ["communication_detail/sent_MB_in_all"]  # the agreement of detach
+        assert written == {}
     else:
         assert list(written["communication/step_ms"]) == [num_steps]
         assert list(written["communication_of_all_ranks/step_ms_mean"]) == [num_steps]

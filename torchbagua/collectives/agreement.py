@@ -323,18 +323,21 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
     return _largest(communicator, values, purpose, len(values) % _MOST_PIECES)
 
 
-def _largest(communicator: Communicator, values: Sequence[int], purpose: str, piece: int) -> list[int]:
+def _largest(
+    communicator: Communicator, values: Sequence[int], purpose: str, piece: int, *, is_observed: bool = True
+) -> list[int]:
+    name = purpose if is_observed else None
     largest = torch.tensor(values, dtype=torch.int64)
     distance = 1
     while distance < communicator.size:
         received, failed = torch.empty_like(largest), f"agreement of {purpose}"
-        theirs = RingMessage(communicator, largest, received, failed, piece, distance, purpose).receive()
+        theirs = RingMessage(communicator, largest, received, failed, piece, distance, name).receive()
         largest = torch.maximum(largest, theirs)
         distance *= 2
     return largest.tolist()
 
 
-def agree(communicator: Communicator, record: R, purpose: str) -> list[R]:
+def agree(communicator: Communicator, record: R, purpose: str, *, is_observed: bool = True) -> list[R]:
     """Return the records of all ranks, in rank order. Collective; all ranks return the same.
 
     If all records are equal, this takes log2(n) messages of 24 bytes. Otherwise it takes as many again, and the last of
@@ -342,19 +345,20 @@ def agree(communicator: Communicator, record: R, purpose: str) -> list[R]:
     """
     text = json.dumps([type(record).__name__, purpose, vars(record)], default=int)  # a number of numpy, say
     digest = fingerprint(text)
-    found = _largest(communicator, [digest, -digest, len(text)], purpose, _DIGEST_PIECE)
+    found = _largest(communicator, [digest, -digest, len(text)], purpose, _DIGEST_PIECE, is_observed=is_observed)
     highest, minus_lowest, longest = found
     if highest == -minus_lowest:
         return [record] * communicator.size
-    texts = _gather(communicator, text.ljust(longest).encode(), purpose)
+    texts = _gather(communicator, text.ljust(longest).encode(), purpose, is_observed=is_observed)
     kinds, purposes, fields = zip(*map(json.loads, texts), strict=True)
     if len(set(kinds)) > 1:
         raise _out_of_step(communicator, purposes, None)
     return [type(record)(**named) for named in fields]
 
 
-def _gather(communicator: Communicator, own: bytes, purpose: str) -> list[bytes]:
+def _gather(communicator: Communicator, own: bytes, purpose: str, *, is_observed: bool) -> list[bytes]:
     """Return the bytes of all ranks, of which all have the same number, by Bruck's algorithm (1997)."""
+    name = purpose if is_observed else None
     size, num_bytes, failed = communicator.size, len(own), f"agreement of {purpose}"
     rows = torch.empty(size * num_bytes, dtype=torch.uint8)  # row k: of the rank k places before this one
     rows[:num_bytes] = torch.tensor(list(own), dtype=torch.uint8)
@@ -362,9 +366,8 @@ def _gather(communicator: Communicator, own: bytes, purpose: str) -> list[bytes]
     while known < size:
         stop = min(2 * known, size) * num_bytes
         start = known * num_bytes
-        RingMessage(
-            communicator, rows[: stop - start], rows[start:stop], failed, _RECORD_PIECE, known, purpose
-        ).receive()
+        sent, received = rows[: stop - start], rows[start:stop]
+        RingMessage(communicator, sent, received, failed, _RECORD_PIECE, known, name).receive()
         known *= 2
     of_ranks = [rows[place * num_bytes :][:num_bytes] for place in (communicator.rank_before(r) for r in range(size))]
     return [bytes(row.tolist()) for row in of_ranks]

@@ -234,7 +234,8 @@ class Meetings:
                 meeting.run()
                 assert meeting.finding is not None
                 # No rank returns before all have called it. It fails if a rank has raised instead.
-                return agree(self._group.world, meeting.finding, "the weights at the end of training")
+                purpose = "the weights at the end of training"
+                return agree(self._group.world, meeting.finding, purpose, is_observed=False)
             except CommunicationError as error:
                 explained = self._group.explain(error)
                 if isinstance(explained, OutOfStep):
