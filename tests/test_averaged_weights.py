@@ -1,6 +1,7 @@
 """Which weights are averaged, and how they change: in place, in any dtype, frozen or unfrozen, buffers too."""
 
 import copy
+import re
 import time
 import warnings
 from typing import Any
@@ -275,19 +276,20 @@ def test_a_buffer_that_changes_its_shape_is_named(name: str) -> None:
 
     model = build(Growing)
 
-    def body(group: dist.ProcessGroup) -> None:
+    def body(group: dist.ProcessGroup) -> str:
         trainer = Trainer(group, model, lr=0.01)
-        attachment = tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name])
-
-        def train() -> None:
-            with attachment:
+        try:
+            with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]):
                 for _ in range(4):
                     trainer.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
-        with pytest.raises(RuntimeError, match=r"buffer seen must keep the shape \[1\] .*, got \[\d\]; detach"):
-            train()
-
-    run_ranks(2, body)
+    errors = run_ranks(2, body)
+    named = [re.search(r"buffer seen must keep the shape \[1\] .*, got \[\d\]; detach", error) for error in errors]
+    # With asynchronous averaging, a rank may have left before the other one is asked for a snapshot.
+    assert any(named) if name == "async" else all(named)
 
 
 @EVERY
