@@ -13,6 +13,8 @@ from torchbagua.runtime.parameters import BaguaTensor, local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
+_LOAD_EFFECT = "and no round in flight changes them"
+
 
 @final
 class WeightRunner(Runner):
@@ -39,7 +41,7 @@ class WeightRunner(Runner):
         self.weights: WeightBuckets | None = None
         self.agree_on_overflow: Callable[[bool], bool] = bool
         self.open_node_gradients: Callable[[], GradientRunner] | None = None
-        self.load_effect = "and no round in flight changes them"
+        self.load_effect = _LOAD_EFFECT
         process_group.launch_on_lane()
         self._make_impl()
 
@@ -50,7 +52,7 @@ class WeightRunner(Runner):
         agree_on_overflow: Callable[[bool], bool] | None = None,
         skips_alone: bool = False,
         replicas_diverge: Callable[[], bool] | None = None,
-        load_effect: str = "and no round in flight changes them",
+        load_effect: str = _LOAD_EFFECT,
         open_node_gradients: Callable[[], GradientRunner] | None = None,
     ) -> WeightBuckets:
         """Register and return the weights to average; for the constructor of an impl.
@@ -70,7 +72,7 @@ class WeightRunner(Runner):
         self.replicas_diverge = replicas_diverge or (lambda: weights.has_final_mean)
         self.load_effect, self.open_node_gradients = load_effect, open_node_gradients
         if self.process_group.size > 1 and not skips_alone:
-            self.needs_grad_scaler = True
+            self.require_grad_scaler()
             self.agree_on_overflow = agree_on_overflow or weights.lockstep.agree_on_overflow
         return weights
 
