@@ -43,9 +43,12 @@ def keep(found: dict[str, torch.Tensor], name: str, gradient: torch.Tensor) -> N
     found[name] = gradient.clone()  # DDP writes the mean into the same memory
 
 
+TOWER = build(Tower)  # once, since ranks are threads and share torch's global generator
+
+
 class Loop:
     def __init__(self, group: dist.ProcessGroup, algorithm: Any) -> None:
-        self.ddp = DistributedDataParallel(build(Tower), process_group=group, bucket_cap_mb=0.01)
+        self.ddp = DistributedDataParallel(copy.deepcopy(TOWER), process_group=group, bucket_cap_mb=0.01)
         self.named = {name: each for name, each in self.ddp.module.named_parameters() if each.requires_grad}
         self.optimizer = torch.optim.SGD(self.named.values(), lr=1e-4)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
