@@ -1,6 +1,7 @@
 """A gradient algorithm from one function: results, error feedback and its state, errors, simulation."""
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -134,13 +135,15 @@ def test_a_resumed_run_continues_bitwise() -> None:
 
 
 def test_an_error_names_the_function() -> None:
-    def train(group: dist.ProcessGroup) -> None:
+    def train(group: dist.ProcessGroup) -> str:
         loop = Loop(group, "failing")
-        with loop.attachment:
+        with pytest.raises(RuntimeError) as raised, loop.attachment:
             loop.step()
+        return str(raised.value)
 
-    with pytest.raises(RuntimeError, match=r"failing.*gradient bucket 0.*it does not add up"):
-        run_ranks(2, train)
+    # If the other rank fails first, a rank may see only that its connection is closed.
+    pattern = r"failing.*gradient bucket 0.*it does not add up"
+    assert any(re.search(pattern, message, re.DOTALL) for message in run_ranks(2, train))
 
 
 def test_ranks_cannot_compare_a_lambda() -> None:
