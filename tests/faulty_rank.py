@@ -83,7 +83,7 @@ def main() -> None:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}[fault])
 
     if is_faulty and fault == "between":
-        die_in_round(5, "finish" if algorithm == "low_precision" else "_start_in_steps")
+        die_in_round(5, "finish" if algorithm == "low_precision" else "_start_overlapping")
     elif is_faulty:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(misbehave)
