@@ -89,8 +89,12 @@ class Algorithm:
 
         Override it if the algorithm compresses only part of the parameters.
         """
-        encodes = checked_codec(self).encodes
-        return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
+        codec = checked_codec(self)
+        if isinstance(codec, Identity):  # compresses nothing
+            return {}
+        return {
+            name: parameter for name, parameter in parameters.items() if not codec.encodes(parameter.dtype.to_real())
+        }
 
     def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Issue an UncompressedParametersWarning that names the `uncompressed` subset of `parameters`, if any.

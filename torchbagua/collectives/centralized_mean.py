@@ -7,6 +7,7 @@ import torch
 from torchbagua.codecs.base import Compressor, Identity, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
+from torchbagua.collectives.exchange import Overlap
 from torchbagua.collectives.mean import Mean, OverlappingMean, TwoPhaseMean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.transport.communicator import Communicator
@@ -21,11 +22,14 @@ def centralized_mean(
     average: bool = True,
     intra_compressor: Compressor | None = None,
     residuals: TwoPhaseResiduals | None = None,
+    overlap: Overlap | None = None,
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`. Its result is bitwise equal on all ranks.
 
     In full precision and without messages, the function is the backend's all-reduce. That takes nodes into account
     already, so `hierarchical` has no effect. In a group of one rank, the mean is the tensor itself.
+
+    One mean may begin while another one with the same `overlap` is in flight.
     """
     if group.size == 1:
         return _copy
@@ -41,7 +45,7 @@ def centralized_mean(
 
         mean = mean_over_nodes(group, compressor, spec, divisor, intra_compressor, residuals)
     else:
-        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
+        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=overlap)
     if residuals is None:
         return mean
     return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)

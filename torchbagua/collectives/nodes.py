@@ -4,7 +4,6 @@ from typing import Protocol
 
 import torch
 
-from torchbagua.collectives.exchange import Overlap
 from torchbagua.transport.communicator import Communicator
 
 
@@ -18,7 +17,6 @@ class NodeGroups(Protocol):
         intra_node: the communicator over the ranks of this node; None with one node, or with one rank on each node.
         inter_node: the communicator over the ranks that own the same shard, one on each node; None likewise, and on
             ranks that own no shard.
-        overlap: the state that overlapping means over all ranks share.
     """
 
     rank: int
@@ -27,7 +25,6 @@ class NodeGroups(Protocol):
     world: Communicator
     intra_node: Communicator | None
     inter_node: Communicator | None
-    overlap: Overlap
 
     @property
     def device(self) -> torch.device:

@@ -217,7 +217,6 @@ class BaguaProcessGroup:
         num_shards: the smallest number of ranks on a node. A tensor is split into as many shards between nodes.
         private: all private groups.
         world: the private group over all ranks.
-        overlap: the state that overlapping means over `world` share.
         intra_node: the private group over the ranks of this node; None with one node, or one rank on each.
         inter_node: the private group over the ranks that own the same shard, one on each node; None with one node, or
             one rank on each, or if this rank owns no shard.
@@ -288,8 +287,12 @@ class BaguaProcessGroup:
         self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.private = PrivateGroups(self.world, self.timeout)
-        self.overlap = Overlap(self.world)
         self.intra_node, self.inter_node = self._node_groups()
+
+    @cached_property
+    def overlap(self) -> Overlap:
+        """The state that the overlapping means over `world` share. For the training thread."""
+        return Overlap(self.world)
 
     # Operations, for custom algorithms.
 

@@ -151,6 +151,7 @@ class BucketOperations:
             average=average,
             intra_compressor=intra,
             residuals=error_feedback,
+            overlap=group.overlap,
         )
         return self._append_mean(f"centralized_mean in {compressor!r}", group, mean)
 
@@ -196,7 +197,7 @@ class BucketOperations:
         check_topology("BaguaBucket", topology, group, hierarchical=hierarchical)
         name = f"neighbourhood_mean over {topology!r}"
         if isinstance(topology, AllRanks) or group.size == 1:
-            mean = centralized_mean(group, Identity(), self.spec, hierarchical=hierarchical)
+            mean = centralized_mean(group, Identity(), self.spec, hierarchical=hierarchical, overlap=group.overlap)
             return self._append_mean(name, group, mean, peer_weight)
         mean_with_peers = neighbourhood_mean(group, topology, self.spec, hierarchical=hierarchical)
 

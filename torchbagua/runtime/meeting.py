@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, agree
-from torchbagua.collectives.exchange import RingMessage
+from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, RingMessage, agree
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Lane, Overlappable
 from torchbagua.runtime.optimizer_steps import StepCount

@@ -37,12 +37,20 @@ from torchbagua.transport.streams import Launches
 # A shorter message says little about a link's rate, since it may be sent in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
 
+# Messages of different operations, and of different pieces, may be in flight at the same time.
+_TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
+
 _HOST = torch.device("cpu")
 
 Direction = Literal["receiving from", "sending to", "connecting to"]
 
 Messages = Callable[[], Sequence[Span]]
 """Returns the spans of the messages of a collective; called only if there are observers."""
+
+
+def tag_of(operation: str, piece: int) -> int:
+    """Return the tag of a message."""
+    return _TAGS[operation] + piece * len(_TAGS)
 
 
 class Communicator:
