@@ -16,9 +16,8 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.codecs import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.mean import Mean, RankChunks, TwoPhaseMean
+from torchbagua.collectives.mean import Mean, RankChunks, TwoPhaseMean, centralized_mean
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import streams as side_stream

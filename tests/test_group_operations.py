@@ -14,7 +14,7 @@ from oracle import ordered_sum
 from ranks import run_ranks
 from torchbagua.codecs.base import TensorSpec
 from torchbagua.collectives import operations
-from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.mean import centralized_mean
 from transports import CollectivesAlone
 
 SIZE = 3

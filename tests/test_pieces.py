@@ -8,9 +8,8 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt8, TensorSpec
 from torchbagua.collectives import mean
-from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.mean import TwoPhaseMean
+from torchbagua.collectives.mean import TwoPhaseMean, centralized_mean
 
 SEGMENTS = (30 * 2048, 7, 50 * 2048, 20 * 2048 + 5)
 

@@ -1,7 +1,7 @@
 """Means, exchanges and agreements among the ranks of a group, compressed or in full precision.
 
 May import transport, codecs and the packages below them. Only these two packages call collectives of torch.distributed.
-Begin with process_group.py, then centralized_mean.py and mean.py.
+Begin with process_group.py, then mean.py.
 """
 
 from torchbagua.collectives.agreement import all_reduce_max as all_reduce_max

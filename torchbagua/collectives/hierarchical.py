@@ -14,8 +14,16 @@ import torch
 from torchbagua.codecs.base import Compressor, Identity, TensorSpec, sum_dtype, typed
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import Pipeline
-from torchbagua.collectives.mean import AllGather, Mean, RankChunks, ReduceScatter, TwoPhaseMean, are_long
-from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.mean import (
+    AllGather,
+    Mean,
+    NodeGroups,
+    RankChunks,
+    RedistributingMean,
+    ReduceScatter,
+    TwoPhaseMean,
+    are_long,
+)
 
 _NUM_PIECES = 2
 
@@ -220,3 +228,16 @@ class MeanOverNodes:
         with self._hierarchical.sum_of_shard(x_N, out_N) as sum_L:
             if self._mean is not None:
                 self._mean(sum_L)
+
+
+def mean_of_nodes(
+    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
+) -> Mean:
+    """Return the function that averages a flat tensor over nodes; all ranks of a node have the same tensor.
+
+    Each rank sends its shard of the tensor, and keeps that shard's residual. Results are bitwise equal on all ranks of
+    all nodes.
+    """
+    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
+    mean = MeanOverNodes(hierarchical, compressor, residuals)
+    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)

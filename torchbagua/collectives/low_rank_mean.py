@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 
 from torchbagua.codecs.base import Compressor, TensorSpec
-from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.mean import Mean
-from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.mean import Mean, NodeGroups, centralized_mean
 from torchbagua.native.low_rank import PIECE_ELEMENTS, num_entries
 from torchbagua.observe.events import Details
 

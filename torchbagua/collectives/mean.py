@@ -1,4 +1,6 @@
-"""The two-phase mean: a compressed reduce-scatter, then a compressed all-gather. Begin with `TwoPhaseMean`.
+"""The mean over all ranks, compressed or in full precision. `centralized_mean` selects it: begin with `TwoPhaseMean`.
+
+The two-phase mean is a compressed reduce-scatter, then a compressed all-gather.
 
 A flat tensor is cut into one chunk for each rank. A *piece* is the first half of every chunk, or the second half of
 every chunk, if chunks are long; otherwise it is all chunks.
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchbagua.codecs.base import Compressor, TensorSpec, WireLayout
+from torchbagua.codecs.base import Compressor, Identity, TensorSpec, WireLayout
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Overlap, Pipeline
 from torchbagua.collectives.residuals import Residual
@@ -59,6 +62,83 @@ class OverlappingMean(ABC):
 
         It yields nothing if it runs alone. Ranks may begin the next mean at different yields, or not at all.
         """
+
+
+class NodeGroups(Protocol):
+    """The part of `BaguaProcessGroup` that collectives use: communicators over all ranks, within and between nodes.
+
+    Attributes:
+        rank, size: the number of this rank, and the number of ranks.
+        num_shards: the smallest number of ranks on a node, and so the number of shards that every node can own.
+        world: the communicator over all ranks.
+        intra_node: the communicator over the ranks of this node; None with one node, or with one rank on each node.
+        inter_node: the communicator over the ranks that own the same shard, one on each node; None likewise, and on
+            ranks that own no shard.
+    """
+
+    rank: int
+    size: int
+    num_shards: int
+    world: Communicator
+    intra_node: Communicator | None
+    inter_node: Communicator | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device for which the communicators were last prepared."""
+        ...
+
+    def mean_over_nodes(
+        self,
+        compressor: Compressor,
+        spec: TensorSpec,
+        divisor: float,
+        intra_compressor: Compressor,
+        residuals: TwoPhaseResiduals | None,
+    ) -> "Mean":
+        """Return the function that sums within nodes, and then averages between nodes; see `centralized_mean`."""
+        ...
+
+
+def centralized_mean(
+    group: NodeGroups,
+    compressor: Compressor,
+    spec: TensorSpec,
+    *,
+    hierarchical: bool,
+    average: bool = True,
+    intra_compressor: Compressor | None = None,
+    residuals: TwoPhaseResiduals | None = None,
+    overlap: Overlap | None = None,
+) -> Mean:
+    """Return the function that averages a flat tensor over `group`. Its result is bitwise equal on all ranks.
+
+    In full precision and without messages, the function is the backend's all-reduce. That takes nodes into account
+    already, so `hierarchical` has no effect. In a group of one rank, the mean is the tensor itself.
+
+    One mean may begin while another one with the same `overlap` is in flight.
+    """
+    if group.size == 1:
+        return _copy
+    divisor = float(group.size) if average else 1.0
+    intra_compressor = intra_compressor or Identity()
+    is_of_nodes = hierarchical and group.intra_node is not None
+    is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
+    if is_full and not group.world.posts_messages(spec.device):
+        return AllReduceMean(group.world, spec, divisor)
+    mean: Mean
+    if is_of_nodes:
+        mean = group.mean_over_nodes(compressor, spec, divisor, intra_compressor, residuals)
+    else:
+        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=overlap)
+    if residuals is None:
+        return mean
+    return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
+
+
+def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+    if out_N is not None:
+        out_N.copy_(x_N)
 
 
 class TwoPhaseMean(OverlappingMean):
@@ -125,6 +205,47 @@ class TwoPhaseMean(OverlappingMean):
         self._overlap.end(self._slot)
         if residuals is not None and self._tracer.samples:
             residuals.report(self._tracer, self._name)
+
+
+class RedistributingMean(OverlappingMean):
+    """A mean that first redistributes the residuals, if its bucket replaces others."""
+
+    def __init__(
+        self,
+        mean: Mean,
+        residuals: TwoPhaseResiduals,
+        senders: Communicator | None,
+        owners: Communicator,
+        spec: TensorSpec,
+    ) -> None:
+        self._mean = mean
+        self._residuals = residuals
+        self._senders = senders
+        self._owners = owners
+        self._spec = spec
+
+    def may_begin(self) -> bool:
+        """Return whether it can begin without blocking: the mean can, and no residuals wait for redistribution."""
+        mean = self._mean
+        return self._residuals.initial is None and isinstance(mean, OverlappingMean) and mean.may_begin()
+
+    def run_overlapping(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
+        """Compute the mean, and yield when the wrapped mean yields."""
+        if (initial := self._residuals.initial) is not None:
+            among = {name: self._owners if name == "mean" else self._senders for name in initial}
+            self._residuals.load_whole({name: self._sum_over(among[name], x_N) for name, x_N in initial.items()})
+        if isinstance(self._mean, OverlappingMean):
+            yield from self._mean.run_overlapping(x_N, out_N)
+        else:
+            self._mean(x_N, out_N)
+
+    def _sum_over(self, communicator: Communicator | None, x_N: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks. All ranks but one have zeros, so the sum is bitwise that rank's values."""
+        if communicator is None:
+            return x_N
+        total_N = x_N.clone()  # a failure leaves `x_N` unchanged
+        TwoPhaseMean(communicator, Identity(), self._spec, 1.0)(total_N)
+        return total_N
 
 
 def are_long(communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:

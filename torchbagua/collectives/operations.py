@@ -7,10 +7,8 @@ from typing import TypeVar
 import torch
 
 from torchbagua.codecs.base import Compressor, Identity, TensorSpec, by_name, sum_dtype
-from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
-from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
-from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.mean import NodeGroups, RankChunks, all_gather, centralized_mean, reduce_scatter
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchbagua import _concurrency
 from torchbagua._torch import backend_of, timeout_of
 from torchbagua._warnings import warn_user
-from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.base import Compressor, TensorSpec
 from torchbagua.collectives.agreement import (
     Introduction,
     Settings,
@@ -23,7 +23,9 @@ from torchbagua.collectives.agreement import (
     all_reduce_max,
     number_given_nodes,
 )
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.exchange import Overlap
+from torchbagua.collectives.mean import Mean
 from torchbagua.collectives.operations import GroupOperations
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer
@@ -374,6 +376,19 @@ class BaguaProcessGroup:
             ValueError: a tensor is not contiguous, or a key is not another rank of the group.
         """
         self._operations.exchange(sends, receives, name=name)
+
+    def mean_over_nodes(
+        self,
+        compressor: Compressor,
+        spec: TensorSpec,
+        divisor: float,
+        intra_compressor: Compressor,
+        residuals: TwoPhaseResiduals | None,
+    ) -> Mean:
+        """Return the function that sums within nodes, and then averages between nodes; see `centralized_mean`."""
+        from torchbagua.collectives.hierarchical import mean_over_nodes
+
+        return mean_over_nodes(self, compressor, spec, divisor, intra_compressor, residuals)
 
     # How it is opened and closed.
 

@@ -9,10 +9,9 @@ import torch
 
 from torchbagua.codecs.base import Compressor, Identity, TensorSpec, by_name, sum_dtype
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
-from torchbagua.collectives.mean import EncodingFailure, Mean, OverlappingMean
+from torchbagua.collectives.mean import EncodingFailure, Mean, OverlappingMean, centralized_mean
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, topology_of
@@ -110,7 +109,6 @@ class BucketOperations:
         self: B,
         hierarchical: bool = True,
         average: bool = True,
-        scattergather: bool = False,
         compression: str | Compressor | None = None,
         group: BaguaProcessGroup | None = None,
         *,
@@ -123,7 +121,6 @@ class BucketOperations:
             hierarchical: on several nodes with several ranks each: sum within nodes with `intra_compression`, and use
                 `compression` between nodes.
             average: divide by the number of ranks.
-            scattergather: no effect; exists because Bagua's method has it.
             compression: None for full precision; the name of a codec, see `torchbagua.codecs`; or a Compressor.
             group: the group; by default the group of the bucket.
             error_feedback: the residuals of a float32 bucket, from `residual_state`. This operation stores its

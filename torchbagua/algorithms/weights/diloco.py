@@ -353,7 +353,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if self._nodes is None:
             gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
-        from torchbagua.collectives.centralized_mean import mean_of_nodes
+        from torchbagua.collectives.hierarchical import mean_of_nodes
 
         mean = mean_of_nodes(self.runner.process_group, codec, gradient.spec, residuals=residuals)
 

@@ -152,9 +152,9 @@ class BucketFacade:
         compression: str | None = None,
         group: ProcessGroupFacade | None = None,
     ) -> "BucketFacade":
-        """Append the mean or sum over all ranks; see `torchbagua.extend.BaguaBucket`."""
+        """Append the mean or sum over all ranks; see `torchbagua.extend.BaguaBucket`. `scattergather` has no effect."""
         method = "append_centralized_synchronous_op"
-        return self._append(method, hierarchical, average, scattergather, compression, group=group)
+        return self._append(method, hierarchical, average, compression, group=group)
 
     def append_decentralized_synchronous_op(
         self,

@@ -12,8 +12,7 @@ from torchbagua._torch import fsdp_all_reduces, fsdp_divide_factor, fsdp_shards
 from torchbagua._warnings import warn_user
 from torchbagua.codecs.base import MeanCodecs, TensorSpec
 from torchbagua.collectives.broadcast import broadcast_tensors
-from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.mean import Mean
+from torchbagua.collectives.mean import Mean, centralized_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
