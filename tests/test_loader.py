@@ -244,6 +244,14 @@ def test_variable_that_is_set_too_late_raises(checkout: Path) -> None:
     assert "RuntimeError: TORCHBAGUA_NATIVE=reference was set after" in err
 
 
+def test_cpu_kernels_of_an_own_codec_do_not_count_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be registered before `load`. Only kernels for CUDA come without a library, from NVRTC."""
+    monkeypatch.setattr(loader, "loaded_library", lambda kernels: None)
+    monkeypatch.setattr(loader, "has_kernel", lambda operation, kernels: True)
+    assert loader.loaded_path(loader.CPU) is None
+    assert loader.loaded_path(loader.CUDA) == "nvrtc"
+
+
 class TestChoice:
     """`choose` without loading, over an empty package folder, with a compiler that is never called."""
 

@@ -456,10 +456,10 @@ def needs_feedback(compression: str | Compressor | None) -> bool:
 
 def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
     """Return the codec that is registered under a name."""
-    compression = check_compression("compression", compression)
-    if isinstance(compression, str):
-        return REGISTRY[compression](**options)
-    return Identity() if compression is None else compression
+    if isinstance(compression, Compressor):
+        return compression
+    name = check_compression("compression", compression)
+    return REGISTRY[name](**options) if isinstance(name, str) else Identity()
 
 
 @dataclass(frozen=True)

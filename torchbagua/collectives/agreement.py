@@ -29,9 +29,7 @@ import torch.distributed as dist
 
 from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
-from torchbagua.observe.events import Details
-from torchbagua.observe.tracer import NO_SPAN, Span
-from torchbagua.transport.communicator import Communicator, tag_of
+from torchbagua.transport.communicator import Communicator, RingMessage
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.store_requests import StoreRequests
 
@@ -310,62 +308,10 @@ def _decode(text: str) -> dict[str, Any]:
 # Over the group.
 
 
-class RingMessage:
-    """A message to the rank `distance` places after this one, and one from the rank as far before, in flight.
-
-    An empty tensor is not sent. Observers are notified if there is a name for them; otherwise the message may overlap
-    with others, and its spans would not nest.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        own: torch.Tensor,
-        theirs: torch.Tensor,
-        purpose: str,
-        piece: int,
-        distance: int = 1,
-        observed_name: str | None = None,
-    ) -> None:
-        self._communicator = communicator
-        self._own, self._theirs = own, theirs
-        self._purpose = purpose
-        self._tag = tag_of("agreement", piece)
-        self._target, self._source = communicator.rank_after(distance), communicator.rank_before(distance)
-        self._is_posted = communicator.posts_messages(own.device)
-        self._send_span = self._receive_span = NO_SPAN
-        if observed_name is not None and not communicator.tracer.is_idle:
-            self._send_span, self._receive_span = self._spans(observed_name)
-        if self._is_posted:
-            communicator.connect([self._target, self._source], purpose)
-            communicator.post("receiving from", self._source, theirs, tag=self._tag, purpose=purpose)
-            self._send_span.begin()
-            communicator.post("sending to", self._target, own, tag=self._tag, purpose=purpose)
-        else:
-            sent, received = ([own.new_empty(0) for _ in range(communicator.size)] for _ in range(2))
-            sent[self._target], received[self._source] = own, theirs
-            communicator.all_to_all(received, sent, purpose, lambda: (self._send_span, self._receive_span))
-
-    def _spans(self, name: str) -> tuple[Span, Span]:
-        details = Details("agreement", name, raw_bytes=self._own.nbytes, wire_bytes=self._own.nbytes)
-        message_span, on_host = self._communicator.message_span, self._is_posted
-        return (
-            message_span("send", self._target, details, on_host=on_host),
-            message_span("receive", self._source, details, on_host=on_host),
-        )
-
-    def receive(self) -> torch.Tensor:
-        """Wait for both messages, and return the received one."""
-        if self._is_posted:
-            with self._receive_span:
-                self._communicator.wait("receiving from", self._source, tag=self._tag, purpose=self._purpose)
-            self._communicator.wait("sending to", self._target, tag=self._tag, purpose=self._purpose)
-            self._send_span.end()
-        return self._theirs
-
-
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:
     """Return the maximum of each value over the ranks, the same on all ranks, in log2(n) exchanges.
+
+    Unlike `agree`, it compares nothing: ranks may have different values, and no rank learns which rank has which.
 
     Args:
         communicator: the ranks that agree.

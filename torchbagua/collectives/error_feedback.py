@@ -89,7 +89,9 @@ class TwoPhaseResiduals:
             kept.commit(parts)
 
     def report(self, tracer: Tracer, bucket: str) -> None:
-        """Report the norms of this rank's staged residuals to observers."""
+        """Report the norms of this rank's staged residuals to observers, if one of them samples this step."""
+        if not tracer.samples:
+            return
         everything = slice(None)
 
         def norms() -> dict[str, torch.Tensor]:

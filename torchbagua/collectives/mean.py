@@ -160,8 +160,6 @@ class TwoPhaseMean(OverlappingMean):
     ) -> None:
         self._overlap = overlap or Overlap(communicator)
         self._slot = self._overlap.next_slot()
-        self._tracer = communicator.tracer
-        self._name = spec.name
         self._divisor = divisor
         self._residuals = residuals
         cuts = spec.even_cuts(communicator.size, compressor.block_elements)
@@ -203,8 +201,8 @@ class TwoPhaseMean(OverlappingMean):
             gather.receive()
         pipeline.wait_for_sends()
         self._overlap.end(self._slot)
-        if residuals is not None and self._tracer.samples:
-            residuals.report(self._tracer, self._name)
+        if residuals is not None:
+            residuals.report(pipeline.communicator.tracer, self._pieces[0].spec.name)
 
 
 class RedistributingMean(OverlappingMean):
@@ -271,7 +269,6 @@ class RankChunks:
         elements: the elements of the tensor, by owner.
         layouts: the layout of each owner's part as a separate tensor with a separate wire.
         own: the elements of the local part.
-        within_chunk: the same elements within the local chunk.
         are_sent_at_once: whether one collective sends all chunks, which are then padded to equal length. This is so if
             the communicator does not post individual messages.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
@@ -300,17 +297,14 @@ class RankChunks:
         self.elements = [self.layout.elements[part] for part in parts]
         self.layouts = [self.layout.chunk(part) for part in parts]
         self._wire_bytes = [layout.num_bytes for layout in self.layouts]
-        self._num_bytes = sum(self._wire_bytes)
-        self.own = own = self.elements[self.rank]
-        chunk_start = cuts[self.rank * num_pieces]
-        self.within_chunk = slice(own.start - chunk_start, own.stop - chunk_start)
+        self.own = self.elements[self.rank]
+        self._chunk_start = cuts[self.rank * num_pieces]
         self._lengths = [elements.stop - elements.start for elements in self.elements]
         own_lengths = [self._lengths[self.rank]] * communicator.size
         self._counts = {
             "all_to_all": ElementCounts(self._lengths, own_lengths, spec.dtype.itemsize),
             "all_gather": ElementCounts(own_lengths, self._lengths, spec.dtype.itemsize),
         }
-        self._byte_slices = [self.layout.byte_slices[part] for part in parts]
         # Scratch memory by role, and views of its parts, which stay valid until the scratch memory changes.
         self._roles = f"wire {number}", f"received {number}"
         self._wire_W: torch.Tensor | None = None
@@ -342,16 +336,22 @@ class RankChunks:
         cuts = [rank * rows_each * row.num_elements for rank in range(communicator.size + 1)]
         return cls(communicator, compressor, whole, cuts)
 
+    @property
+    def within_chunk(self) -> slice:
+        """The elements of the local part within the local chunk."""
+        return slice(self.own.start - self._chunk_start, self.own.stop - self._chunk_start)
+
     def wire(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return the buffer for the wire of `x_N`: its own memory, or the communicator's scratch memory."""
         if self.compressor.wire_is_tensor:
             return x_N.view(torch.uint8)
-        return self.communicator.scratch(self._roles[0], self._num_bytes, self.spec.device)
+        return self.communicator.scratch(self._roles[0], sum(self._wire_bytes), self.spec.device)
 
     def wires(self, wire_W: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the parts of a wire by owner."""
         if self.compressor.wire_is_tensor:  # it is the caller's memory; keep no views of it
-            return [wire_W[part] for part in self._byte_slices]
+            element_bytes = self.spec.dtype.itemsize
+            return [wire_W[part.start * element_bytes : part.stop * element_bytes] for part in self.elements]
         if wire_W is not self._wire_W:
             self._wire_W, self._wires = wire_W, wire_W.split(self._wire_bytes)
         return self._wires

@@ -212,7 +212,6 @@ class BaguaProcessGroup:
         nodes: the number of each rank's node; nodes are numbered in the order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
         tracer: notifies the observers of communication over the private groups.
-        board: the board on which ranks post texts for each other.
         compares_clocks: whether an observer of any rank needs the offsets between the ranks' clocks.
         clock_offsets: the offsets to add to this rank's clock to get rank 0's; an entry for each comparison of clocks.
         fitting_topologies: topologies that were checked to fit the ranks, or the nodes.
@@ -278,7 +277,6 @@ class BaguaProcessGroup:
         # If an observer of one rank needs it, all ranks have to take part.
         self.compares_clocks = verdict.compares_clocks
         self._other_clocks = verdict.other_clocks
-        self.board = StoreBoard(self._store, self.rank, self.size, self.timeout)
         self.nodes = given_nodes or verdict.nodes
         self.node_ranks: list[list[int]] = [[] for _ in range(max(self.nodes) + 1)]
         for rank, node in enumerate(self.nodes):
@@ -290,6 +288,11 @@ class BaguaProcessGroup:
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.private = PrivateGroups(self.world, self.timeout)
         self.intra_node, self.inter_node = self._node_groups()
+
+    @cached_property
+    def board(self) -> StoreBoard:
+        """The board on which ranks post texts for each other."""
+        return StoreBoard(self._store, self.rank, self.size, self.timeout)
 
     @cached_property
     def overlap(self) -> Overlap:

@@ -224,7 +224,8 @@ def loaded_path(kernels: DeviceKernels) -> NativePath | None:
     library = loaded_library(kernels)
     if library is not None:
         return "aot" if library.parent == Path(__file__).parent else "jit"
-    return "nvrtc" if any(has_kernel(operation, kernels) for operation in NATIVE_OPS) else None
+    has_nvrtc = "nvrtc" in kernels.paths and any(has_kernel(operation, kernels) for operation in NATIVE_OPS)
+    return "nvrtc" if has_nvrtc else None
 
 
 def has_kernel(operation: str, kernels: DeviceKernels) -> bool:

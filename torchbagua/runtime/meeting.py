@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, RingMessage, agree
+from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, agree
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Lane, Overlappable
 from torchbagua.runtime.optimizer_steps import StepCount
+from torchbagua.transport.communicator import RingMessage
 from torchbagua.transport.errors import CommunicationError, OutOfStep
 
 # The synchronized backward passes in which ranks compare their weights: some early ones, and then one in so many.

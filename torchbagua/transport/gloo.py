@@ -108,9 +108,7 @@ class Connections:
                 self._requests.announce("opens", self._rank)
                 mesh = self._requests.open_group(lambda store: gloo_group(store, self._rank, self._size, self._timeout))
             except RuntimeError as error:
-                missing = self._requests.missing_ranks("opens", self._size)
-                whom = f"ranks {missing} did not open the group: " if missing else ""
-                raise TransportError(whom + cause_of(error)) from error
+                raise TransportError(self._requests.cause_of_failed_open(error, self._size)) from error
             if not self.is_closed:  # by another thread
                 self._mesh_backend = backend_of(mesh)  # set first: a twin that sees the mesh reads it
                 self.mesh = mesh
@@ -225,7 +223,7 @@ class GlooTransport(MessageWorks, TorchGroupCollectives):
 
     def open(self) -> None:
         if self._size <= MOST_CONNECTED_AT_ONCE:
-            self.connect(None)
+            self.torch_group()
 
     def connect(self, peers: Iterable[int] | None) -> None:
         if peers is None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from torchbagua import _concurrency
 from torchbagua._torch import store_of
+from torchbagua.transport.errors import cause_of
 
 T = TypeVar("T")
 
@@ -96,6 +97,11 @@ class StoreRequests:
     def open_group(self, create: Callable[[dist.Store], T]) -> T:
         """Return a group that connects its ranks through the store: twice the timeout bounds it, as it bounds gloo."""
         return self.ask(create, 2 * self._timeout_s + _ANSWER_S)
+
+    def cause_of_failed_open(self, error: BaseException, size: int) -> str:
+        """Return the cause of an `error` of `open_group`, with the ranks that have not announced that they open it."""
+        missing = self.missing_ranks("opens", size)
+        return f"ranks {missing} did not open the group: {cause_of(error)}" if missing else cause_of(error)
 
     def set(self, key: str, text: str) -> None:
         self.ask(lambda store: store.set(key, text))

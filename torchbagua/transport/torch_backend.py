@@ -118,7 +118,8 @@ class TorchBackendTransport(MessageWorks):
             try:
                 group = self._make_group()
             except TORCH_ERRORS as error:
-                raise TransportError(self._cause_of_failed_open(error)) from error
+                cause = self._requests.cause_of_failed_open(error, self._members.size)
+                raise TransportError(cause) from error
             if self._is_closed:  # by another thread
                 _destroy(group, {})
                 raise TransportError("the group is closed")
@@ -174,10 +175,6 @@ class TorchBackendTransport(MessageWorks):
 
         # Another backend may need this thread, whose device it uses.
         return requests.open_group(create) if self.abilities.has_deadline else create(members.store)
-
-    def _cause_of_failed_open(self, error: BaseException) -> str:
-        missing = self._requests.missing_ranks("opens", self._members.size)
-        return f"ranks {missing} did not open the group: {cause_of(error)}" if missing else cause_of(error)
 
     def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], tuple[Any, object]]]:
         """Return calls of this transport's operations on a few bytes. A call returns a work and its tensors."""

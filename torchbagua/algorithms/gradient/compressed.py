@@ -29,7 +29,6 @@ from torchbagua.codecs.base import (
     Identity,
     MeanCodecs,
     by_name,
-    codec_for_dtype,
     needs_feedback,
 )
 from torchbagua.codecs.block_codec import check_block
@@ -55,20 +54,20 @@ class CompressedMean:
 
     def append(self, bucket: BaguaBucket) -> None:
         """Append the mean, in full precision if the codec does not encode the bucket's dtype."""
-        codec, feedback = codec_for_dtype(self._codecs.codec, bucket.flat.dtype), self._feedback
+        codecs, feedback = self._codecs.for_dtype(bucket.flat.dtype), self._feedback
         # A single rank has no residuals, and full precision has none either.
-        if feedback is None or codec is not self._codecs.codec or bucket.group.size == 1:
-            self._append_mean(bucket, codec)
+        if feedback is None or codecs.codec is not self._codecs.codec or bucket.group.size == 1:
+            self._append_mean(bucket, codecs)
         else:
-            feedback.append(bucket, lambda part: self._append_mean(part, codec, feedback.state.of_bucket(part)))
+            feedback.append(bucket, lambda part: self._append_mean(part, codecs, feedback.state.of_bucket(part)))
 
-    def _append_mean(self, bucket: BaguaBucket, codec: Compressor, residuals: TwoPhaseResiduals | None = None) -> None:
+    def _append_mean(self, bucket: BaguaBucket, codecs: MeanCodecs, residuals: TwoPhaseResiduals | None = None) -> None:
         bucket.append_centralized_synchronous_op(
-            hierarchical=self._codecs.hierarchical,
+            hierarchical=codecs.hierarchical,
             average=self._average,
-            compression=codec,
+            compression=codecs.codec,
             error_feedback=residuals,
-            intra_compression=self._codecs.for_dtype(bucket.flat.dtype).intra_codec,
+            intra_compression=codecs.intra_codec,
         )
 
 
