@@ -99,6 +99,25 @@ def test_calls_that_differ_in_one_argument_share_no_plan() -> None:
         assert not any(torch.equal(*pair) for pair in combinations(alone, 2))
 
 
+def test_ranks_may_make_a_bucket_before_or_after_a_call() -> None:
+    """The training thread makes the buckets, while the lane runs the calls of earlier ones."""
+    given = [values_of(rank, (5000,), torch.float32, CPU) for rank in range(SIZE)]
+
+    def body(group: tb.BaguaProcessGroup) -> list[torch.Tensor]:
+        own = given[group.rank]
+
+        def make_bucket() -> tb.extend.BaguaBucket:
+            bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", own)], group, own.clone())
+            return bucket.append_centralized_synchronous_op(average=False)
+
+        made_before = make_bucket() if group.rank == 0 else None
+        total = group.all_reduce(own.clone())
+        return [total, (made_before or make_bucket()).run()]
+
+    for results in on_ranks(CPU, body):
+        assert all(torch.equal(result, sum_in_rank_order(given)) for result in results)
+
+
 def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
 
