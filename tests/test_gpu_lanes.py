@@ -20,7 +20,7 @@ from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.mean import Mean, RankChunks, TwoPhaseMean
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Lane, LaneGpu
 from torchbagua.transport import streams as side_stream
 from torchbagua.transport.base import TransportMaker
 from torchbagua.transport.streams import StreamHandoff
@@ -138,7 +138,7 @@ class PlayedSideStream:
 def played() -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
     log: list[str] = []
     lane = Lane("lane", on_failure=lambda: None)
-    lane._side = PlayedSideStream(log)  # type: ignore[assignment]
+    lane._worker.gpu = LaneGpu(PlayedSideStream(log))  # type: ignore[arg-type]
 
     def run() -> torch.Tensor:
         log.append(f"runs on {threading.current_thread().name}")
@@ -168,7 +168,7 @@ def test_finish_waits_for_the_job_or_for_the_stream_of_a_reader(
     lane, log, run = played
     waited: list[str] = []
     monkeypatch.setattr(lane_module, "has_reached", lambda mark: False)
-    monkeypatch.setattr(lane._worker, "_wait_for_gpu", lambda mark, check: waited.append(mark) or True)
+    monkeypatch.setattr(lane_module, "wait_on_host", lambda mark, check: waited.append(mark))
     job = lane.submit(run)
     job.finish()
     job.finish(reads=True)
@@ -280,7 +280,7 @@ def test_work_launched_while_a_job_fails_raises_the_jobs_error(
 
 def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
     lane, _, _ = played
-    lane._side.device = torch.device("cuda:0")  # type: ignore[union-attr]
+    lane._worker.gpu.side.device = torch.device("cuda:0")  # type: ignore[union-attr]
     lane.use_gpu(torch.device("cuda:0"))
     with pytest.raises(ValueError, match="must be on one GPU, got some on cuda:1, others on cuda:0"):
         lane.use_gpu(torch.device("cuda:1"))

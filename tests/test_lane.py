@@ -4,13 +4,17 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from test_gpu_lanes import PlayedSideStream
 from torchbagua import _concurrency
+from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Lane, LaneGpu
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -22,6 +26,12 @@ def wait_until_gone(name: str) -> None:
     while threads_named(name):
         assert time.monotonic() < deadline, f"the thread {name} stays behind"
         time.sleep(0.01)
+
+
+def pretend_group(**of_private: Callable[[], object]) -> Any:
+    """Return a group for a lane, whose private groups have these methods."""
+    private = SimpleNamespace(**{"poll": lambda: False, **of_private})
+    return SimpleNamespace(private=private, tracer=Tracer(), explain=lambda error: error, launches_on_users_group=False)
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:
@@ -39,7 +49,8 @@ def test_jobs_run_in_order_on_one_thread() -> None:
 
 @pytest.mark.parametrize("is_under_way", [True, False])
 def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(is_under_way: bool) -> None:
-    lane = Lane("launching", on_failure=lambda: None, poll=lambda: is_under_way)
+    lane = Lane("launching", on_failure=lambda: None, group=pretend_group(poll=lambda: is_under_way))
+    lane._worker.gpu = LaneGpu(PlayedSideStream([]))  # type: ignore[arg-type]
     launched, failed = lane.submit(lambda: "launched"), lane.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.result()
@@ -136,7 +147,7 @@ def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkey
     """The loop may have caught the handler's exception, and end in order."""
     monkeypatch.setattr(lane_module, "_LAST_JOB_S", 0.1)
     is_abandoned = threading.Event()
-    lane = Lane("interrupted", on_failure=lambda: None, on_abandon=is_abandoned.set)
+    lane = Lane("interrupted", on_failure=lambda: None, group=pretend_group(abandon=is_abandoned.set))
     job = lane.submit(lambda: is_abandoned.wait(5))
 
     def interrupt(done: object) -> None:

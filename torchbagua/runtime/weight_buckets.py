@@ -73,8 +73,7 @@ class WeightMeans:
             yield
             return
         weights, group = self._weights, self._group
-        own = {bucket: torch.empty_like(bucket.flat) for bucket in weights}
-        weights.read(own.__getitem__)
+        own = weights.copy()
         means = {bucket: flat.clone() for bucket, flat in own.items()}
 
         def average() -> None:
@@ -100,8 +99,7 @@ class WeightMeans:
         if not self._own:
             yield
             return
-        means = {bucket: torch.empty_like(flat) for bucket, flat in self._own.items()}
-        self._weights.read(means.__getitem__)
+        means = self._weights.copy()
         self._weights.write(self._own.__getitem__)
         try:
             yield
@@ -423,6 +421,12 @@ class WeightBuckets:
         for bucket in self if buckets is None else buckets:
             for weight, part in self._with_weights(bucket, flat(bucket)):
                 part.copy_(weight)
+
+    def copy(self) -> dict[WeightBucket, torch.Tensor]:
+        """Return the weights of each bucket, in new flat tensors."""
+        copies = {bucket: torch.empty_like(bucket.flat) for bucket in self}
+        self.read(copies.__getitem__)
+        return copies
 
     @torch.no_grad()
     def write(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
