@@ -151,11 +151,11 @@ class OverlappingJob(Job[T]):
     def __init__(self, source: Overlappable[T], worker: "_Worker", side: LaneStream | None) -> None:
         super().__init__(worker, side)
         self._source = source
-        self._begun: Generator[None, None, T] | None = None
+        self._begun: Generator[None, None, None] | None = None
 
     def begin(self) -> None:
         if self._side is None and self._begun is None and self._source.may_begin():
-            self._begun = self._source.run_overlapping()
+            self._begun = self._parts()
             next(self._begun)
 
     def fail(self, error: BaseException) -> None:
@@ -165,19 +165,20 @@ class OverlappingJob(Job[T]):
 
     def _compute(self) -> T:
         begun, self._begun = self._begun, None
-        is_past_start, parts = begun is not None, begun or self._source.run_overlapping()
-        del self._source
+        parts = begun or self._parts()
         try:
-            while True:
-                try:
-                    next(parts)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
-                if is_past_start:
-                    self._worker.begin_next()
-                is_past_start = True
+            if begun is None:
+                next(parts, None)
+            for _ in parts:
+                self._worker.begin_next()
         finally:
             parts.close()
+        return self._value
+
+    def _parts(self) -> Generator[None, None, None]:
+        source = self._source
+        del self._source
+        self._value = yield from source.run_overlapping()
 
 
 class Lane:
