@@ -19,6 +19,7 @@ from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.mean import Mean, RankChunks, TwoPhaseMean
+from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.lane import Lane, LaneGpu
 from torchbagua.transport import streams as side_stream
@@ -134,11 +135,18 @@ class PlayedSideStream:
         self._log.append("ends")
 
 
+def pretend_group(**of_private: Callable[..., object]) -> Any:
+    """Return a group for a lane, whose private groups have these methods."""
+    private = SimpleNamespace(**{"poll": lambda: False, **of_private})
+    return SimpleNamespace(private=private, tracer=Tracer(), explain=lambda error: error, launches_on_users_group=False)
+
+
 @pytest.fixture
 def played() -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
     log: list[str] = []
-    lane = Lane("lane", on_failure=lambda: None)
-    lane._worker.gpu = LaneGpu(PlayedSideStream(log))  # type: ignore[arg-type]
+    group = pretend_group()
+    lane = Lane("lane", on_failure=lambda: None, group=group)
+    lane._worker.gpu = LaneGpu(PlayedSideStream(log), group)  # type: ignore[arg-type]
 
     def run() -> torch.Tensor:
         log.append(f"runs on {threading.current_thread().name}")
@@ -168,7 +176,7 @@ def test_finish_waits_for_the_job_or_for_the_stream_of_a_reader(
     lane, log, run = played
     waited: list[str] = []
     monkeypatch.setattr(lane_module, "has_reached", lambda mark: False)
-    monkeypatch.setattr(lane_module, "wait_on_host", lambda mark, check: waited.append(mark))
+    lane._worker.group.private.wait_for_mark = lambda mark, check: waited.append(mark) or True  # type: ignore[union-attr]
     job = lane.submit(run)
     job.finish()
     job.finish(reads=True)
@@ -223,7 +231,7 @@ def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.
         empty = staticmethod(lambda size, device: torch.empty(size))
 
     monkeypatch.setattr(side_stream, "torch", Torch)
-    lane = Lane("lane", on_failure=lambda: None)
+    lane = Lane("lane", on_failure=lambda: None, group=pretend_group())
     lane.submit(lambda: None).result()
     lane.use_gpu(gpu)
     lane.submit(lambda: None).result()

@@ -4,15 +4,12 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Generator
 
 import pytest
 
-from test_gpu_lanes import PlayedSideStream
+from test_gpu_lanes import PlayedSideStream, pretend_group
 from torchbagua import _concurrency
-from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.lane import Lane, LaneGpu
 
@@ -26,12 +23,6 @@ def wait_until_gone(name: str) -> None:
     while threads_named(name):
         assert time.monotonic() < deadline, f"the thread {name} stays behind"
         time.sleep(0.01)
-
-
-def pretend_group(**of_private: Callable[[], object]) -> Any:
-    """Return a group for a lane, whose private groups have these methods."""
-    private = SimpleNamespace(**{"poll": lambda: False, **of_private})
-    return SimpleNamespace(private=private, tracer=Tracer(), explain=lambda error: error, launches_on_users_group=False)
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:
@@ -49,8 +40,9 @@ def test_jobs_run_in_order_on_one_thread() -> None:
 
 @pytest.mark.parametrize("is_under_way", [True, False])
 def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(is_under_way: bool) -> None:
-    lane = Lane("launching", on_failure=lambda: None, group=pretend_group(poll=lambda: is_under_way))
-    lane._worker.gpu = LaneGpu(PlayedSideStream([]))  # type: ignore[arg-type]
+    group = pretend_group(poll=lambda: is_under_way)
+    lane = Lane("launching", on_failure=lambda: None, group=group)
+    lane._worker.gpu = LaneGpu(PlayedSideStream([]), group)  # type: ignore[arg-type]
     launched, failed = lane.submit(lambda: "launched"), lane.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.result()

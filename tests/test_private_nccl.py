@@ -300,7 +300,7 @@ def make_watched_lane(group: dist.ProcessGroup, nccl: Nccl) -> tuple[tb.BaguaPro
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
     own.launch_on_lane()
     lane = Lane("watched", on_failure=own.close, group=own)
-    lane._worker.gpu = LaneGpu(Stream(nccl))
+    lane._worker.gpu = LaneGpu(Stream(nccl), own)
     return own, lane
 
 
@@ -476,7 +476,7 @@ def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
     def body(group: dist.ProcessGroup) -> None:
         step, attachment = attach_small_model(group, WRITERS[name])
         runner, impl = attachment.runner, attachment.impl
-        runner.lane._worker.gpu = LaneGpu(Stream(nccl))
+        runner.lane._worker.gpu = LaneGpu(Stream(nccl), runner.process_group)
         weights = [parameter.detach() for group in runner.optimizers[0].param_groups for parameter in group["params"]]
         extra = torch.ones(3)
 
@@ -573,7 +573,7 @@ def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_grou
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=TIMEOUT)
         lane = tb.extend.Runner(own, tb.ByteGradAlgorithm()).lane
-        lane._worker.gpu = LaneGpu(Stream(nccl))
+        lane._worker.gpu = LaneGpu(Stream(nccl), own)
         flat = torch.ones(3)
         bucket = BaguaBucket("gradient bucket 0", [BaguaTensor("x", torch.nn.Parameter(flat))], own, flat)
 

@@ -49,7 +49,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def training(group: dist.ProcessGroup, model: torch.nn.Module, **arguments: Any) -> Iterator[tuple[Trainer, Any]]:
     trainer = Trainer(group, model)
     runner: Any = trainer.hook(**arguments)
-    runner.lane._worker.gpu = LaneGpu(PlayedSideStream([]))  # type: ignore[arg-type]
+    runner.lane._worker.gpu = LaneGpu(PlayedSideStream([]), runner.process_group)  # type: ignore[arg-type]
     try:
         yield trainer, runner
     finally:

@@ -218,13 +218,13 @@ class Lane:
 
     def use_gpu(self, device: torch.device) -> None:
         """Run all later jobs on a stream of this GPU. Raises ValueError if an earlier call set another GPU."""
-        if self._worker.gpu is None:
-            self._worker.gpu = LaneGpu(SideStream(device) if device.type == "cuda" else ThreadStream(device))
-        used = self._worker.gpu.side.device
+        worker = self._worker
+        if worker.gpu is None:
+            assert worker.group is not None, "a lane that uses a GPU must have a group"
+            worker.gpu = LaneGpu(SideStream(device) if device.type == "cuda" else ThreadStream(device), worker.group)
+        used = worker.gpu.side.device
         if used != device:
-            raise ValueError(
-                f"{self._worker.name}: all tensors must be on one GPU, got some on {device}, others on {used}"
-            )
+            raise ValueError(f"{worker.name}: all tensors must be on one GPU, got some on {device}, others on {used}")
 
     def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
         """Run a function immediately, on this thread and the lane's stream. It only launches kernels and collectives.
@@ -245,7 +245,7 @@ class Lane:
         if worker.failure is not None:
             raise worker.failure
         gpu.num_launched += 1
-        if gpu.num_launched == 1 and worker.group is not None and worker.group.launches_on_users_group:
+        if gpu.num_launched == 1 and gpu.group.launches_on_users_group:
             self._submit(JobOfFunction(lambda: None, worker, None))  # starts the thread, or wakes it, to look
         future = gpu.side.new_future()
         with gpu.side.after(gpu.side.mark()):
@@ -359,15 +359,24 @@ class LaneGpu:
 
     Attributes:
         side: the stream of the lane.
+        group: the group of the lane.
         num_launched: the number of calls of `Lane.launch`. From the first on, the lane looks for failed ranks.
         late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
         has_finished: whether the GPU had finished all work when the lane was closed.
     """
 
     side: LaneStream
+    group: BaguaProcessGroup
     num_launched: int = 0
     late_failure: BaseException | None = None
     has_finished: bool = False
+
+    def is_working(self) -> bool:
+        """Return whether it is still executing work that jobs launched, or has not finished it in time."""
+        try:
+            return self.group.private.poll()
+        except BaseException:  # the work has already timed out
+            return True
 
     def is_stuck(self) -> bool:
         """Return whether it does not finish the launched work soon."""
@@ -454,12 +463,8 @@ class _Worker:
     def wait_for_gpu(self, mark: Any) -> None:
         """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
         assert self.gpu is not None
-        has_finished = True
         with nullcontext() if has_reached(mark) else self.waiting():
-            if self.group is None:
-                wait_on_host(mark, check=self.raise_late_failure)
-            else:
-                has_finished = self.group.private.wait_for_mark(mark, self.raise_late_failure)
+            has_finished = self.gpu.group.private.wait_for_mark(mark, self.raise_late_failure)
         self.raise_late_failure()  # the lane sets it before it aborts the work, which ends the work early
         if not (has_finished or self.gpu.has_finished):
             if not self._is_stopped:
@@ -516,7 +521,7 @@ class _Worker:
             with self._lock:
                 self.failure = error = cause
             try:
-                if self.gpu is not None and self._is_gpu_working():
+                if self.gpu is not None and self.gpu.is_working():
                     self.gpu.late_failure = error
                 _clear_frames(error)
                 self._on_failure()
@@ -538,22 +543,16 @@ class _Worker:
         """Wait for a job. Meanwhile, look for failures of the work that the last jobs launched on a GPU."""
         if self._peeked:
             return self._peeked.pop()
-        if self.gpu is None or self.group is None:
+        if (gpu := self.gpu) is None:
             return self._jobs.get()
-        while self.group.private.poll():
+        while gpu.group.private.poll():
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_POLL_EVERY_S)
         num_seen = -1
-        while self.gpu.num_launched and self.group.launches_on_users_group:
+        while gpu.num_launched and gpu.group.launches_on_users_group:
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_LOOK_EVERY_S)
-            if num_seen == self.gpu.num_launched:
-                self.group.look_for_failed_rank(self.gpu.is_stuck)
-            num_seen = self.gpu.num_launched
+            if num_seen == gpu.num_launched:
+                gpu.group.look_for_failed_rank(gpu.is_stuck)
+            num_seen = gpu.num_launched
         return self._jobs.get()
-
-    def _is_gpu_working(self) -> bool:
-        try:
-            return self.group is not None and self.group.private.poll()
-        except BaseException:  # the work has already timed out
-            return True

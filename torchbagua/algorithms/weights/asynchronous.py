@@ -680,8 +680,7 @@ class BackgroundRounds:
         with self._changed:
             self._handoff.wait()
             for bucket in self._buckets:
-                if self._loaded_since_snapshot:
-                    bucket.clear(bucket.flat, self._loaded_since_snapshot)
+                bucket.clear(bucket.flat, self._loaded_since_snapshot)
                 if self._pending is None:
                     bucket.swap_difference()
                 else:  # the training thread has not applied the differences of the previous round
