@@ -64,7 +64,7 @@ def on_ranks(size: int, body: Callable[[Rank], Any]) -> list[Any]:
 def test_ranks_in_step_run_the_round() -> None:
     def body(rank: Rank) -> str:
         assert not rank.lockstep.comparison("a search", flag=False)()
-        result = rank.submit(also={"fragments": 3}, is_last=True)
+        result = rank.submit(also=("fragments", 3), is_last=True)
         assert rank.ran == ["a round"]
         return result
 
@@ -87,7 +87,7 @@ def test_all_ranks_raise_before_anything_runs(difference: str, message: str) -> 
             rank.num_steps += is_ahead
         elif difference == "fingerprint":
             rank.lockstep.fingerprint = 7 * is_ahead
-        also = {"fragments": 2 + is_ahead} if difference == "also" else {}
+        also = ("fragments", 2 + is_ahead) if difference == "also" else None
         return rank.error(tb.CommunicationError, also=also, is_last=difference == "is_last" and is_ahead)
 
     (error,) = set(on_ranks(2, body))

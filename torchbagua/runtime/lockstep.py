@@ -133,7 +133,7 @@ class Lockstep:
         self.fingerprint = fingerprint(layout)
 
     def submit(
-        self, run: Callable[[], T], purpose: str, *, also: Mapping[str, int] = {}, is_last: bool = False
+        self, run: Callable[[], T], purpose: str, *, also: tuple[str, int] | None = None, is_last: bool = False
     ) -> Job[T]:
         """Have the lane run a function once all ranks have called this. If their progress differs, all ranks raise.
 
@@ -142,7 +142,7 @@ class Lockstep:
         Args:
             run: the function.
             purpose: the purpose of the call, for errors; the same on all ranks.
-            also: additional numbers that must be equal on all ranks, by their names in errors.
+            also: an additional number that must be equal on all ranks, after its name in errors.
             is_last: whether this call ends the attachment.
         """
         mark, is_new = self.loads.take()
@@ -156,7 +156,7 @@ class Lockstep:
         return self._lane.submit(job)
 
     def comparison(
-        self, purpose: str, *, flag: bool = False, also: Mapping[str, int] = {}, is_last: bool = False
+        self, purpose: str, *, flag: bool = False, also: tuple[str, int] | None = None, is_last: bool = False
     ) -> Callable[[], bool]:
         """Return a collective function for the lane to call. It returns whether any rank has set `flag`.
 
@@ -167,8 +167,9 @@ class Lockstep:
             "ended attachments": int(is_last),
             **self._progress(),
             "the fingerprint of the tensors to average": self.fingerprint,
-            **also,
         }
+        if also is not None:
+            numbers.update([also])
         world, watch = self._world, self.layout_watch
         own = Progress(purpose, numbers, watch.changed_parameter, flag)
 

@@ -123,7 +123,7 @@ class WeightMeans:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in by_kind.items()}
         layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        also = {"the fingerprint of the other tensors to average": fingerprint(layout)}
+        also = ("the fingerprint of the other tensors to average", fingerprint(layout))
         group = self._group
 
         def average() -> None:

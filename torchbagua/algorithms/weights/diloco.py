@@ -466,7 +466,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         members = [bucket for bucket in self._weights if self._fragment_of(bucket.tensors[0]) == state["fragment"]]
         self._buckets = members if self._has_differences else []
         self.rounds.load(state["step"], state["num_rounds"])
-        also = {"a digest of the shadow weights": fingerprint_of_values(list(self.shadow.theta.values()))}
+        also = ("a digest of the shadow weights", fingerprint_of_values(list(self.shadow.theta.values())))
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
 
     def _new_residuals(self) -> ParameterState[TwoPhaseResiduals] | None:
