@@ -18,8 +18,9 @@ from torchbagua.codecs import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.mean import Mean, RankChunks, TwoPhaseMean, centralized_mean
+from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Lane, LaneGpu
 from torchbagua.transport import streams as side_stream
 from torchbagua.transport.base import TransportMaker
 from torchbagua.transport.streams import StreamHandoff
@@ -133,11 +134,18 @@ class PlayedSideStream:
         self._log.append("ends")
 
 
+def pretend_group(**of_private: Callable[..., object]) -> Any:
+    """Return a group for a lane, whose private groups have these methods."""
+    private = SimpleNamespace(**{"poll": lambda: False, **of_private})
+    return SimpleNamespace(private=private, tracer=Tracer(), explain=lambda error: error, launches_on_users_group=False)
+
+
 @pytest.fixture
 def played() -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
     log: list[str] = []
-    lane = Lane("lane", on_failure=lambda: None)
-    lane._side = PlayedSideStream(log)  # type: ignore[assignment]
+    group = pretend_group()
+    lane = Lane("lane", on_failure=lambda: None, group=group)
+    lane._worker.gpu = LaneGpu(PlayedSideStream(log), group)  # type: ignore[arg-type]
 
     def run() -> torch.Tensor:
         log.append(f"runs on {threading.current_thread().name}")
@@ -167,7 +175,7 @@ def test_finish_waits_for_the_job_or_for_the_stream_of_a_reader(
     lane, log, run = played
     waited: list[str] = []
     monkeypatch.setattr(lane_module, "has_reached", lambda mark: False)
-    monkeypatch.setattr(lane._worker, "_wait_for_gpu", lambda mark, check: waited.append(mark) or True)
+    lane._worker.group.private.wait_for_mark = lambda mark, check: waited.append(mark) or True  # type: ignore[union-attr]
     job = lane.submit(run)
     job.finish()
     job.finish(reads=True)
@@ -222,7 +230,7 @@ def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.
         empty = staticmethod(lambda size, device: torch.empty(size))
 
     monkeypatch.setattr(side_stream, "torch", Torch)
-    lane = Lane("lane", on_failure=lambda: None)
+    lane = Lane("lane", on_failure=lambda: None, group=pretend_group())
     lane.submit(lambda: None).result()
     lane.use_gpu(gpu)
     lane.submit(lambda: None).result()
@@ -279,7 +287,7 @@ def test_work_launched_while_a_job_fails_raises_the_jobs_error(
 
 def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
     lane, _, _ = played
-    lane._side.device = torch.device("cuda:0")  # type: ignore[union-attr]
+    lane._worker.gpu.side.device = torch.device("cuda:0")  # type: ignore[union-attr]
     lane.use_gpu(torch.device("cuda:0"))
     with pytest.raises(ValueError, match="must be on one GPU, got some on cuda:1, others on cuda:0"):
         lane.use_gpu(torch.device("cuda:1"))

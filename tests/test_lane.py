@@ -8,9 +8,10 @@ from collections.abc import Generator
 
 import pytest
 
+from test_gpu_lanes import PlayedSideStream, pretend_group
 from torchbagua import _concurrency
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Lane, LaneGpu
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -39,7 +40,9 @@ def test_jobs_run_in_order_on_one_thread() -> None:
 
 @pytest.mark.parametrize("is_under_way", [True, False])
 def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(is_under_way: bool) -> None:
-    lane = Lane("launching", on_failure=lambda: None, poll=lambda: is_under_way)
+    group = pretend_group(poll=lambda: is_under_way)
+    lane = Lane("launching", on_failure=lambda: None, group=group)
+    lane._worker.gpu = LaneGpu(PlayedSideStream([]), group)  # type: ignore[arg-type]
     launched, failed = lane.submit(lambda: "launched"), lane.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.result()
@@ -136,7 +139,7 @@ def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkey
     """The loop may have caught the handler's exception, and end in order."""
     monkeypatch.setattr(lane_module, "_LAST_JOB_S", 0.1)
     is_abandoned = threading.Event()
-    lane = Lane("interrupted", on_failure=lambda: None, on_abandon=is_abandoned.set)
+    lane = Lane("interrupted", on_failure=lambda: None, group=pretend_group(abandon=is_abandoned.set))
     job = lane.submit(lambda: is_abandoned.wait(5))
 
     def interrupt(done: object) -> None:

@@ -170,7 +170,7 @@ def test_a_graph_is_captured_while_the_lane_polls(group: dist.ProcessGroup, gpu:
     own = tb.BaguaProcessGroup(group)
     own.launch_on_lane()
     own.private.use_device(gpu)
-    lane = Lane("capture", on_failure=own.close, poll=own.private.poll, wait_for_gpu=own.private.wait_for_mark)
+    lane = Lane("capture", on_failure=own.close, group=own)
     lane.use_gpu(gpu)
     x, y = torch.ones(64, 64, device=gpu), torch.ones(3, device=gpu)
     torch.mm(x, x)  # creates cuBLAS's workspace

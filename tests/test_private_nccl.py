@@ -22,7 +22,7 @@ from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Lane, LaneGpu
 from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.transport import communicator
 from torchbagua.transport import nccl as private_nccl
@@ -295,11 +295,13 @@ def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl, call
     assert all(calls == ["connect on cuda:0", "abort"] for calls in nccl.calls.values())
 
 
-def make_watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
+def make_watched_lane(group: dist.ProcessGroup, nccl: Nccl) -> tuple[tb.BaguaProcessGroup, Lane]:
     """Return the group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
     own.launch_on_lane()
-    return own, Lane("watched", on_failure=own.close, poll=own.private.poll, wait_for_gpu=own.private.wait_for_mark)
+    lane = Lane("watched", on_failure=own.close, group=own)
+    lane._worker.gpu = LaneGpu(Stream(nccl), own)
+    return own, lane
 
 
 OVERDUE = (
@@ -312,11 +314,11 @@ def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl) -> None:
     """A job launched it and returned; the error is raised by the result of that job, and of later jobs."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
+        own, lane = make_watched_lane(group, nccl)
 
         good = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
         good.result()
-        nccl.events[0].is_done = True
+        nccl.finish()
         bad = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
         bad.result()  # the host does not wait for the GPU
         lane.submit(lambda: None).result()
@@ -361,8 +363,7 @@ def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) ->
     nccl.hangs = {"abort"}
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
-        lane._side = Stream(nccl)
+        own, lane = make_watched_lane(group, nccl)
         good = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 1"))
         threading.Timer(0.2, nccl.finish).start()
         start_s = time.monotonic()
@@ -380,8 +381,7 @@ def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl) -> None:
     """While it forbids to ask whether an operation has ended, this is unknown; it is no failure of the GPU."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
-        lane._side = Stream(nccl)
+        own, lane = make_watched_lane(group, nccl)
         job = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
         job.result()
         for event in nccl.events:
@@ -424,8 +424,7 @@ def test_an_aborted_operation_counts_as_failed_although_it_ends(nccl: Nccl) -> N
     """A later job closes the groups, which aborts the operations in flight, long before its error ends the lane."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
-        lane._side = Stream(nccl)
+        own, lane = make_watched_lane(group, nccl)
 
         def fail() -> None:
             own.close()
@@ -477,7 +476,7 @@ def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
     def body(group: dist.ProcessGroup) -> None:
         step, attachment = attach_small_model(group, WRITERS[name])
         runner, impl = attachment.runner, attachment.impl
-        runner.lane._side = Stream(nccl)
+        runner.lane._worker.gpu = LaneGpu(Stream(nccl), runner.process_group)
         weights = [parameter.detach() for group in runner.optimizers[0].param_groups for parameter in group["params"]]
         extra = torch.ones(3)
 
@@ -545,7 +544,7 @@ def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
     """Gloo reports that a rank died, while NCCL still waits for it."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
+        own, lane = make_watched_lane(group, nccl)
 
         def fail() -> None:
             raise tb.CommunicationError("rank 1 is gone")
@@ -574,7 +573,7 @@ def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_grou
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=TIMEOUT)
         lane = tb.extend.Runner(own, tb.ByteGradAlgorithm()).lane
-        lane._side = Stream(nccl)
+        lane._worker.gpu = LaneGpu(Stream(nccl), own)
         flat = torch.ones(3)
         bucket = BaguaBucket("gradient bucket 0", [BaguaTensor("x", torch.nn.Parameter(flat))], own, flat)
 
@@ -630,8 +629,7 @@ def test_a_job_whose_lane_and_groups_were_closed_by_an_exception(nccl: Nccl, has
     """A program may save its state after the exception: with what the GPU had computed by then, or an error."""
 
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
-        lane._side = Stream(nccl)
+        own, lane = make_watched_lane(group, nccl)
         job = lane.submit(lambda: 5)
         job.result()
         nccl.is_stuck = not has_finished
@@ -649,7 +647,7 @@ def test_a_job_whose_lane_and_groups_were_closed_by_an_exception(nccl: Nccl, has
 
 def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group)
+        own, lane = make_watched_lane(group, nccl)
         with pytest.raises(tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU did not finish within 1 s"):
             own.private.wait_for_gpu(GPU, "averaging round 3")
         launch(own.world, "all_to_all of weight bucket 0")

@@ -24,7 +24,7 @@ from test_gpu_lanes import PlayedSideStream
 from test_host_reads import Reads
 from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
 from torchbagua.runtime import parameter_state
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.lane import Job, LaneGpu
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
 
@@ -49,7 +49,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def training(group: dist.ProcessGroup, model: torch.nn.Module, **arguments: Any) -> Iterator[tuple[Trainer, Any]]:
     trainer = Trainer(group, model)
     runner: Any = trainer.hook(**arguments)
-    runner.lane._side = PlayedSideStream([])
+    runner.lane._worker.gpu = LaneGpu(PlayedSideStream([]), runner.process_group)  # type: ignore[arg-type]
     try:
         yield trainer, runner
     finally:

@@ -20,6 +20,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua._torch import future_of
+from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream, has_reached, wait_on_host
 
 T = TypeVar("T")
@@ -53,36 +55,10 @@ class Overlappable(Protocol[R]):
         ...
 
 
-class Worker(Protocol):
-    """The interface of the lane's worker for its jobs.
-
-    Attributes:
-        waiting: returns a context manager, entered while another thread waits for a job.
-    """
-
-    waiting: Callable[[], AbstractContextManager[None]]
-
-    def begin_next(self) -> None:
-        """Begin the job after the running one, if it is queued and overlaps."""
-        ...
-
-    def raise_late_failure(self) -> None:
-        """Raise the error of asynchronous work that finished jobs had launched, if there is one."""
-        ...
-
-    def wait_for_gpu(self, mark: Any) -> None:
-        """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
-        ...
-
-    def wait_for(self, done: "torch.futures.Future[Any]") -> None:
-        """Wait until a job is done, on another thread."""
-        ...
-
-
 class Job(ABC, Generic[T]):
     """A unit of work for a lane. `Lane.submit` and `Lane.submit_overlapping` return one."""
 
-    def __init__(self, worker: Worker, side: LaneStream | None) -> None:
+    def __init__(self, worker: "_Worker", side: LaneStream | None) -> None:
         self._worker = worker
         self._side = side
         self._ready = None if side is None else side.mark()
@@ -106,7 +82,7 @@ class Job(ABC, Generic[T]):
         """Wait until the job is done. Return its value, or raise its error.
 
         On a GPU, a job is done when all its work is launched. The stream of this thread waits for that work. If the
-        work fails later, the `poll` of the lane detects it, and this method raises the error from then on. By then,
+        work fails later, the lane's thread detects it, and this method raises the error from then on. By then,
         writes that follow the work in stream order have executed: call `finish` before a write to a module.
         """
         with nullcontext() if self._done.done() else self._worker.waiting():
@@ -159,7 +135,7 @@ class Job(ABC, Generic[T]):
 class JobOfFunction(Job[T]):
     """A job that calls a function; see `Job`."""
 
-    def __init__(self, run: Callable[[], T], worker: Worker, side: LaneStream | None) -> None:
+    def __init__(self, run: Callable[[], T], worker: "_Worker", side: LaneStream | None) -> None:
         super().__init__(worker, side)
         self._run = run
 
@@ -172,14 +148,14 @@ class JobOfFunction(Job[T]):
 class OverlappingJob(Job[T]):
     """A job that may begin while the previous job is in progress; see `Job`."""
 
-    def __init__(self, source: Overlappable[T], worker: Worker, side: LaneStream | None) -> None:
+    def __init__(self, source: Overlappable[T], worker: "_Worker", side: LaneStream | None) -> None:
         super().__init__(worker, side)
         self._source = source
-        self._begun: Generator[None, None, T] | None = None
+        self._begun: Generator[None, None, None] | None = None
 
     def begin(self) -> None:
         if self._side is None and self._begun is None and self._source.may_begin():
-            self._begun = self._source.run_overlapping()
+            self._begun = self._parts()
             next(self._begun)
 
     def fail(self, error: BaseException) -> None:
@@ -189,24 +165,20 @@ class OverlappingJob(Job[T]):
 
     def _compute(self) -> T:
         begun, self._begun = self._begun, None
-        is_past_start, parts = begun is not None, begun or self._source.run_overlapping()
-        del self._source
+        parts = begun or self._parts()
         try:
-            while True:
-                try:
-                    next(parts)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
-                if is_past_start:
-                    self._worker.begin_next()
-                is_past_start = True
+            if begun is None:
+                next(parts, None)
+            for _ in parts:
+                self._worker.begin_next()
         finally:
             parts.close()
+        return self._value
 
-
-def _wait_for_gpu(mark: Any, check: Callable[[], object]) -> bool:
-    wait_on_host(mark, check=check)
-    return True
+    def _parts(self) -> Generator[None, None, None]:
+        source = self._source
+        del self._source
+        self._value = yield from source.run_overlapping()
 
 
 class Lane:
@@ -222,38 +194,18 @@ class Lane:
     Args:
         name: the name of the thread.
         on_failure: called on the lane's thread after a job has raised, before any waiting thread is notified.
-        explain: called then with the error; returns the error to raise.
-        waiting: a context manager, entered while another thread waits for a job.
-        poll: called on the lane's thread between jobs while it returns True, which means that a GPU is still executing
-            work that jobs launched. If it raises, the lane ends, and every job raises that error from then on.
-        wait_for_gpu: waits until a GPU has reached a mark, and calls its second argument repeatedly, which may raise.
-            Returns False if the work before the mark may have been aborted.
-        look: called on the lane's thread if nothing was launched for some seconds after a `launch`. If another rank has
-            failed, it raises the lane's error. Its argument is a function that returns whether the GPU is stuck.
-        on_abandon: called by `close` to end the wait of a running job for another rank.
+        group: the group over which jobs communicate. It explains the error of a job, and is abandoned if `close` ends a
+            job that waits for another rank. Between jobs, the lane's thread looks for operations of a GPU that fail,
+            and for failed ranks.
 
     Attributes:
         check_process: raises RuntimeError in a process that was forked from the one with the lane's thread. A function
             that does not refer to the lane.
     """
 
-    def __init__(
-        self,
-        name: str,
-        on_failure: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        poll: Callable[[], bool] = lambda: False,
-        explain: Callable[[BaseException], BaseException] = lambda error: error,
-        wait_for_gpu: Callable[[Any, Callable[[], object]], bool] = _wait_for_gpu,
-        look: Callable[[Callable[[], bool]], None] | None = None,
-        on_abandon: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._worker = _Worker(name, on_failure, waiting, poll, explain, wait_for_gpu, look)
-        self._looks = look is not None
-        self._on_abandon = on_abandon
+    def __init__(self, name: str, on_failure: Callable[[], None], group: BaguaProcessGroup | None = None) -> None:
+        self._worker = _Worker(name, on_failure, group)
         self.check_process = self._worker.check_process
-        self._side: LaneStream | None = None
-        self._name = name
         self._lock = _concurrency.Lock()  # ensures that no job is queued after the stop
         self._thread: _concurrency.Thread | None = None
         # With a standalone hook, nobody calls close. Garbage collection of the lane then stops the thread, so the
@@ -266,12 +218,13 @@ class Lane:
 
     def use_gpu(self, device: torch.device) -> None:
         """Run all later jobs on a stream of this GPU. Raises ValueError if an earlier call set another GPU."""
-        if self._side is None:
-            self._side = SideStream(device) if device.type == "cuda" else ThreadStream(device)
-        if self._side.device != device:
-            raise ValueError(
-                f"{self._name}: all tensors must be on one GPU, got some on {device}, others on {self._side.device}"
-            )
+        worker = self._worker
+        if worker.gpu is None:
+            assert worker.group is not None, "a lane that uses a GPU must have a group"
+            worker.gpu = LaneGpu(SideStream(device) if device.type == "cuda" else ThreadStream(device), worker.group)
+        used = worker.gpu.side.device
+        if used != device:
+            raise ValueError(f"{worker.name}: all tensors must be on one GPU, got some on {device}, others on {used}")
 
     def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
         """Run a function immediately, on this thread and the lane's stream. It only launches kernels and collectives.
@@ -285,21 +238,21 @@ class Lane:
             RuntimeError: the lane is closed.
             BaseException: the error of an earlier job that failed.
         """
-        assert self._side is not None, "call use_gpu before launch"
+        worker, gpu = self._worker, self._worker.gpu
+        assert gpu is not None, "call use_gpu before launch"
         if not self._stop.alive:
-            raise RuntimeError(f"{self._name} is closed")
-        if self._worker.failure is not None:
-            raise self._worker.failure
-        self._worker.num_launched += 1
-        if self._looks and self._worker.launches_on is None:
-            self._worker.launches_on = self._side
-            self._submit(JobOfFunction(lambda: None, self._worker, None))  # starts the thread, or wakes it
-        future = self._side.new_future()
-        with self._side.after(self._side.mark()):
+            raise RuntimeError(f"{worker.name} is closed")
+        if worker.failure is not None:
+            raise worker.failure
+        gpu.num_launched += 1
+        if gpu.num_launched == 1 and gpu.group.launches_on_users_group:
+            self._submit(JobOfFunction(lambda: None, worker, None))  # starts the thread, or wakes it, to look
+        future = gpu.side.new_future()
+        with gpu.side.after(gpu.side.mark()):
             try:
                 future.set_result(run())
             except BaseException as error:
-                failure = self._worker.fail_first(error)
+                failure = worker.fail_first(error)
                 if failure is not error:  # a job failed in the meantime and closed the groups
                     raise failure from error
                 raise
@@ -314,7 +267,7 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
-        return self._submit(OverlappingJob(source, self._worker, self._side))
+        return self._submit(OverlappingJob(source, self._worker, self._worker.side))
 
     def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue a function, and return the job. `Job.result` returns the function's value, or raises its error.
@@ -327,20 +280,21 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
-        return self._submit(JobOfFunction(run, self._worker, self._side), interrupt)
+        return self._submit(JobOfFunction(run, self._worker, self._worker.side), interrupt)
 
     def _submit(self, job: "Job[T]", interrupt: Callable[[], None] | None = None) -> "Job[T]":
-        self._worker.check_process()
+        worker = self._worker
+        worker.check_process()
         with self._lock:
             if not self._stop.alive:
-                raise RuntimeError(f"{self._name} is closed")
+                raise RuntimeError(f"{worker.name} is closed")
             if self._thread is None:
-                self._thread = _concurrency.Thread(target=self._worker.work, name=self._name, daemon=True)
+                self._thread = _concurrency.Thread(target=worker.work, name=worker.name, daemon=True)
                 self._thread.start()
                 _concurrency.at_exit(self._close_at_exit)
             if interrupt is not None:
-                self._worker.interrupt = weakref.WeakMethod(interrupt)
-            self._worker.queue(job)
+                worker.interrupt = weakref.WeakMethod(interrupt)
+            worker.queue(job)
         return job
 
     @property
@@ -360,23 +314,25 @@ class Lane:
         the training, or one of a signal handler has ended a wait for a job, or this wait. A job that waits for another
         rank is then abandoned.
         """
-        if self.is_of_other_process:
+        worker = self._worker
+        if worker.is_of_other_process:
             return
         with self._lock:
             self._stop()
         if self._thread is not None:
             has_ended = False
             try:
-                has_ended = self._worker.await_end(in_order=in_order)
+                has_ended = worker.await_end(in_order=in_order)
             finally:
                 if not has_ended:
-                    self._on_abandon()
-                    has_ended = self._worker.await_end(in_order=False)
+                    if worker.group is not None:
+                        worker.group.private.abandon()
+                    has_ended = worker.await_end(in_order=False)
             if has_ended:
                 self._thread.join()
-        if self._side is not None:
-            self._worker.has_finished_on_gpu = has_reached(self._side.end())
-            self._side.join()  # the caller may free and reuse the memory that the stream still writes to
+        if worker.gpu is not None:
+            worker.gpu.has_finished = has_reached(worker.gpu.side.end())
+            worker.gpu.side.join()  # the caller may free and reuse the memory that the stream still writes to
         _concurrency.unregister_at_exit(self._close_at_exit)
 
 
@@ -397,51 +353,71 @@ def _clear_frames(error: BaseException) -> None:
             todo += [cause for cause in (error.__cause__, error.__context__) if cause is not None]
 
 
+@dataclass
+class LaneGpu:
+    """The GPU of a lane, and the work that its jobs have launched there.
+
+    Attributes:
+        side: the stream of the lane.
+        group: the group of the lane.
+        num_launched: the number of calls of `Lane.launch`. From the first on, the lane looks for failed ranks.
+        late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
+        has_finished: whether the GPU had finished all work when the lane was closed.
+    """
+
+    side: LaneStream
+    group: BaguaProcessGroup
+    num_launched: int = 0
+    late_failure: BaseException | None = None
+    has_finished: bool = False
+
+    def is_working(self) -> bool:
+        """Return whether it is still executing work that jobs launched, or has not finished it in time."""
+        try:
+            return self.group.private.poll()
+        except BaseException:  # the work has already timed out
+            return True
+
+    def is_stuck(self) -> bool:
+        """Return whether it does not finish the launched work soon."""
+        self.side.bind_thread()
+        try:
+            wait_on_host(self.side.end(), _LOOK_EVERY_S)
+        except TimeoutError:
+            return True
+        return False
+
+
 class _Worker:
     """The state of the lane's thread: the queue, and the error that ended it.
 
     Attributes:
+        name, group: the arguments of the lane.
+        gpu: the GPU on which jobs run; None if they run on the CPU.
         failure: the error that ended the lane; None before.
-        late_failure: the error of asynchronous work that finished jobs had launched; None if there is no error.
         interrupt: stops the running job, if it would otherwise never return.
-        is_interrupted: whether a signal handler has raised while a thread waited for a job.
-        waiting: the context manager that a thread enters while it waits for a job.
-        num_launched: the number of calls of `Lane.launch`.
-        has_finished_on_gpu: whether the GPU had finished all work when the lane was closed.
-        launches_on: the stream of these calls, from the first call on that begins to look for failed ranks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        on_failure: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[None]],
-        poll: Callable[[], bool],
-        explain: Callable[[BaseException], BaseException],
-        wait_for_gpu: Callable[[Any, Callable[[], object]], bool],
-        look: Callable[[Callable[[], bool]], None] | None,
-    ) -> None:
-        self._name = name
-        self._process = os.getpid()
-        self._on_failure = on_failure
-        self._explain = explain
-        self.waiting = waiting
-        self._poll = poll
-        self._wait_for_gpu = wait_for_gpu
-        self._look = look
-        self.num_launched = 0
-        self.launches_on: LaneStream | None = None
-        self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
-        self._jobs: _concurrency.SimpleQueue[Job[Any] | None] = _concurrency.SimpleQueue()
-        self._lock = _concurrency.Lock()  # ensures that no job is queued after a failure
+    def __init__(self, name: str, on_failure: Callable[[], None], group: BaguaProcessGroup | None) -> None:
+        self.name = name
+        self.group = group
+        self.gpu: LaneGpu | None = None
         self.failure: BaseException | None = None
-        self.late_failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.is_interrupted = False
-        self.has_finished_on_gpu = False
+        self._on_failure = on_failure
+        self._process = os.getpid()
+        self._jobs: _concurrency.SimpleQueue[Job[Any] | None] = _concurrency.SimpleQueue()
+        self._peeked: list[Job[Any] | None] = []  # the next job, if it was taken from the queue to see if it may begin
+        self._is_interrupted = False  # whether a signal handler has raised while a thread waited for a job
         self._is_stopped = False
+        self._lock = _concurrency.Lock()  # ensures that no job is queued after a failure
         self._running = _concurrency.Lock()  # held until the thread's work ends
         self._running.acquire()
+
+    @property
+    def side(self) -> LaneStream | None:
+        """The stream on which jobs run; None on the CPU."""
+        return None if self.gpu is None else self.gpu.side
 
     @property
     def is_of_other_process(self) -> bool:
@@ -451,17 +427,22 @@ class _Worker:
         """Raise RuntimeError in a process that was forked from the one with the lane's thread."""
         if self.is_of_other_process:
             raise RuntimeError(
-                f"{self._name}: it belongs to process {self._process}, and this is process {os.getpid()}, which was "
+                f"{self.name}: it belongs to process {self._process}, and this is process {os.getpid()}, which was "
                 "forked without its threads and connections; train and detach in the first process only"
             )
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which another thread waits for a job; observers are notified of its duration."""
+        return nullcontext() if self.group is None else self.group.tracer.span("wait")
+
     def wait_for(self, done: "torch.futures.Future[Any]") -> None:
+        """Wait until a job is done, on another thread."""
         if not done.done():
             self.check_process()
         try:
             _concurrency.wait_for(done)
         except BaseException:
-            self.is_interrupted = True
+            self._is_interrupted = True
             raise
 
     def queue(self, job: Job[Any]) -> None:
@@ -481,10 +462,11 @@ class _Worker:
 
     def wait_for_gpu(self, mark: Any) -> None:
         """Wait until the GPU has reached `mark`. Raises if it was not reached, or only because work was aborted."""
+        assert self.gpu is not None
         with nullcontext() if has_reached(mark) else self.waiting():
-            has_finished = self._wait_for_gpu(mark, self.raise_late_failure)
+            has_finished = self.gpu.group.private.wait_for_mark(mark, self.raise_late_failure)
         self.raise_late_failure()  # the lane sets it before it aborts the work, which ends the work early
-        if not (has_finished or self.has_finished_on_gpu):
+        if not (has_finished or self.gpu.has_finished):
             if not self._is_stopped:
                 # A running job has closed the groups, and its error is about to end the lane, with the queued jobs.
                 last = JobOfFunction(lambda: None, self, None)
@@ -493,8 +475,9 @@ class _Worker:
             raise RuntimeError("torchbagua: the groups were closed while a GPU was working on their operations")
 
     def raise_late_failure(self) -> None:
-        if self.late_failure is not None:
-            raise self.late_failure
+        """Raise the error of asynchronous work that finished jobs had launched, if there is one."""
+        if self.gpu is not None and self.gpu.late_failure is not None:
+            raise self.gpu.late_failure
 
     def fail_first(self, error: BaseException) -> BaseException:
         """Record `error` as the failure of the lane, unless one is already recorded. Return the recorded failure."""
@@ -522,7 +505,7 @@ class _Worker:
 
         `Thread.join` would count the thread as ended once a signal handler has raised in it (Python 3.11).
         """
-        has_ended = self._running.acquire(timeout=-1 if in_order and not self.is_interrupted else _LAST_JOB_S)
+        has_ended = self._running.acquire(timeout=-1 if in_order and not self._is_interrupted else _LAST_JOB_S)
         if has_ended:
             self._running.release()  # for a later call
         return has_ended
@@ -538,11 +521,12 @@ class _Worker:
             with self._lock:
                 self.failure = error = cause
             try:
-                if self._is_under_way():
-                    self.late_failure = error
+                if self.gpu is not None and self.gpu.is_working():
+                    self.gpu.late_failure = error
                 _clear_frames(error)
                 self._on_failure()
-                self.failure = error = self._explain(error)
+                if self.group is not None:
+                    self.failure = error = self.group.explain(error)
             finally:
                 if job is not None:
                     job.fail(error)
@@ -556,33 +540,19 @@ class _Worker:
         return job is not None
 
     def _next_job(self) -> "Job[Any] | None":
-        """Wait for a job. Meanwhile, poll the work that the last jobs launched."""
+        """Wait for a job. Meanwhile, look for failures of the work that the last jobs launched on a GPU."""
         if self._peeked:
             return self._peeked.pop()
-        while self._poll():
+        if (gpu := self.gpu) is None:
+            return self._jobs.get()
+        while gpu.group.private.poll():
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_POLL_EVERY_S)
         num_seen = -1
-        while self._look is not None and self.launches_on is not None:
+        while gpu.num_launched and gpu.group.launches_on_users_group:
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_LOOK_EVERY_S)
-            if num_seen == self.num_launched:
-                self._look(self._is_stuck)
-            num_seen = self.num_launched
+            if num_seen == gpu.num_launched:
+                gpu.group.look_for_failed_rank(gpu.is_stuck)
+            num_seen = gpu.num_launched
         return self._jobs.get()
-
-    def _is_stuck(self) -> bool:
-        """Return whether the GPU does not finish the launched work soon."""
-        assert self.launches_on is not None
-        self.launches_on.bind_thread()
-        try:
-            wait_on_host(self.launches_on.end(), _LOOK_EVERY_S)
-        except TimeoutError:
-            return True
-        return False
-
-    def _is_under_way(self) -> bool:
-        try:
-            return self._poll()
-        except BaseException:  # the work has already timed out
-            return True

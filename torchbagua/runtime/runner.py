@@ -5,7 +5,6 @@ A gradient algorithm has a `GradientRunner`, and a weight algorithm a `WeightRun
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -73,16 +72,7 @@ class Runner:
         self.name = type(algorithm).__name__
         self.codec: Compressor = algorithm.make_codec()
         self.tracer = process_group.tracer
-        self.lane = Lane(
-            f"torchbagua lane of {self.name}",
-            on_failure=process_group.fail,
-            waiting=partial(process_group.tracer.span, "wait"),
-            poll=process_group.private.poll,
-            explain=process_group.explain,
-            wait_for_gpu=process_group.private.wait_for_mark,
-            look=process_group.look_for_failed_rank if process_group.launches_on_users_group else None,
-            on_abandon=process_group.private.abandon,
-        )
+        self.lane = Lane(f"torchbagua lane of {self.name}", on_failure=process_group.fail, group=process_group)
         self.parameter_state: ParameterState[Any] | None = None
         self.needs_grad_scaler = False
         self.grad_scaler: torch.amp.GradScaler | None = None

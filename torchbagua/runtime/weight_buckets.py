@@ -73,8 +73,7 @@ class WeightMeans:
             yield
             return
         weights, group = self._weights, self._group
-        own = {bucket: torch.empty_like(bucket.flat) for bucket in weights}
-        weights.read(own.__getitem__)
+        own = weights.copy()
         means = {bucket: flat.clone() for bucket, flat in own.items()}
 
         def average() -> None:
@@ -100,8 +99,7 @@ class WeightMeans:
         if not self._own:
             yield
             return
-        means = {bucket: torch.empty_like(flat) for bucket, flat in self._own.items()}
-        self._weights.read(means.__getitem__)
+        means = self._weights.copy()
         self._weights.write(self._own.__getitem__)
         try:
             yield
@@ -258,7 +256,8 @@ class WeightBuckets:
         self._cap_bytes = bucket_cap_mb * 2**20
         self._module = torch.nn.Module()
         self._ignored_names: frozenset[str] = frozenset()
-        self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
+        self._averaged: dict[str, torch.nn.Parameter] = {}  # parameters, by name
+        self._averaged_ids: set[int] = set()
         self._followed_ids: set[int] | None = None  # parameters of a loaded state, until `need_reset`
         self._sharded_parts: list[Any] = []
         self._shapes: dict[str, torch.Size] = {}
@@ -294,35 +293,30 @@ class WeightBuckets:
         self._module, self._ignored_names = module, ignored_names
         self._sharded_parts = list(sharded_parts(module).values())
         reshard(self._sharded_parts)
-        selected_ids = self._followed_ids
-        if selected_ids is None:
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            selected_ids = {id(parameter) for parameter in (*trained, *self._averaged.values())}
-        tensors = [
-            BaguaTensor(name, parameter)
-            for name, parameter in module.named_parameters()
-            if id(parameter) in selected_ids
-        ]
+        parameters = [(name, weight) for name, weight in module.named_parameters() if name not in ignored_names]
+        buffers: list[tuple[str, torch.Tensor]] = []
         if self._average_buffers:
-            in_state = module.state_dict().keys()  # other buffers are caches, equal on all ranks
+            in_state = module.state_dict().keys() - ignored_names  # other buffers are caches, equal on all ranks
             buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in in_state]
-            tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if _is_inexact(buffer)]
-        tensors = [tensor for tensor in tensors if tensor.name not in ignored_names]
-        for tensor in tensors:
-            kind = "parameter" if tensor.is_parameter else "buffer"
-            check_elements(f"{self._owner}: {kind} {tensor.name}", tensor.parameter)
-        devices = sorted({str(tensor.parameter.device) for tensor in tensors})
+        averaged = {name: weight for name, weight in parameters if self._is_selected(weight)}
+        weights = {**averaged, **{name: buffer for name, buffer in buffers if _is_inexact(buffer)}}
+        for name, weight in weights.items():
+            kind = "parameter" if name in averaged else "buffer"
+            check_elements(f"{self._owner}: {kind} {name}", weight)
+        devices = sorted({str(weight.device) for weight in weights.values()})
         if len(devices) > 1:
             raise ValueError(f"{self._owner}: the module must be on one device, got {', '.join(devices)}")
-        self._averaged = {tensor.name: tensor.parameter for tensor in tensors if tensor.is_parameter}
+        self._averaged, self._averaged_ids = averaged, {id(weight) for weight in averaged.values()}
         if self._group.size == 1:
             return []
-        named = [
-            BaguaTensor(name_of_shard(tensor.name, tensor.parameter), tensor.parameter, self._kept_order(tensor))
-            for tensor in tensors
-        ]
-        self.lockstep.layout_watch.watch([tensor for tensor in named if tensor.is_parameter])
-        return named
+        tensors = [self._tensor(name_of_shard(name, weight), weight) for name, weight in weights.items()]
+        self.lockstep.layout_watch.watch([tensor for tensor in tensors if tensor.is_parameter])
+        return tensors
+
+    def _is_selected(self, parameter: torch.nn.Parameter) -> bool:
+        if self._followed_ids is not None:
+            return id(parameter) in self._followed_ids
+        return parameter.requires_grad or id(parameter) in self._averaged_ids
 
     @property
     def parameter_names(self) -> list[str]:
@@ -348,12 +342,13 @@ class WeightBuckets:
         self._followed_ids = {id(parameters[name]) for name in names}
         return set(names) != self._averaged.keys()
 
-    def _kept_order(self, tensor: BaguaTensor) -> MemoryOrder:
-        """Return the order of the first tensor with this name and shape, since other ranks may still use that order."""
-        order = self._orders.get(tensor.name)
-        if order is None or sorted(order.sizes) != sorted(tensor.order.sizes):
-            order = self._orders[tensor.name] = tensor.order
-        return order
+    def _tensor(self, name: str, weight: torch.Tensor) -> BaguaTensor:
+        """Return a tensor in the order of the first with its name and shape, which other ranks may still use."""
+        order = MemoryOrder(weight)
+        kept = self._orders.setdefault(name, order)
+        if sorted(kept.sizes) != sorted(order.sizes):
+            kept = self._orders[name] = order
+        return BaguaTensor(name, weight, kept)
 
     def need_reset(self, *, meets: bool = True) -> bool:
         """Return whether parameters have been unfrozen or replaced since `select`.
@@ -367,26 +362,23 @@ class WeightBuckets:
         """
         if self._group.size == 1:
             return False
-        has_changed_layout = self.lockstep.layout_watch.look()
+        if self.lockstep.layout_watch.look() and meets:
+            self.lockstep.refuse_changed_layout()
         reshard(self._sharded_parts)
-        averaged = {id(parameter) for parameter in self._averaged.values()}
-        not_averaged = {
-            name: parameter
-            for name, parameter in self._module.named_parameters()
-            if id(parameter) not in averaged and name not in self._ignored_names
-        }
-        current_ids = {id(parameter) for parameter in self._module.parameters()} if not_averaged else set()
-        for name, parameter in not_averaged.items():
-            if not parameter.requires_grad and name in self._averaged and id(self._averaged[name]) not in current_ids:
+        averaged_ids, ignored = self._averaged_ids, self._ignored_names
+        weights = self._module.named_parameters()
+        others = {name: weight for name, weight in weights if id(weight) not in averaged_ids and name not in ignored}
+        for name, parameter in others.items():
+            if parameter.requires_grad or name not in self._averaged:
+                continue
+            if all(current is not self._averaged[name] for current in self._module.parameters()):
                 raise RuntimeError(
                     f"torchbagua: parameter {name} was averaged, and has been replaced by a parameter with "
                     "requires_grad=False, which would not be averaged. Freeze it only after a step, or detach before "
                     "you replace it"
                 )
-        if has_changed_layout and meets:
-            self.lockstep.refuse_changed_layout()
         self._followed_ids = None
-        return any(parameter.requires_grad for parameter in not_averaged.values())
+        return any(parameter.requires_grad for parameter in others.values())
 
     def make_buckets(
         self, tensors: Sequence[BaguaTensor], part_of: Callable[[BaguaTensor], str] = lambda tensor: ""
@@ -423,6 +415,12 @@ class WeightBuckets:
         for bucket in self if buckets is None else buckets:
             for weight, part in self._with_weights(bucket, flat(bucket)):
                 part.copy_(weight)
+
+    def copy(self) -> dict[WeightBucket, torch.Tensor]:
+        """Return the weights of each bucket, in new flat tensors."""
+        copies = {bucket: torch.empty_like(bucket.flat) for bucket in self}
+        self.read(copies.__getitem__)
+        return copies
 
     @torch.no_grad()
     def write(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:

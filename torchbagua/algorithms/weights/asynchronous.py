@@ -200,13 +200,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             RuntimeError: communication failed.
         """
         self._check_attached("abort", module)
-        if not self._is_enabled or self._leaving_rank is not None:
-            return
-        self._is_enabled = False
-        self._num_calls += 1
-        if not self._stop("abort", self.algorithm.final_average if final_average is None else final_average):
-            self._meet("abort")
-        self.runner.tracer.deliver()
+        if self._is_enabled and self._leaving_rank is None:
+            self._is_enabled = False
+            self._num_calls += 1
+            if not self._stop("abort", self.algorithm.final_average if final_average is None else final_average):
+                self._meet("abort")
+            self.runner.tracer.deliver()
 
     def resume(self, module: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
         """Restart averaging after `abort`. Collective. Does nothing if averaging is not stopped.
@@ -221,12 +220,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._check_attached("resume", module)
         if self._leaving_rank is not None:
             raise RuntimeError(f"torchbagua: averaging cannot be resumed: rank {self._leaving_rank} has left")
-        if self._is_enabled:
-            return
-        self._num_calls += 1
-        self._meet("resume")
-        self._is_enabled = True
-        self._start()
+        if not self._is_enabled:
+            self._num_calls += 1
+            self._meet("resume")
+            self._is_enabled = True
+            self._start()
 
     def _check_attached(self, method: str, module: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
         if not self.runner.is_attached_to(module):
@@ -236,7 +234,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             )
 
     def _meet(self, purpose: str) -> None:
-        """Wait until all ranks have called this. Called only while no rounds are running."""
+        """Wait until all ranks have called this, while no rounds are running."""
         if not self._is_single_rank:
             self._weights.lockstep.submit(lambda: None, purpose).result()
 
@@ -390,8 +388,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         weights.load_by_name(differences.__getitem__, state["differences"])
         weights.load_by_name(snapshots.__getitem__, state["buffer_snapshots"], weights.of_buffers)
         if self._rounds is not None:
-            loaded = {bucket: _zeros(bucket) for bucket in weights}
-            weights.read(loaded.__getitem__)
+            loaded = weights.copy()
             self._stop("load_state_dict")
             weights.write(loaded.__getitem__)
         for compressed_mean in self._compressed_means.values():
@@ -612,19 +609,26 @@ class BackgroundRounds:
     # Called by the lane.
 
     def _run(self, compare_progress: Callable[[], object]) -> None:
+        world, ends = self._group.world, False
         try:
             compare_progress()
-            ends = False
             while not ends:
                 self._await_snapshot()
-                votes = self._exchange_votes()
+                # A vote to stop counts from the rank's last snapshot on; a vote to leave counts at once.
+                gives_up = _concurrency.monotonic() > self._gives_up_at_s
+                own = replace(self._snapshot_vote, leaves=self._vote.leaves, gives_up=gives_up)
+                self.leaving_rank, self._running_rank, self.has_mean, votes = count_votes(
+                    world, own, self._layout_watch, f"averaging round {self.num_rounds}"
+                )
                 ends = self.leaving_rank is not None or self._running_rank is None
-                if ends and not self.has_mean:
-                    return
-                if len({vote.num_loads for vote in votes}) == 1:
+                if len({vote.num_loads for vote in votes}) > 1:
+                    self._gives_up_at_s = min(self._gives_up_at_s, _concurrency.monotonic() + self._timeout_s)
+                    continue
+                self._gives_up_at_s = math.inf
+                if not ends or self.has_mean:
                     self._average(votes, is_last=ends)
-                    if not ends:
-                        self._publish_differences()
+                if not ends:
+                    self._publish_differences()
         finally:
             with self._changed:
                 self._phase = "over"
@@ -647,19 +651,6 @@ class BackgroundRounds:
             self._wait(self._timeout_s / 4, lambda: self._phase == "ready" or self._vote.reason is None)
             self._phase = "averaging"
             self._handoff.wait()
-
-    def _exchange_votes(self) -> list[Vote]:
-        # A vote to stop counts from the rank's last snapshot on; a vote to leave counts at once.
-        gives_up = _concurrency.monotonic() > self._gives_up_at_s
-        own = replace(self._snapshot_vote, leaves=self._vote.leaves, gives_up=gives_up)
-        self.leaving_rank, self._running_rank, self.has_mean, votes = count_votes(
-            self._group.world, own, self._layout_watch, f"averaging round {self.num_rounds}"
-        )
-        if len({vote.num_loads for vote in votes}) == 1:
-            self._gives_up_at_s = math.inf
-        elif self._gives_up_at_s == math.inf:
-            self._gives_up_at_s = _concurrency.monotonic() + self._timeout_s
-        return votes
 
     def _average(self, votes: Sequence[Vote], *, is_last: bool) -> None:
         """Write the last mean, or mean minus snapshot, to the flat tensors."""
@@ -689,8 +680,7 @@ class BackgroundRounds:
         with self._changed:
             self._handoff.wait()
             for bucket in self._buckets:
-                if self._loaded_since_snapshot:
-                    bucket.clear(bucket.flat, self._loaded_since_snapshot)
+                bucket.clear(bucket.flat, self._loaded_since_snapshot)
                 if self._pending is None:
                     bucket.swap_difference()
                 else:  # the training thread has not applied the differences of the previous round

@@ -16,6 +16,7 @@ On rank i of k, with the symbols of DiLoCo (Douillard et al., arXiv 2311.08105, 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -606,7 +607,7 @@ class ShadowWeights:
         state, names = self.optimizer.state_dict(), self._optimizer_names(self.optimizer)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         by_name = {names[index]: dict(values) for index, values in state["state"].items()}
-        outer: dict[str, Any] = _copy({"state": by_name, "param_groups": groups})
+        outer: dict[str, Any] = deepcopy({"state": by_name, "param_groups": groups})
         return {"theta": {name: view.clone() for name, view in self._views.items()}, "outer": outer}
 
     def load_outer(self, outer: Mapping[str, Any], names: Collection[str]) -> None:
@@ -636,15 +637,6 @@ class ShadowWeights:
 def _is_nonzero(tensor: torch.Tensor) -> bool:
     """Return whether any element is nonzero. Checks the first element first, which usually decides."""
     return bool(tensor.numel()) and (bool(tensor[(0,) * tensor.dim()]) or bool(tensor.any()))
-
-
-def _copy(value: Any) -> Any:
-    """Return nested dicts and lists with copies of their tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def streaming_diloco(fragments: int = 4, delay: int = 5, **arguments: Any) -> DiLoCoAlgorithm:

@@ -110,13 +110,6 @@ class SynchronousRounds:
         """Count a backward pass. For `AlgorithmImpl.init_post_backward_hook`."""
         self.num_backwards += 1
 
-    def compare_before_round(self) -> None:
-        """Have the lane compare the ranks' progress before the jobs of a round that follow, and count the round.
-
-        An error is raised by these jobs.
-        """
-        self.start(lambda: None)
-
     def start(self, run: Callable[[], T]) -> Job[T]:
         """Submit a round to the lane, which runs it when all ranks have submitted it, and count the round."""
         job = self.submit(run)
