@@ -6,7 +6,7 @@ knows an optimizer only if `reify` was given one.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
@@ -47,6 +47,18 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a no-op function of the standard library, so that loading the pickle does not need this package."""
         return getattr, (nullcontext(), "__exit__")
+
+
+def call_before_forward(modules: Sequence[torch.nn.Module], call: Callable[[Any], None], undo: ExitStack) -> None:
+    """Call `call` with the inputs before each forward of a module in training, until `undo` is closed."""
+
+    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+        # A shallow copy of a module shares its hooks, but they must act on the original only.
+        if module in modules and module.training and torch.is_grad_enabled():
+            call(inputs)
+
+    for module in modules:
+        undo.callback(module.register_forward_pre_hook(ModuleHook(before_forward)).remove)
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

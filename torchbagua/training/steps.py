@@ -12,13 +12,11 @@ from torchbagua._torch import is_in_backward, leaves, num_writes, queue_callback
 from torchbagua._warnings import warn_user
 from torchbagua.observe.events import Timestamp
 from torchbagua.observe.tracer import Tracer
-from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup
-from torchbagua.training.ddp import ModuleHook
+from torchbagua.training.ddp import ModuleHook, call_before_forward
 
 # The number of consecutive backward passes, with changing weights, after which gradients cleared without an optimizer
 # step are an error. It exceeds a dozen, since a GradScaler that `attach` was not given skips that many steps at first.
@@ -272,79 +270,55 @@ def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
     return gradient.data_ptr(), num_writes(gradient)
 
 
-def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack, StepClock]:
-    """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock."""
-    wrappers, module, impl = setup.called, setup.inner, runner.impl
+def install_step_hooks(
+    setup: TrainingSetup,
+    runner: Runner,
+    undo: ExitStack,
+    *,
+    before_end: Callable[[], None] = lambda: None,
+    is_weight_algorithm: bool = False,
+) -> StepClock:
+    """Install the hooks that the impl asks for until `undo` is closed. `before_end` is called when a step ends."""
+    wrappers, module, impl, tracer = setup.called, setup.inner, runner.impl, runner.tracer
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
     on_backward_end = impl.init_post_backward_hook(module)
     on_step = impl.init_post_optimizer_step_hook(module)
 
-    loss_scale = None
-    if setup.grad_scaler is not None and runner.needs_grad_scaler and isinstance(runner, GradientRunner):
-        from torchbagua.training.grad_scaler import LossScale
-
-        loss_scale = LossScale(setup.grad_scaler, runner.process_group.private.wait_for_mark)
-        runner.use_grad_scaler(setup.grad_scaler, loss_scale.read)
-
-    # A shallow copy of a wrapper shares its hooks, but they must act on the original only.
-    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-        if module in wrappers and module.training and torch.is_grad_enabled():
-            if on_forward is not None:
-                on_forward(inputs)
-            if loss_scale is not None and not torch.compiler.is_compiling():  # the compiler would trace stream calls
-                loss_scale.fetch()
-
     def end_step(optimizer: torch.optim.Optimizer) -> None:
         try:
-            if isinstance(runner, WeightRunner):
-                runner.refuse_capture()
-                runner.reset_if_needed()
+            before_end()
             if on_step is not None:
                 on_step(optimizer)
         finally:
             # Only after on_step, in which the algorithm may wait for communication of this step.
-            runner.tracer.end_step()
+            tracer.end_step()
 
-    must_step = runner.averages_weights and on_step is not None  # it averages only when a step ends
-    needs_steps = on_step is not None or runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on
+    must_step = is_weight_algorithm and on_step is not None  # it averages only when a step ends
+    needs_steps = is_weight_algorithm or on_step is not None or tracer.is_on
     clock = StepClock(
         runner.step_watches if needs_steps else [],
         end_step,
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
     )
-    with ExitStack() as handles:  # closed here only if an installation raises
-        handles.callback(clock.close)
-        if setup.grad_scaler is None and runner.needs_grad_scaler:
-            from torchbagua.training.grad_scaler import UnknownScaler
+    undo.callback(clock.close)
+    if on_forward is not None:
+        call_before_forward(wrappers, on_forward, undo)
+    if on_backward_end is not None or must_step or tracer.is_on:
+        backward = _Backward(tracer, on_backward_end, clock if must_step else None)
+        undo.callback(backward.close)
 
-            handles.callback(UnknownScaler(runner).close)
-        if on_forward is not None or loss_scale is not None:
-            for wrapper in wrappers:
-                handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)
-        if on_backward_end is not None or must_step or runner.tracer.is_on:
-            backward = _Backward(runner.tracer, on_backward_end, clock if must_step else None)
-            handles.callback(backward.close)
+        def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+            if module in wrappers:
+                backward.watch(outputs, is_training=any(wrapper.training for wrapper in wrappers))
 
-            def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-                if module in wrappers:
-                    backward.watch(outputs, is_training=any(wrapper.training for wrapper in wrappers))
-
-            for wrapper in wrappers:
-                handles.callback(wrapper.register_forward_hook(ModuleHook(after_forward)).remove)
-        if on_gradient is not None:
-            for name, parameter in setup.trained().items():
-                handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if setup.grad_scaler is not None and isinstance(runner, WeightRunner):
-            from torchbagua.training.grad_scaler import install_overflow_agreement
-
-            handles.enter_context(
-                install_overflow_agreement(
-                    setup.grad_scaler, setup.optimizers, runner.agree_on_overflow, clock.after_search_for_inf
-                )
-            )
-        return handles.pop_all(), clock
+        for wrapper in wrappers:
+            undo.callback(wrapper.register_forward_hook(ModuleHook(after_forward)).remove)
+    if on_gradient is not None:
+        for name, parameter in setup.trained().items():
+            undo.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
+    return clock
 
 
 def _leaves(outputs: Any) -> Iterator[Any]:

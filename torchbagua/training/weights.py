@@ -30,6 +30,7 @@ from torchbagua.training.checks import JOIN_REFUSAL, TrainingSetup, require_same
 from torchbagua.training.ddp import Hook, ModuleHook, comm_hook, install_hook, named_tensors
 from torchbagua.training.lint.unaveraged_state import UnaveragedState
 from torchbagua.training.optimizer_weights import OptimizerWeights, broadcast_optimizer_state
+from torchbagua.training.steps import StepClock, install_step_hooks
 from torchbagua.training.weight_loads import WeightLoads
 
 
@@ -77,6 +78,30 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
     for ddp in setup.ddps:
         silence(ddp)
     return weights
+
+
+def install_step_end(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> StepClock:
+    """Have the algorithm average weights at the end of each training step, until `undo` is closed."""
+
+    def before_end() -> None:
+        runner.refuse_capture()
+        runner.reset_if_needed()
+
+    clock = install_step_hooks(setup, runner, undo, before_end=before_end, is_weight_algorithm=True)
+    scaler = setup.grad_scaler
+    if scaler is not None:
+        from torchbagua.training.grad_scaler import install_overflow_agreement
+
+        agreement = install_overflow_agreement(
+            scaler, setup.optimizers, runner.agree_on_overflow, clock.after_search_for_inf
+        )
+        undo.enter_context(agreement)
+    elif runner.needs_grad_scaler:
+        from torchbagua.training.grad_scaler import UnknownScaler
+
+        unknown = UnknownScaler(runner, "ranks would skip different steps", runner.note_unknown_scaler)
+        undo.callback(unknown.close)
+    return clock
 
 
 def broadcast_optimizers(setup: TrainingSetup, group: BaguaProcessGroup) -> None:
