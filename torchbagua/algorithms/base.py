@@ -211,7 +211,9 @@ class Algorithm:
         optimizers = [unwrap(each) for each in given]
         for unwrapped in optimizers:
             check_optimizer(where, unwrapped)
-        return bind(self, process_group, optimizers, observers, timeout)
+        runner = bind(self, process_group, optimizers, observers, timeout)
+        runner.name_parameters()
+        return runner
 
 
 def check_flags(algorithm: Algorithm, *names: str) -> None:

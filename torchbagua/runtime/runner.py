@@ -127,12 +127,15 @@ class Runner:
         """Watch the steps of these optimizers, if the algorithm needs them; `bind` calls this."""
         self.optimizers = list(optimizers)
         self._watches_steps = True
-        kept = self._parameters_of_state()
-        self._names = {id(parameter): f"parameter {index}" for index, parameter in enumerate(kept)}
         self.step_watches = [StepWatch(optimizer) for optimizer in dict.fromkeys(optimizers)]
         if self.parameter_state is not None or self._step_listeners:
             self._steps = StepsTaken(self, self.name)
             self._steps.listen_to(self.step_watches)
+
+    def name_parameters(self) -> None:
+        """Name the parameters of the optimizers by their positions, since a standalone hook knows no module."""
+        kept = self._parameters_of_state()
+        self._names = {id(parameter): f"parameter {index}" for index, parameter in enumerate(kept)}
 
     def require_grad_scaler(self) -> None:
         """Require that a loop with a GradScaler passes it to `attach`; for the constructor of an impl."""

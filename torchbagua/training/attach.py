@@ -91,7 +91,7 @@ class Attachment:
         with ExitStack() as undo:
             undo.callback(runner.close)
             for inner in setup.inners:
-                undo.callback(mark_attached(inner, runner.name).close)
+                mark_attached(inner, runner.name, undo)
             runner.tracer.count_optimizer_steps()
             if isinstance(runner, WeightRunner):
                 self._install_weights(setup, runner, undo)
@@ -135,7 +135,7 @@ class Attachment:
 
             undo.callback(MasterCheck(setup, runner).close)
         for ddp in setup.ddps:
-            undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
+            install_hook(ddp, partial(comm_hook, runner), undo)
 
     @property
     def is_detached(self) -> bool:

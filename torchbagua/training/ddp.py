@@ -86,10 +86,11 @@ class Trampoline:
     The reference is weak, since the garbage collector does not see the reducer's references.
     """
 
+    held: weakref.ref[HeldHook] | None = None
+
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module_id = id(module)
         self.process_group = module.process_group
-        self.held: weakref.ref[HeldHook] | None = None
 
 
 class _Listed(tuple[Any, Any]):
@@ -116,16 +117,14 @@ def check_no_foreign_hook(module: DistributedDataParallel) -> None:
             )
 
 
-def install_hook(module: DistributedDataParallel, hook: Hook) -> ExitStack:
-    """Have DDP call `hook` with its gradient buckets until the returned stack is closed; DDP then averages again."""
+def install_hook(module: DistributedDataParallel, hook: Hook, undo: ExitStack) -> None:
+    """Have DDP call `hook` with its gradient buckets until `undo` is closed; DDP then averages again."""
     trampoline = _trampoline_of(module)
     held = HeldHook(hook)
     setattr(module, _HELD, held)
     trampoline.held = weakref.ref(held)
-    undo = ExitStack()
     undo.callback(delattr, module, _HELD)
     undo.callback(setattr, trampoline, "held", None)
-    return undo
 
 
 def _trampoline_of(module: DistributedDataParallel) -> Trampoline:

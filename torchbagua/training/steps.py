@@ -40,6 +40,11 @@ class StepClock:
     not begin the next training step: otherwise all later training steps would end too early.
     """
 
+    _has_ended_one = False
+    _ended_by: torch.optim.Optimizer | None = None  # since the last backward
+    _has_warned = False
+    _has_warned_of_late = False
+
     def __init__(
         self,
         watches: Sequence[StepWatch],
@@ -50,15 +55,11 @@ class StepClock:
     ) -> None:
         self._on_end = on_end
         self._check_gradients = check_gradients
-        self._has_ended_one = False
         self._progress = {id(watch.optimizer): _OptimizerSteps(watch.optimizer) for watch in watches}
         self._watches = watches
         for watch in watches:
             watch.add(self._after_step)
         self._raises_if_never_stepped = raises_if_never_stepped
-        self._has_warned = False
-        self._ended_by: torch.optim.Optimizer | None = None  # since the last backward
-        self._has_warned_of_late = False
 
     def close(self) -> None:
         """Stop listening to steps."""
@@ -178,12 +179,13 @@ class StepClock:
 class _OptimizerSteps:
     """The progress of one optimizer since the last training step ended."""
 
+    num_steps = 0
+    is_done = False  # whether it has stepped or was skipped by a GradScaler
+    was_called = False  # whether it has ever stepped or been skipped
+    follows_backward = False  # whether it has stepped or was skipped since the last backward
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.num_steps = 0
-        self.is_done = False  # whether it has stepped or was skipped by a GradScaler
-        self.was_called = False  # whether it has ever stepped or been skipped
-        self.follows_backward = False  # whether it has stepped or was skipped since the last backward
         self.gradients = _UnusedGradients(optimizer)
 
     def note_call(self) -> None:
@@ -199,13 +201,14 @@ class _UnusedGradients:
     compute gradients of an attack, or of examples, and clear them too.
     """
 
+    first: tuple[torch.Tensor, torch.Tensor] | None = None  # as of the first backward
+    _parameter: torch.Tensor | None = None
+    _mark: tuple[int, int] = (0, 0)
+    _num_cleared = 0
+    _values: tuple[torch.Tensor, torch.Tensor] | None = None
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameter: torch.Tensor | None = None
-        self._mark: tuple[int, int] = (0, 0)
-        self._num_cleared = 0
-        self._values: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.first: tuple[torch.Tensor, torch.Tensor] | None = None  # as of the first backward
 
     def has_changed_since_first(self) -> bool:
         """Return whether the values have changed since the first backward."""
@@ -337,14 +340,15 @@ class _Backward:
     runs a nested backward, and a callback that is queued there is called at the end of the nested backward.
     """
 
+    _is_training = False
+    _start: Timestamp = 0
+    _is_queued = False
+    _is_closed = False
+
     def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None, clock: StepClock | None) -> None:
         self._tracer = tracer
         self._on_end = on_end
         self._clock = clock
-        self._is_training = False
-        self._start: Timestamp = 0
-        self._is_queued = False
-        self._is_closed = False
 
     def watch(self, outputs: Any, *, is_training: bool) -> None:
         """Watch the backward that will start at these outputs of a forward."""

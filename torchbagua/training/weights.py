@@ -264,7 +264,7 @@ def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
         undo.callback(turn_on)
         before_forward(ddp, ())  # its forward may be running
         undo.callback(ddp.register_forward_pre_hook(ModuleHook(before_forward)).remove)
-        undo.enter_context(install_hook(ddp, _keep_gradients))
+        install_hook(ddp, _keep_gradients, undo)
         return undo.pop_all()
 
 
@@ -274,6 +274,8 @@ class OuterDdps:
     A module has no reference to its DDP, so forward pre-hooks ask which DDP is running. It may wrap any part of a
     module: a part with parameters has the hook until it was called, at least in the first step.
     """
+
+    _is_compiled = False
 
     def __init__(
         self,
@@ -288,8 +290,6 @@ class OuterDdps:
         self._unstepped = {watch.optimizer: watch for watch in watches}
         self._installed = ExitStack()
         self._parts: dict[torch.nn.Module, RemovableHandle] = {}
-        self._is_compiled = False
-
         self._look_while_compiling = call_at_compilation(self._look_at_compilation)
         for ddp in modules:
             if isinstance(ddp, DistributedDataParallel):
@@ -414,7 +414,7 @@ def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitS
         if hook is not None:
             undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
             ddp.broadcast_buffers = _OFF if ddp.broadcast_buffers else False
-            undo.enter_context(install_hook(ddp, hook))
+            install_hook(ddp, hook, undo)
         return undo.pop_all()
 
 

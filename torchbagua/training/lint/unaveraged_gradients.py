@@ -174,16 +174,17 @@ class UnaveragedGradients:
 class _WatchedGradient:
     """The gradient of one parameter: has DDP averaged it since the last backward that added to it?"""
 
+    num_received = 0  # of the runner, when DDP last passed the bucket with this gradient
+    follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
+    is_in_no_sync = False  # whether the last backward was
+    _bucket: BaguaBucket | None = None
+    _num_received_before = 0  # the last backward
+    _num_backwards = 0  # that have added to it since the last step
+
     def __init__(self, parameter: torch.Tensor, ddp: DistributedDataParallel, runner: GradientRunner) -> None:
         self._parameter = parameter
         self._ddp = ddp
         self._runner = runner
-        self._bucket: BaguaBucket | None = None
-        self.num_received = 0  # of the runner, when DDP last passed the bucket with this gradient
-        self._num_received_before = 0  # the last backward
-        self._num_backwards = 0  # that have added to it since the last step
-        self.follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
-        self.is_in_no_sync = False  # whether the last backward was
         # The garbage collector does not see what such a hook refers to.
         self.hook = parameter.register_post_accumulate_grad_hook(partial(self._after_addition, weakref.ref(self)))
 
