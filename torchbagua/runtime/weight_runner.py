@@ -128,13 +128,14 @@ class WeightRunner(Runner):
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
-    def refuse_capture(self) -> None:
-        """Raise RuntimeError if a CUDA graph is being captured: a replay would not call the hooks of the step."""
+    def before_step_end(self) -> None:
+        """Reset the impl if needed. Raise RuntimeError in the capture of a CUDA graph, whose replay calls no hooks."""
         if self._gpu is not None and self._gpu.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.name}: a CUDA graph is being captured; capture parts of the model "
                 "(torch.cuda.make_graphed_callables) without the optimizer's step"
             )
+        self.reset_if_needed()
 
     def own_weights(self) -> AbstractContextManager[None]:
         """Within `averaged_weights`, give this rank its local weights in a nested context. Not collective.

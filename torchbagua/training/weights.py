@@ -49,15 +49,13 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
     unequal = [inner for module, inner in zip(setup.modules, setup.inners, strict=True) if module not in global_ddps]
     if unequal:
         members = {id(tensor) for inner in unequal for _, tensor in named_tensors(inner)}
-        named = named_tensors(setup.inner)
-        own = [local_shard(each) for name, each in named if name not in ignored and id(each) in members]
-        broadcast_tensors(group.world, own, "the module")
+        own = [each for name, each in named_tensors(setup.inner) if name not in ignored and id(each) in members]
+        broadcast_tensors(group.world, list(map(local_shard, own)), "the module")
         broadcast_optimizers(setup, group)
     runner.set_module(setup.inner, ignored, parts=setup.inners)
     weights = None
     if group.size > 1:
-        weights = RankWeights(setup, runner)
-        undo.callback(weights.close)
+        weights = RankWeights(setup, runner, undo)
     silenced = undo.enter_context(ExitStack())
 
     def silence(ddp: DistributedDataParallel) -> None:
@@ -82,12 +80,7 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
 
 def install_step_end(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> StepClock:
     """Have the algorithm average weights at the end of each training step, until `undo` is closed."""
-
-    def before_end() -> None:
-        runner.refuse_capture()
-        runner.reset_if_needed()
-
-    clock = install_step_hooks(setup, runner, undo, before_end=before_end, is_weight_algorithm=True)
+    clock = install_step_hooks(setup, runner, undo, before_end=runner.before_step_end, is_weight_algorithm=True)
     scaler = setup.grad_scaler
     if scaler is not None:
         from torchbagua.training.grad_scaler import install_overflow_agreement
@@ -115,7 +108,7 @@ def broadcast_optimizers(setup: TrainingSetup, group: BaguaProcessGroup) -> None
 
 
 class RankWeights:
-    """Averages the weights in optimizer states and running means, and watches loads of weights, until `close`.
+    """Averages the weights in optimizer states and running means, and watches loads of weights.
 
     A gradient algorithm, or a group of one rank, needs none of this, since all ranks hold the same weights.
 
@@ -123,20 +116,14 @@ class RankWeights:
         loads: the loads of weights since the last step.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:
+    def __init__(self, setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> None:
         self._runner = runner
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
-        with ExitStack() as undo:  # closed here only if one of these steps raises
-            self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
-            undo.callback(self._unaveraged_state.close)
-            self.loads = WeightLoads(setup, runner)
-            undo.callback(self.loads.close)
-            self._undo = undo.pop_all()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._undo.close()
+        self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
+        undo.callback(self._unaveraged_state.close)
+        self.loads = WeightLoads(setup, runner)
+        undo.callback(self.loads.close)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

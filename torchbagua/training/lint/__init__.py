@@ -12,6 +12,7 @@ import torch
 
 from torchbagua._torch import named_bucket_bytes
 from torchbagua.runtime.gradient_runner import GradientRunner
+from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup
 
@@ -30,9 +31,11 @@ def lint_arguments(setup: TrainingSetup) -> None:
 
         warn_of_closures()
     if setup.algorithm.averages_weights:
-        from torchbagua.training.lint.unstepped_parameters import warn_of_unstepped_parameters
+        stepped = {id(parameter) for optimizer in setup.optimizers for parameter in parameters_of(optimizer)}
+        if unstepped := [name for name, parameter in setup.trained().items() if id(parameter) not in stepped]:
+            from torchbagua.training.lint.unstepped_parameters import warn_of_unstepped_parameters
 
-        warn_of_unstepped_parameters(setup)
+            warn_of_unstepped_parameters(unstepped)
     elif any((named_bucket_bytes(ddp) or 0) > _LARGE_BUCKET_BYTES for ddp in setup.ddps):
         from torchbagua.training.lint.large_buckets import warn_of_large_buckets
 
