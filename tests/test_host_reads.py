@@ -172,13 +172,13 @@ def test_the_loss_scale_is_copied_once_and_again_after_a_change(monkeypatch: pyt
     monkeypatch.setattr(grad_scaler, "HostCopy", CountedCopy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     own = grad_scaler.LossScale(scaler, wait=lambda mark: None)
-    own.fetch()
+    own.before_forward(())
     assert (own.read(), copies) == (8.0, []), "the scaler has no tensor yet"
     scaler.scale(torch.ones(1))
     for _ in range(2):
-        own.fetch()
+        own.before_forward(())
         assert (own.read(), copies) == (8.0, [8.0])
     scaler.update(4.0)
     assert (own.read(), copies) == (4.0, [8.0]), "the scale has changed since it was fetched"
-    own.fetch()
+    own.before_forward(())
     assert (own.read(), copies) == (4.0, [8.0, 4.0])

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -183,6 +184,52 @@ def test_failure_closes_the_group_of_every_operation() -> None:
 
     run_ranks(2, body)
     assert max(seconds.values()) < 10, seconds
+
+
+def refused_impl(call: Callable[[Any], object]) -> tb.Algorithm:
+    class RefusedImpl(SignSGDImpl):
+        def __init__(self, runner: tb.extend.Runner) -> None:
+            super().__init__(runner)
+            call(self)
+
+    class Refused(tb.Algorithm):
+        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
+            return RefusedImpl(runner)
+
+    return Refused()
+
+
+def test_a_gradient_algorithm_cannot_average_weights() -> None:
+    message = "Refused's impl averages weights, because it calls runner.average, but Refused.averages_weights is False"
+    with pytest.raises(TypeError, match=message):
+        run_ranks(1, refused_impl(lambda impl: impl.runner.average(None)).reify)
+
+
+def test_the_defaults_of_a_gradient_algorithm_have_no_weights() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        impl = refused_impl(lambda impl: None).reify(group).impl
+        assert not impl.need_reset()
+        assert not impl.finish()
+        with impl.averaged_weights():
+            pass
+        impl.weights_loaded({})
+        with pytest.raises(TypeError, match="RefusedImpl is a gradient algorithm, so DDP provides its tensors"):
+            impl.init_tensors(torch.nn.Linear(1, 1))
+        impl.runner.close()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("method", ["keep", "on_step_taken", "require_grad_scaler"])
+def test_what_belongs_into_the_constructor_is_refused_later(method: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        runner = SignSGDAlgorithm().reify(group)
+        arguments = [] if method == "require_grad_scaler" else [None]
+        with pytest.raises(RuntimeError, match=f"Runner.{method} was called too late"):
+            getattr(runner, method)(*arguments)
+        runner.close()
+
+    run_ranks(1, body)
 
 
 def test_registry() -> None:

@@ -287,7 +287,7 @@ def test_another_algorithm_takes_over() -> None:
             gradient_allreduce.GradientAllReduceAlgorithm(),
         ):
             module.with_bagua([optimizer], algorithm, group, grad_scaler=scaler)
-            assert module.bagua_ddp.attachment.runner.grad_scaler is scaler
+            assert module.bagua_ddp.attachment._setup.grad_scaler is scaler
             steps(group.rank(), module, optimizer, 2)
             names.append(type(module.bagua_algorithm).__name__)
         module.bagua_ddp.attachment.detach()

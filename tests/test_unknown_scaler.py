@@ -31,16 +31,14 @@ class Training:
 def warnings_of(train: Callable[[Training], None], **options: Any) -> list[str]:
     def body(group: dist.ProcessGroup) -> Sequence[Any]:
         training = Training(group, **options)
-        with tb.attach(training.ddps, training.optimizers, ALGORITHM) as attachment:
+        with tb.attach(training.ddps, training.optimizers, ALGORITHM):
             train(training)
-            is_known = attachment.runner.has_unknown_scaler
         values = [getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in training.optimizers]
         assert all(isinstance(value, bool) for value in values)  # nothing is left there
-        return is_known, *values
+        return values
 
     with torchbagua_warnings() as messages:
-        ((is_known, *values),) = run_ranks(1, body)
-    assert is_known == bool(messages)
+        (values,) = run_ranks(1, body)
     assert values == [bool(options.get("fused"))] * 2
     return messages
 
@@ -110,4 +108,22 @@ def test_two_attachments_of_one_optimizer() -> None:
 
     with torchbagua_warnings() as messages:
         run_ranks(1, body)
+    assert len(messages) == 2
+
+
+def test_ranks_that_average_weights_compare_their_backward_passes_from_then_on() -> None:
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        training = Training(group)
+        found = []
+        with tb.attach(training.ddps, training.optimizers, "decentralized") as attachment:
+            training.backward()
+            for optimizer in training.optimizers:
+                found.append(attachment.runner.has_unknown_scaler)
+                training.scaler.step(optimizer)
+            found.append(attachment.runner.has_unknown_scaler)
+        return found
+
+    with torchbagua_warnings() as messages:
+        assert run_ranks(2, body) == [[False, True, True]] * 2
+    assert all("not given: ranks would skip different steps; pass" in message for message in messages)
     assert len(messages) == 2

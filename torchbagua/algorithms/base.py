@@ -169,8 +169,11 @@ class Algorithm:
         that train badly with the algorithm.
         """
 
-    def make_impl(self, runner: Runner) -> AlgorithmImpl:
-        """Return the impl that `runner` runs. `attach` and `reify` call it. A subclass must override it."""
+    def make_impl(self, runner: Any) -> AlgorithmImpl:
+        """Return the impl that `runner` runs. `attach` and `reify` call it. A subclass must override it.
+
+        `runner` is a `WeightRunner` if `averages_weights` is True, and otherwise a `GradientRunner`.
+        """
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
 
     def reify(
@@ -212,7 +215,9 @@ class Algorithm:
         optimizers = [unwrap(each) for each in given]
         for unwrapped in optimizers:
             check_optimizer(where, unwrapped)
-        return bind(self, process_group, optimizers, observers, timeout)
+        runner = bind(self, process_group, optimizers, observers, timeout)
+        runner.name_parameters()
+        return runner
 
 
 def check_flags(algorithm: Algorithm, *names: str) -> None:
@@ -310,7 +315,7 @@ def bind(
     rank_invariants: Mapping[str, Any] | None = None,
     run_settings: Callable[[], Mapping[str, str]] = dict,
     refusal: str | None = None,
-) -> Runner:
+) -> GradientRunner | WeightRunner:
     """Compare an algorithm across ranks, open private groups, and return the runner that uses them. Collective.
 
     All ranks must have equal `rank_invariants`. If one has a `refusal`, the text of a warning that a filter makes an
@@ -334,8 +339,7 @@ def bind(
     try:
         group.open()
         group.private.check_operations(torch.device("cpu"), name)
-        kind = WeightRunner if algorithm.averages_weights else GradientRunner
-        runner: Runner = kind(group, algorithm)
+        runner = WeightRunner(group, algorithm) if algorithm.averages_weights else GradientRunner(group, algorithm)
         close = runner.close
         runner.watch_steps(optimizers or algorithm.own_optimizers())
         group.compare_clocks()

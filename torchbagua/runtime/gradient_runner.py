@@ -93,22 +93,42 @@ class GradientRunner(Runner):
     """
 
     averages_weights = False
+    loss_scale = 1.0
+    num_received = 0
+    has_joined = False
+    _read_scale: Callable[[], float] | None = None
+    _backward = -1
+    _num_joined = 0
+    _meeting: Meeting | None = None
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         super().__init__(process_group, algorithm)
         self.gradient_buckets = GradientBuckets()
-        self.loss_scale = 1.0
         self._num_steps = StepCount()
         self.meetings = Meetings(process_group, self._num_steps) if process_group.size > 1 else None
-        self.num_received = 0
-        self.has_joined = False
         self._places: Mapping[int, str] = {}
-        self._backward = -1
-        self._num_joined = 0
         self._checked_dtypes: set[torch.dtype] = set()
-        self._meeting: Meeting | None = None
         self._joined_listeners: list[Callable[[], None]] = []
         self._make_impl()
+
+    def average(self, weights: Any) -> NoReturn:
+        """Refuse to average weights, which only a `WeightRunner` does."""
+        raise TypeError(
+            f"{self.name}'s impl averages weights, because it calls runner.average, but "
+            f"{self.name}.averages_weights is False; set it to True"
+        )
+
+    def use_grad_scaler(
+        self, scaler: torch.amp.GradScaler | None, read_scale: Callable[[], float] | None = None
+    ) -> None:
+        """Set the GradScaler whose scale the gradients contain. `attach` calls it; without `attach`, call it yourself.
+
+        Args:
+            scaler: the GradScaler.
+            read_scale: returns the scale at the first bucket of a backward. By default `GradScaler.get_scale`, which
+                synchronizes with the GPU.
+        """
+        self._read_scale = read_scale or (scaler.get_scale if scaler is not None else None)
 
     # Steps of the optimizers.
 
@@ -127,7 +147,8 @@ class GradientRunner(Runner):
             RuntimeError: the runner already watches its optimizers.
         """
         self._num_steps.count()
-        self._steps.report_step(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
+        if self._steps is not None:
+            self._steps.report_step(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
 
     def commit_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Commit the state of a step of these parameters; see `Runner.commit_step`.
@@ -201,7 +222,7 @@ class GradientRunner(Runner):
         if self.meetings is not None:
             self.report_differences()
             self._meeting = self.meetings.begin(has_joined=has_joined)
-        if self.commits_on_step and not has_joined:
+        if self._steps is not None and not has_joined:
             self._steps.before_backward()
         if self.needs_grad_scaler:
             self.loss_scale = 1.0 if self._read_scale is None else self._read_scale()

@@ -94,13 +94,14 @@ class StepWatch:
     only the pre-hook.
     """
 
+    _outermost: FrameType | None = None
+    _skips = False
+    _reads_overflow = False
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._listeners: list[StepEnd] = []
         self._at_next_start: list[Callable[[Any, Any], object]] = []
-        self._outermost: FrameType | None = None
-        self._skips = False
-        self._reads_overflow = False
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -167,9 +168,8 @@ class StepCount:
         number: of steps so far.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
-        self._watches: Sequence[StepWatch] = ()
+    number = 0
+    _watches: Sequence[StepWatch] = ()
 
     def listen_to(self, watches: Sequence[StepWatch], owner: object) -> None:
         """Count the steps of these optimizers, until `close`, or until `owner` is garbage-collected."""
@@ -206,12 +206,13 @@ class StepsTaken:
     It does not keep the object alive.
     """
 
+    _is_notified_by_loop = False
+    _num_backwards = 0  # since the last step
+
     def __init__(self, listener: StepListener, owner: str) -> None:
         self._listener = weakref.ref(listener)
         self._owner = owner
         self._watches: list[StepWatch] = []
-        self._is_notified_by_loop = False
-        self._num_backwards = 0  # since the last step
         # Optimizers may outlive a listener that only a DDP hook refers to. The finalizer's arguments live as long as
         # the listener, and the optimizers may have a hook that refers to the listener: hence the weak reference.
         _concurrency.finalize(listener, _close, weakref.ref(self)).atexit = False

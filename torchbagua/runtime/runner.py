@@ -4,7 +4,7 @@ A gradient algorithm has a `GradientRunner`, and a weight algorithm a `WeightRun
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,9 +27,9 @@ class Runner:
     """Runs an algorithm over a process group: the state of `comm_hook`, and the return value of `Algorithm.reify`.
 
     It contains the lane and the per-parameter state, is notified of optimizer steps, and calls the methods of an
-    `AlgorithmImpl`. The constructor of an impl calls `keep`, `WeightRunner.average`, `on_step_taken` and `on_close`,
-    and its methods call `codec_for`. A loop with a standalone hook calls `GradientRunner.step_taken`, `state_dict`,
-    `load_state_dict` and `close`. `attach` and `comm_hook` call the other methods.
+    `AlgorithmImpl`. The constructor of an impl calls `keep`, `on_step_taken`, `require_grad_scaler` and `on_close`, and
+    its methods call `codec_for`. A loop with a standalone hook calls `state_dict`, `load_state_dict` and `close`.
+    `attach` calls the other methods. `GradientRunner` and `WeightRunner` add what only their kind of algorithm needs.
 
     With a standalone hook, a runner that was not closed ends when it is garbage-collected.
 
@@ -47,15 +47,11 @@ class Runner:
         tracer: notifies the observers of the group.
         averages_weights: whether it runs a weight algorithm, which has separate buckets.
         parameter_state: the per-parameter state, set by `keep`.
-        needs_grad_scaler: whether a loop that has a GradScaler must pass it to `attach`.
-        grad_scaler: the GradScaler of the loop; see `use_grad_scaler`.
+        needs_grad_scaler: whether a loop that has a GradScaler must pass it to `attach`; see `require_grad_scaler`.
         optimizers: the optimizers with watched steps. Empty without `attach`, unless optimizers were passed to
             `Algorithm.reify`.
         step_watches: one for each of these optimizers; it notifies its listeners of each step.
         ignored_names: the parameters and buffers of the module that DDP ignores.
-        replicas_diverge: returns whether ranks currently hold different weights that `detach` would make equal.
-        ended_by: the call that the missing-detach warning recommends. Adapters set a different one.
-        has_unknown_scaler: whether an optimizer is stepped by a GradScaler that `attach` was not given.
         ends_in_order: whether all ranks will call `close`. If so, `close` completes pending stream-ordered work.
             Otherwise it aborts this work.
 
@@ -65,6 +61,17 @@ class Runner:
 
     averages_weights: ClassVar[bool]
     impl: "AlgorithmImpl"
+    parameter_state: ParameterState[Any] | None = None
+    needs_grad_scaler = False
+    ignored_names: frozenset[str] = frozenset()
+    ends_in_order = False
+    _kept_parameters: Callable[[], list[torch.Tensor]] | None = None
+    _steps: StepsTaken | None = None  # if the algorithm needs to be notified of them
+    _watches_steps = False
+    _module: torch.nn.Module | None = None
+    _parts: Sequence[torch.nn.Module] = ()
+    _gpu: torch.device | None = None
+    _is_closed = False
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         self.process_group = process_group
@@ -73,26 +80,10 @@ class Runner:
         self.codec: Compressor = algorithm.make_codec()
         self.tracer = process_group.tracer
         self.lane = Lane(f"torchbagua lane of {self.name}", on_failure=process_group.fail, group=process_group)
-        self.parameter_state: ParameterState[Any] | None = None
-        self.needs_grad_scaler = False
-        self.grad_scaler: torch.amp.GradScaler | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.step_watches: list[StepWatch] = []
-        self.ignored_names: frozenset[str] = frozenset()
-        self.replicas_diverge: Callable[[], bool] = lambda: False
-        self.ended_by = "detach() of what attach returned"
-        self.has_unknown_scaler = False
-        self.ends_in_order = False
-        self._module: torch.nn.Module | None = None
-        self._parts: Sequence[torch.nn.Module] = ()
         self._names: Mapping[int, str] = {}
-        self._gpu: torch.device | None = None
-        self._read_scale: Callable[[], float] | None = None
-        self._kept_parameters: Callable[[], list[torch.Tensor]] | None = None
-        self._steps = StepsTaken(self, self.name)
         self._step_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
-        self._watches_steps = False
-        self._is_closed = False
         self._before_close = ExitStack()
         self._after_close = ExitStack()
 
@@ -126,32 +117,20 @@ class Runner:
         """Watch the steps of these optimizers, if the algorithm needs them; `bind` calls this."""
         self.optimizers = list(optimizers)
         self._watches_steps = True
-        kept = self._parameters_of_state()
-        self._names = {id(parameter): f"parameter {index}" for index, parameter in enumerate(kept)}
         self.step_watches = [StepWatch(optimizer) for optimizer in dict.fromkeys(optimizers)]
-        if self.commits_on_step:
+        if self.parameter_state is not None or self._step_listeners:
+            self._steps = StepsTaken(self, self.name)
             self._steps.listen_to(self.step_watches)
 
-    def note_unknown_scaler(self) -> None:
-        """Set `has_unknown_scaler`."""
-        self.has_unknown_scaler = True
+    def name_parameters(self) -> None:
+        """Name the parameters of the optimizers by their positions, since a standalone hook knows no module."""
+        kept = self._parameters_of_state()
+        self._names = {id(parameter): f"parameter {index}" for index, parameter in enumerate(kept)}
 
     def require_grad_scaler(self) -> None:
         """Require that a loop with a GradScaler passes it to `attach`; for the constructor of an impl."""
+        self._require_constructor("require_grad_scaler")
         self.needs_grad_scaler = True
-
-    def use_grad_scaler(
-        self, scaler: torch.amp.GradScaler | None, read_scale: Callable[[], float] | None = None
-    ) -> None:
-        """Set the GradScaler whose scale the gradients contain. `attach` calls it; without `attach`, call it yourself.
-
-        Args:
-            scaler: the GradScaler.
-            read_scale: returns the scale at the first bucket of a backward. By default `GradScaler.get_scale`, which
-                synchronizes with the GPU.
-        """
-        self.grad_scaler = scaler
-        self._read_scale = read_scale or (scaler.get_scale if scaler is not None else None)
 
     def on_step_taken(self, listener: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Call `listener` after each step of each optimizer that was not skipped; for the constructor of an impl.
@@ -166,11 +145,6 @@ class Runner:
     def _require_constructor(self, method: str) -> None:
         if self._watches_steps:
             raise RuntimeError(f"{self.name}: Runner.{method} was called too late; call it in the impl's constructor")
-
-    @property
-    def commits_on_step(self) -> bool:
-        """Whether the runner must be notified of the steps that are taken."""
-        return self.parameter_state is not None or bool(self._step_listeners)
 
     def commit_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Commit the state of a step of these parameters, which have a gradient; `StepsTaken` calls this."""
@@ -243,13 +217,10 @@ class Runner:
         *,
         parts: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """Set the module, and create the buckets of a weight algorithm. Collective on GPUs.
+        """Set the module, and reset the impl. Collective on GPUs.
 
         `attach` calls it after `bind` and the broadcast of rank 0's weights and optimizer state, and before
         it installs hooks. From then on, parameters have their names in the module.
-
-        A weight algorithm's buckets are created by `impl.reset`, `rebuild_buckets`, `impl.init_tensors` and
-        `impl.tensors_to_buckets`, which by default ask the `WeightBuckets` of `average`.
 
         Args:
             module: the attached module, without its DDP. If `attach` was given a list, a container of its modules.
@@ -286,48 +257,9 @@ class Runner:
             self.process_group.private.check_operations(device, self.name)
             self._gpu = device
 
-    # What the default methods of an impl call. A gradient algorithm has no weights: see WeightRunner.
-
     def rebuild_buckets(self) -> None:
         """Rebuild the buckets, or have them rebuilt when DDP next sends one."""
         raise NotImplementedError
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the impl has called `WeightRunner.average`."""
-        return False
-
-    def average(self, weights: Any) -> Any:
-        """Register the weights to average; only in a weight algorithm."""
-        raise TypeError(
-            f"{self.name}'s impl averages weights, because it calls runner.average, but "
-            f"{self.name}.averages_weights is False; set it to True"
-        )
-
-    def has_other_weights(self) -> bool:
-        """Return whether the set of weights to average has changed."""
-        return False
-
-    def select_weights(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        """Return the weights of `module` to average."""
-        raise TypeError(f"{type(self.impl).__name__} is a gradient algorithm, so DDP provides its tensors")
-
-    def bucket_weights(self, tensors: list[BaguaTensor]) -> list[BaguaBucket]:
-        """Return buckets of the weights that `select_weights` returned."""
-        raise TypeError(
-            f"{type(self.impl).__name__} overrides init_tensors, so it must override tensors_to_buckets too"
-        )
-
-    def record_load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Record a load of weights, which ranks compare in their next collective."""
-
-    def mean_of_weights(self) -> AbstractContextManager[None]:
-        """Give all ranks the mean of their weights in a context. Collective."""
-        return nullcontext()
-
-    def take_final_mean(self) -> bool:
-        """Give all ranks the mean of their weights. Return whether the ranks got it. Collective."""
-        return False
 
     # The end.
 
@@ -359,7 +291,8 @@ class Runner:
                 self._close_lane_and_groups()
 
     def _close_lane_and_groups(self) -> None:
-        self._steps.close()
+        if self._steps is not None:
+            self._steps.close()
         try:
             self.lane.close(in_order=self.ends_in_order)
             if self.ends_in_order and not self.lane.has_failed:
@@ -420,11 +353,16 @@ class AlgorithmImpl:
         count backward passes or have ranks compare values. For a weight algorithm it is called at the end of each step.
         By default it is True if the set of parameters to average has changed.
         """
-        return self.runner.has_other_weights()
+        weights = _weights_of(self.runner)
+        return weights is not None and weights.need_reset()
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
         """Return the tensors to communicate. By default these are the weights that `WeightRunner.weights` selects."""
-        return self.runner.select_weights(module)
+        weights = _weights_of(self.runner)
+        if weights is None:
+            raise TypeError(f"{type(self).__name__} is a gradient algorithm, so DDP provides its tensors")
+        tensors: list[BaguaTensor] = weights.select(module, self.runner.ignored_names)
+        return tensors
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
         """Group tensors into buckets. By default `WeightRunner.weights` does this.
@@ -433,7 +371,11 @@ class AlgorithmImpl:
             tensors: the return value of `init_tensors`.
             do_flatten: always True; exists because Bagua's method has it.
         """
-        return self.runner.bucket_weights(tensors)
+        weights = _weights_of(self.runner)
+        if weights is None:
+            raise TypeError(f"{type(self).__name__} overrides init_tensors, so it must override tensors_to_buckets too")
+        buckets: list[BaguaBucket] = weights.make_buckets(tensors)
+        return buckets
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append to `bucket` the operations to run on it. A subclass must override this method.
@@ -499,7 +441,9 @@ class AlgorithmImpl:
         Args:
             values: copies of the loaded values, by the names in `WeightRunner.buckets`, of some weights or all.
         """
-        self.runner.record_load(values)
+        weights = _weights_of(self.runner)
+        if weights is not None:
+            weights.lockstep.loads.add(values)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -510,7 +454,15 @@ class AlgorithmImpl:
         Raises:
             NotImplementedError: a weight algorithm has no `runner.weights`, and does not override this method.
         """
-        with self.runner.mean_of_weights():
+        weights = _weights_of(self.runner)
+        if weights is None:
+            if self.runner.averages_weights:
+                raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.averaged_weights")
+            yield
+            return
+        if self.need_reset():  # parameters may have been unfrozen or replaced since the last step
+            self.reset()
+        with weights.means.averaged():
             yield
 
     def finish(self) -> bool:
@@ -519,7 +471,13 @@ class AlgorithmImpl:
         Not called if an exception ends the attachment. By default all ranks take the mean of their weights. An override
         first applies the round in flight.
         """
-        return self.runner.take_final_mean()
+        weights = _weights_of(self.runner)
+        return weights is not None and weights.take_final_mean()
+
+
+def _weights_of(runner: Runner) -> Any:
+    """Return the `WeightBuckets` that the impl's constructor passed to `WeightRunner.average`, or None."""
+    return getattr(runner, "weights", None)
 
 
 def check_impl(runner: Runner) -> None:
@@ -532,7 +490,7 @@ def check_impl(runner: Runner) -> None:
     if not hasattr(impl, "runner"):
         raise TypeError(f"{cls.__name__}.__init__ must call AlgorithmImpl.__init__")
     overrides_tensors = cls.init_tensors is not AlgorithmImpl.init_tensors
-    averages_weights = runner.has_weights or overrides_tensors
+    averages_weights = _weights_of(runner) is not None or overrides_tensors
     if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not averages_weights:
         raise TypeError(
             f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm must use DDP's "

@@ -1,7 +1,7 @@
 """WeightRunner: drives a weight algorithm, which communicates at the end of the training step, in its own buckets."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.parameters import BaguaTensor, local_shard
+from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
@@ -20,28 +20,37 @@ _LOAD_EFFECT = "and no round in flight changes them"
 class WeightRunner(Runner):
     """Runs a weight algorithm. See `Runner`.
 
+    Its buckets are created by `impl.reset`, `rebuild_buckets`, `impl.init_tensors` and `impl.tensors_to_buckets`, which
+    by default ask the `WeightBuckets` of `average`.
+
     Attributes:
         buckets: the buckets of weights.
         loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
             `AlgorithmImpl.weights_loaded` is called later. Until then, no round in flight may change these weights.
         weights: the weights to average, set by `average`.
+        replicas_diverge: returns whether ranks currently hold different weights that `detach` would make equal.
+        ended_by: the call that the missing-detach warning recommends. Adapters set a different one.
         agree_on_overflow: see `average`.
+        has_unknown_scaler: whether an optimizer is stepped by a GradScaler that `attach` was not given.
         open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
             DDP of all ranks; collective. None unless DDP continues to average gradients within nodes.
         load_effect: the effect of `AlgorithmImpl.weights_loaded`, for the message that reports a load of weights.
     """
 
     averages_weights = True
+    loading: frozenset[str] = frozenset()
+    weights: WeightBuckets | None = None
+    ended_by = "detach() of what attach returned"
+    has_unknown_scaler = False
+    open_node_gradients: Callable[[], GradientRunner] | None = None
+    load_effect = _LOAD_EFFECT
+    _has_lost_ranks = False
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         super().__init__(process_group, algorithm)
         self.buckets: list[BaguaBucket] = []
-        self.loading: frozenset[str] = frozenset()
-        self._has_lost_ranks = False
-        self.weights: WeightBuckets | None = None
+        self.replicas_diverge: Callable[[], bool] = lambda: False
         self.agree_on_overflow: Callable[[bool], bool] = bool
-        self.open_node_gradients: Callable[[], GradientRunner] | None = None
-        self.load_effect = _LOAD_EFFECT
         process_group.launch_on_lane()
         self._make_impl()
 
@@ -76,15 +85,15 @@ class WeightRunner(Runner):
             self.agree_on_overflow = agree_on_overflow or weights.lockstep.agree_on_overflow
         return weights
 
-    @property
-    def has_weights(self) -> bool:
-        return self.weights is not None
-
     def note_loading(self, names: Iterable[str]) -> None:
         """Set `loading`."""
         self.loading = frozenset(names)
         if self.weights is not None:
             self.weights.lockstep.loads.note_pending(bool(self.loading))
+
+    def note_unknown_scaler(self) -> None:
+        """Set `has_unknown_scaler`."""
+        self.has_unknown_scaler = True
 
     def note_lost_ranks(self) -> None:
         """A rank has left early, so the other ranks do not end in order."""
@@ -119,39 +128,14 @@ class WeightRunner(Runner):
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
-    def refuse_capture(self) -> None:
-        """Raise RuntimeError if a CUDA graph is being captured: a replay would not call the hooks of the step."""
+    def before_step_end(self) -> None:
+        """Reset the impl if needed. Raise RuntimeError in the capture of a CUDA graph, whose replay calls no hooks."""
         if self._gpu is not None and self._gpu.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.name}: a CUDA graph is being captured; capture parts of the model "
                 "(torch.cuda.make_graphed_callables) without the optimizer's step"
             )
-
-    def has_other_weights(self) -> bool:
-        return self.weights is not None and self.weights.need_reset()
-
-    def select_weights(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        if self.weights is None:
-            return super().select_weights(module)
-        return self.weights.select(module, self.ignored_names)
-
-    def bucket_weights(self, tensors: list[BaguaTensor]) -> list[BaguaBucket]:
-        return super().bucket_weights(tensors) if self.weights is None else self.weights.make_buckets(tensors)
-
-    def record_load(self, values: Mapping[str, torch.Tensor]) -> None:
-        if self.weights is not None:
-            self.weights.lockstep.loads.add(values)
-
-    @contextmanager
-    def mean_of_weights(self) -> Iterator[None]:
-        if self.weights is None:
-            raise NotImplementedError(f"{type(self.impl).__name__} must override AlgorithmImpl.averaged_weights")
-        self.reset_if_needed()  # parameters may have been unfrozen or replaced since the last step
-        with self.weights.means.averaged():
-            yield
-
-    def take_final_mean(self) -> bool:
-        return self.weights is not None and self.weights.take_final_mean()
+        self.reset_if_needed()
 
     def own_weights(self) -> AbstractContextManager[None]:
         """Within `averaged_weights`, give this rank its local weights in a nested context. Not collective.

@@ -48,7 +48,7 @@ from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup, check_arguments, mark_attached, warn_uncompressed
 from torchbagua.training.ddp import comm_hook, install_hook
-from torchbagua.training.lint import install_lints, lint_arguments
+from torchbagua.training.lint import install_gradient_lints, install_weight_lints, lint_arguments
 
 if TYPE_CHECKING:
     from torchbagua.training.steps import StepClock
@@ -73,53 +73,61 @@ class Attachment:
             per-parameter state, and calls `impl`.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
+    _is_detached = False
+    _has_mean = False  # True within averaged_weights
+    _ddp_runner: GradientRunner | None = None  # of a gradient algorithm in DDPs
+    _weight_runner: WeightRunner | None = None  # of a weight algorithm
+    _weights: "RankWeights | None" = None  # of a weight algorithm on several ranks
+    _clock: "StepClock | None" = None
+    _forgotten: Any = None  # a finalizer
+
+    def __init__(self, setup: TrainingSetup, runner: GradientRunner | WeightRunner, summary: Summary | None) -> None:
         self.algorithm = setup.algorithm
-        self.runner = runner
+        self.runner: Runner = runner
         self.impl = runner.impl
         self._summary = summary
         self._setup = setup
-        self._is_detached = False
-        self._has_mean = False  # True within averaged_weights
-        self._weights: RankWeights | None = None
-        self._clock: StepClock | None = None
-        self._forgotten: Any = None  # a finalizer
         # Undone in reverse order, by detach or if one of these steps raises; runner.close last.
         with ExitStack() as undo:
             undo.callback(runner.close)
             for inner in setup.inners:
-                undo.callback(mark_attached(inner, runner.name).close)
-            runner.use_grad_scaler(setup.grad_scaler)
-            if isinstance(runner, WeightRunner):
-                from torchbagua.training.weights import install_weights
-
-                self._weights = install_weights(setup, runner, undo)
-            else:
-                runner.set_module(setup.inner, setup.ignored_names(), parts=setup.inners)
+                mark_attached(inner, runner.name, undo)
             runner.tracer.count_optimizer_steps()
-            if needs_step_hooks(runner):
-                from torchbagua.training.steps import install_step_hooks
-
-                step_hooks, self._clock = install_step_hooks(setup, runner)
-                undo.enter_context(step_hooks)
-            undo.enter_context(install_lints(setup, runner))
-            if isinstance(runner, GradientRunner):
+            if isinstance(runner, WeightRunner):
+                self._install_weights(setup, runner, undo)
+            else:
                 self._install_gradients(setup, runner, undo)
             self._undo = undo.pop_all()
-        if runner.averages_weights and self._clock is not None:
-            from torchbagua.training.lint.end_warnings import warn_of_missing_detach
 
-            references = weakref.ref(runner), weakref.ref(self._clock)
-            self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, *references)
+    def _install_weights(self, setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> None:
+        from torchbagua.training.lint.end_warnings import warn_of_missing_detach
+        from torchbagua.training.weights import install_step_end, install_weights
 
-    @staticmethod
-    def _install_gradients(setup: TrainingSetup, runner: GradientRunner, undo: ExitStack) -> None:
+        self._weight_runner = runner
+        self._weights = install_weights(setup, runner, undo)
+        self._clock = install_step_end(setup, runner, undo)
+        install_weight_lints(setup, runner, undo)
+        references = weakref.ref(runner), weakref.ref(self._clock)
+        self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, *references)
+
+    def _install_gradients(self, setup: TrainingSetup, runner: GradientRunner, undo: ExitStack) -> None:
+        runner.set_module(setup.inner, setup.ignored_names(), parts=setup.inners)
+        if asks_for_hooks(runner.impl) or runner.tracer.is_on:
+            from torchbagua.training.steps import install_step_hooks
+
+            self._clock = install_step_hooks(setup, runner, undo)
+        if runner.needs_grad_scaler:
+            from torchbagua.training.grad_scaler import watch_loss_scale
+
+            watch_loss_scale(setup, runner, undo)
+        install_gradient_lints(setup, runner, undo)
         if setup.is_sharded:
             from torchbagua.training.fsdp2.communication import install_communication
 
             parts = setup.sharded_parts
             install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
             return
+        self._ddp_runner = runner
         if runner.meetings is not None:
             runner.meetings.compare_weights(setup.trained())
         if setup.optimizers_of_copies:
@@ -127,7 +135,7 @@ class Attachment:
 
             undo.callback(MasterCheck(setup, runner).close)
         for ddp in setup.ddps:
-            undo.enter_context(install_hook(ddp, partial(comm_hook, runner)))
+            install_hook(ddp, partial(comm_hook, runner), undo)
 
     @property
     def is_detached(self) -> bool:
@@ -137,8 +145,8 @@ class Attachment:
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DistributedDataParallel whose gradients are communicated; None if there is none, or several."""
-        ddps = [] if self.runner.averages_weights else self._setup.ddps
-        return ddps[0] if len(ddps) == 1 else None
+        ddps = self._setup.ddps
+        return ddps[0] if self._ddp_runner is not None and len(ddps) == 1 else None
 
     def detach(self) -> None:
         """Finish the communication in flight and return the module to plain DDP. Collective.
@@ -170,14 +178,14 @@ class Attachment:
             self._forgotten.detach()
         # Both must be determined before the final average of the weights.
         unused = [] if failed or self._clock is None else self._clock.unused_optimizers()
-        differ = failed and self.runner.replicas_diverge() and self._clock is not None and self._clock.has_trained
+        differ = failed and self._may_differ()
         with self._undo:
             if self._weights is not None and not failed:
                 self._weights.before_end()
             # An exception is about to leave the caller: other ranks may not come.
             is_leaving = failed or sys.exc_info()[0] is not None
-            if self._setup.ddps and isinstance(self.runner, GradientRunner) and not is_leaving:
-                self.runner.meet_at_end()
+            if self._ddp_runner is not None and not is_leaving:
+                self._ddp_runner.meet_at_end()
             if self.runner.finish(failed=failed):
                 with nullcontext() if self._weights is None else self._weights.last_means():
                     self.broadcast_optimizers()
@@ -192,6 +200,11 @@ class Attachment:
             from torchbagua.training.lint.end_warnings import warn_of_different_weights
 
             warn_of_different_weights(self.algorithm)
+
+    def _may_differ(self) -> bool:
+        """Return whether ranks have been training different weights."""
+        runner, clock = self._weight_runner, self._clock
+        return runner is not None and runner.replicas_diverge() and clock is not None and clock.has_trained
 
     def broadcast_optimizers(self) -> None:
         """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
@@ -294,9 +307,9 @@ class Attachment:
         """
         optimizers = {"optimizers": self._setup.optimizer_parameters()}
         state: dict[str, Any] = {"attachment": self._save(optimizers)}
-        if self.runner.averages_weights:
+        if self._weight_runner is not None:
             scaler = self._setup.grad_scaler
-            with self._own_weights() if self._has_mean else nullcontext():
+            with self._own_weights(self._weight_runner) if self._has_mean else nullcontext():
                 module = self._setup.inner.state_dict()
                 state["module"] = copy.deepcopy(module) if self._has_mean else module
                 state["optimizers"] = [self._state_of(optimizer) for optimizer in self._setup.optimizers]
@@ -308,11 +321,9 @@ class Attachment:
         is_averaged = self._has_mean and self._weights is not None and self._weights.are_in(optimizer)
         return copy.deepcopy(state) if is_averaged else state
 
-    def _own_weights(self) -> AbstractContextManager[None]:
+    def _own_weights(self, runner: WeightRunner) -> AbstractContextManager[None]:
         """Within `averaged_weights`, give this rank its own weights and optimizer state in a nested context."""
-        if self._weights is not None:
-            return self._weights.own()
-        return self.runner.own_weights() if isinstance(self.runner, WeightRunner) else nullcontext()
+        return runner.own_weights() if self._weights is None else self._weights.own()
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
@@ -329,7 +340,8 @@ class Attachment:
             CommunicationError: see `load_state_dict`.
         """
         self._check_no_mean("load_rank_state_dict")
-        keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.runner.averages_weights else [])]
+        averages_weights = self._weight_runner is not None
+        keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if averages_weights else [])]
         loop = {}
         if isinstance(state, Mapping) and "attachment" in state:
             loop = check_saved(self.runner, state["attachment"])  # before anything is overwritten
@@ -338,7 +350,7 @@ class Attachment:
                 f"Attachment.load_rank_state_dict: state must be what rank_state_dict returned, with the keys {keys}, "
                 f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
             )
-        if self.runner.averages_weights:
+        if averages_weights:
             self._setup.check_saved_optimizers(loop.get("optimizers"), len(state["optimizers"]))
             self._setup.inner.load_state_dict(state["module"])
             for optimizer, saved in zip(self._setup.optimizers, state["optimizers"], strict=True):
@@ -348,7 +360,7 @@ class Attachment:
         self.load_state_dict(state["attachment"])
 
     def _check_no_mean(self, method: str) -> None:
-        if self._has_mean and self.runner.averages_weights:
+        if self._has_mean and self._weight_runner is not None:
             raise RuntimeError(
                 f"torchbagua: Attachment.{method} was called within averaged_weights, which restores the weights at "
                 "its end; call it outside of the block"
@@ -442,11 +454,9 @@ class Attachment:
             self._setup.check_gradients()
 
 
-def needs_step_hooks(runner: Runner) -> bool:
-    """Return whether the runner's impl, or an observer, must be notified of more than the buckets of DDP."""
-    if runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on:
-        return True
-    return any(getattr(type(runner.impl), name) is not getattr(AlgorithmImpl, name) for name in _STEP_HOOKS)
+def asks_for_hooks(impl: AlgorithmImpl) -> bool:
+    """Return whether the impl must be notified of more than the buckets of DDP."""
+    return any(getattr(type(impl), name) is not getattr(AlgorithmImpl, name) for name in _STEP_HOOKS)
 
 
 def attach(

@@ -117,6 +117,8 @@ class TrainingSetup:
 
         They also include the names in the module's own ignore list, which a DDP created later would read.
         """
+        if not any(ddp.parameters_to_ignore for ddp in self.ddps) and not any(map(names_to_ignore, self.inners)):
+            return frozenset()
         ignored_ids = {
             id(tensor)
             for ddp in self.ddps
@@ -154,6 +156,8 @@ class TrainingSetup:
         known = self.algorithm.own_optimizers()
         stepped = {id(optimizer): parameters_of(optimizer) for optimizer in self.optimizers if optimizer not in known}
         copies = {key: each for key, each in stepped.items() if each and own.isdisjoint(map(id, each))}
+        if not copies:
+            return []
         others = {id(each) for key, every in stepped.items() if key not in copies for each in every}
         num_copied = sum(parameter.numel() for every in copies.values() for parameter in every)
         num_left = sum(parameter.numel() for parameter in self.trained().values() if id(parameter) not in others)
@@ -517,8 +521,7 @@ def _explain_foreign(setup: TrainingSetup, optimizer: torch.optim.Optimizer, for
 
 def check_gradient_averaging(setup: TrainingSetup) -> None:
     """Raise TypeError or ValueError if gradients cannot be averaged by a communication hook of the module's DDP."""
-    owners: dict[int, int] = {}  # the position in the list of the DDP that averages a parameter
-    for index, module in enumerate(setup.modules):
+    for module in setup.modules:
         if not isinstance(module, DistributedDataParallel):
             raise TypeError(
                 "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
@@ -531,8 +534,16 @@ def check_gradient_averaging(setup: TrainingSetup) -> None:
                 'attach: the module was created with torch._dynamo.config.optimize_ddp = "python_reducer", which does '
                 "not call a communication hook as DDP does; wrap the model with another value of it"
             )
-        for name, parameter in module.module.named_parameters():
-            if parameter.requires_grad and name not in module.parameters_to_ignore:
+    if len(setup.ddps) > 1:
+        check_averaged_once(setup.ddps)
+
+
+def check_averaged_once(ddps: Sequence[DistributedDataParallel]) -> None:
+    """Raise ValueError if several DDPs average the gradient of one parameter."""
+    owners: dict[int, int] = {}  # the position in the list of the DDP that averages a parameter
+    for index, ddp in enumerate(ddps):
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.requires_grad and name not in ddp.parameters_to_ignore:
                 owner = owners.setdefault(id(parameter), index)
                 if owner != index:
                     raise ValueError(
@@ -602,9 +613,7 @@ def check_detached(module: torch.nn.Module) -> None:
         check_no_foreign_hook(module)
 
 
-def mark_attached(module: torch.nn.Module, algorithm_name: str) -> ExitStack:
-    """Mark `module` as attached, for `check_detached`, until the returned stack is closed."""
+def mark_attached(module: torch.nn.Module, algorithm_name: str, undo: ExitStack) -> None:
+    """Mark `module` as attached, for `check_detached`, until `undo` is closed."""
     setattr(module, _MARK, (id(module), algorithm_name))
-    marked = ExitStack()
-    marked.callback(delattr, module, _MARK)
-    return marked
+    undo.callback(delattr, module, _MARK)

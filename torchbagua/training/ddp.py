@@ -6,7 +6,7 @@ knows an optimizer only if `reify` was given one.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
@@ -49,6 +49,18 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")
 
 
+def call_before_forward(modules: Sequence[torch.nn.Module], call: Callable[[Any], None], undo: ExitStack) -> None:
+    """Call `call` with the inputs before each forward of a module in training, until `undo` is closed."""
+
+    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+        # A shallow copy of a module shares its hooks, but they must act on the original only.
+        if module in modules and module.training and torch.is_grad_enabled():
+            call(inputs)
+
+    for module in modules:
+        undo.callback(module.register_forward_pre_hook(ModuleHook(before_forward)).remove)
+
+
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of `module`, by name."""
     return chain(module.named_parameters(), module.named_buffers())
@@ -74,10 +86,11 @@ class Trampoline:
     The reference is weak, since the garbage collector does not see the reducer's references.
     """
 
+    held: weakref.ref[HeldHook] | None = None
+
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module_id = id(module)
         self.process_group = module.process_group
-        self.held: weakref.ref[HeldHook] | None = None
 
 
 class _Listed(tuple[Any, Any]):
@@ -104,16 +117,14 @@ def check_no_foreign_hook(module: DistributedDataParallel) -> None:
             )
 
 
-def install_hook(module: DistributedDataParallel, hook: Hook) -> ExitStack:
-    """Have DDP call `hook` with its gradient buckets until the returned stack is closed; DDP then averages again."""
+def install_hook(module: DistributedDataParallel, hook: Hook, undo: ExitStack) -> None:
+    """Have DDP call `hook` with its gradient buckets until `undo` is closed; DDP then averages again."""
     trampoline = _trampoline_of(module)
     held = HeldHook(hook)
     setattr(module, _HELD, held)
     trampoline.held = weakref.ref(held)
-    undo = ExitStack()
     undo.callback(delattr, module, _HELD)
     undo.callback(setattr, trampoline, "held", None)
-    return undo
 
 
 def _trampoline_of(module: DistributedDataParallel) -> Trampoline:

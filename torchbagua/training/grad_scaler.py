@@ -17,7 +17,10 @@ from torchbagua._torch import (
     replace_find_inf,
 )
 from torchbagua._warnings import warn_user
+from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.runner import Runner
+from torchbagua.training.checks import TrainingSetup
+from torchbagua.training.ddp import call_before_forward
 
 
 class LossScale:
@@ -33,8 +36,10 @@ class LossScale:
         self._wait = wait
         self._copied: tuple[torch.Tensor, int, HostCopy] | None = None
 
-    def fetch(self) -> None:
-        """Start copying the scale if it has changed since the last copy. Call it before a forward."""
+    def before_forward(self, inputs: Any) -> None:
+        """Start copying the scale if it has changed since the last copy."""
+        if torch.compiler.is_compiling():  # the compiler would trace stream calls
+            return
         scale = loss_scale_of(self._scaler)
         if scale is not None and is_on_gpu(scale) and not self._is_copied(scale):
             self._copied = scale, num_writes(scale), HostCopy(scale)
@@ -67,6 +72,16 @@ class HostCopy:
         """Return the number, once the GPU has copied it."""
         wait(self._done)
         return float(self._number.item())
+
+
+def watch_loss_scale(setup: TrainingSetup, runner: GradientRunner, undo: ExitStack) -> None:
+    """Have `runner` read the GradScaler's scale, or warn of one that `attach` was not given, until `undo` is closed."""
+    if setup.grad_scaler is None:
+        undo.callback(UnknownScaler(runner, "residuals would be stored with a wrong scale").close)
+        return
+    loss_scale = LossScale(setup.grad_scaler, runner.process_group.private.wait_for_mark)
+    runner.use_grad_scaler(setup.grad_scaler, loss_scale.read)
+    call_before_forward(setup.called, loss_scale.before_forward, undo)
 
 
 # Attribute of a GradScaler that was passed to `attach`.
@@ -130,10 +145,13 @@ class _SharedScaler:
 
 
 class UnknownScaler:
-    """Warns, and notifies the runner, if a GradScaler that `attach` was not given calls an optimizer's first step."""
+    """Warns, and calls `on_found`, if a GradScaler that `attach` was not given calls an optimizer's first step."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, consequence: str, on_found: Callable[[], None] = lambda: None) -> None:
+        self._name = runner.name
+        self._consequence = consequence
+        self._on_found = on_found
+        self._has_found = False
         self._asked: set[torch.optim.Optimizer] = set()
         self._installed = {watch.optimizer: ExitStack() for watch in runner.step_watches}
         for watch in runner.step_watches:
@@ -149,16 +167,11 @@ class UnknownScaler:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._installed[optimizer].close()
-        if self._runner.has_unknown_scaler or not (optimizer in self._asked or is_scaled_in_step(optimizer)):
+        if self._has_found or not (optimizer in self._asked or is_scaled_in_step(optimizer)):
             return
-        runner = self._runner
-        runner.note_unknown_scaler()
-        consequence = (
-            "ranks would skip different steps"
-            if runner.averages_weights
-            else "residuals would be stored with a wrong scale"
-        )
+        self._has_found = True
+        self._on_found()
         warn_user(
-            f"torchbagua: {type(optimizer).__name__} is stepped by a GradScaler that {runner.name} was not given: "
-            f"{consequence}; pass the GradScaler: attach(..., grad_scaler=scaler)"
+            f"torchbagua: {type(optimizer).__name__} is stepped by a GradScaler that {self._name} was not given: "
+            f"{self._consequence}; pass the GradScaler: attach(..., grad_scaler=scaler)"
         )

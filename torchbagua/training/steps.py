@@ -12,13 +12,11 @@ from torchbagua._torch import is_in_backward, leaves, num_writes, queue_callback
 from torchbagua._warnings import warn_user
 from torchbagua.observe.events import Timestamp
 from torchbagua.observe.tracer import Tracer
-from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup
-from torchbagua.training.ddp import ModuleHook
+from torchbagua.training.ddp import ModuleHook, call_before_forward
 
 # The number of consecutive backward passes, with changing weights, after which gradients cleared without an optimizer
 # step are an error. It exceeds a dozen, since a GradScaler that `attach` was not given skips that many steps at first.
@@ -42,6 +40,11 @@ class StepClock:
     not begin the next training step: otherwise all later training steps would end too early.
     """
 
+    _has_ended_one = False
+    _ended_by: torch.optim.Optimizer | None = None  # since the last backward
+    _has_warned = False
+    _has_warned_of_late = False
+
     def __init__(
         self,
         watches: Sequence[StepWatch],
@@ -52,15 +55,11 @@ class StepClock:
     ) -> None:
         self._on_end = on_end
         self._check_gradients = check_gradients
-        self._has_ended_one = False
         self._progress = {id(watch.optimizer): _OptimizerSteps(watch.optimizer) for watch in watches}
         self._watches = watches
         for watch in watches:
             watch.add(self._after_step)
         self._raises_if_never_stepped = raises_if_never_stepped
-        self._has_warned = False
-        self._ended_by: torch.optim.Optimizer | None = None  # since the last backward
-        self._has_warned_of_late = False
 
     def close(self) -> None:
         """Stop listening to steps."""
@@ -180,12 +179,13 @@ class StepClock:
 class _OptimizerSteps:
     """The progress of one optimizer since the last training step ended."""
 
+    num_steps = 0
+    is_done = False  # whether it has stepped or was skipped by a GradScaler
+    was_called = False  # whether it has ever stepped or been skipped
+    follows_backward = False  # whether it has stepped or was skipped since the last backward
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.num_steps = 0
-        self.is_done = False  # whether it has stepped or was skipped by a GradScaler
-        self.was_called = False  # whether it has ever stepped or been skipped
-        self.follows_backward = False  # whether it has stepped or was skipped since the last backward
         self.gradients = _UnusedGradients(optimizer)
 
     def note_call(self) -> None:
@@ -201,13 +201,14 @@ class _UnusedGradients:
     compute gradients of an attack, or of examples, and clear them too.
     """
 
+    first: tuple[torch.Tensor, torch.Tensor] | None = None  # as of the first backward
+    _parameter: torch.Tensor | None = None
+    _mark: tuple[int, int] = (0, 0)
+    _num_cleared = 0
+    _values: tuple[torch.Tensor, torch.Tensor] | None = None
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameter: torch.Tensor | None = None
-        self._mark: tuple[int, int] = (0, 0)
-        self._num_cleared = 0
-        self._values: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.first: tuple[torch.Tensor, torch.Tensor] | None = None  # as of the first backward
 
     def has_changed_since_first(self) -> bool:
         """Return whether the values have changed since the first backward."""
@@ -272,79 +273,55 @@ def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
     return gradient.data_ptr(), num_writes(gradient)
 
 
-def install_step_hooks(setup: TrainingSetup, runner: Runner) -> tuple[ExitStack, StepClock]:
-    """Install the hooks that the impl asks for. Return a stack that removes them when it is closed, and the clock."""
-    wrappers, module, impl = setup.called, setup.inner, runner.impl
+def install_step_hooks(
+    setup: TrainingSetup,
+    runner: Runner,
+    undo: ExitStack,
+    *,
+    before_end: Callable[[], None] = lambda: None,
+    is_weight_algorithm: bool = False,
+) -> StepClock:
+    """Install the hooks that the impl asks for until `undo` is closed. `before_end` is called when a step ends."""
+    wrappers, module, impl, tracer = setup.called, setup.inner, runner.impl, runner.tracer
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
     on_backward_end = impl.init_post_backward_hook(module)
     on_step = impl.init_post_optimizer_step_hook(module)
 
-    loss_scale = None
-    if setup.grad_scaler is not None and runner.needs_grad_scaler and isinstance(runner, GradientRunner):
-        from torchbagua.training.grad_scaler import LossScale
-
-        loss_scale = LossScale(setup.grad_scaler, runner.process_group.private.wait_for_mark)
-        runner.use_grad_scaler(setup.grad_scaler, loss_scale.read)
-
-    # A shallow copy of a wrapper shares its hooks, but they must act on the original only.
-    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-        if module in wrappers and module.training and torch.is_grad_enabled():
-            if on_forward is not None:
-                on_forward(inputs)
-            if loss_scale is not None and not torch.compiler.is_compiling():  # the compiler would trace stream calls
-                loss_scale.fetch()
-
     def end_step(optimizer: torch.optim.Optimizer) -> None:
         try:
-            if isinstance(runner, WeightRunner):
-                runner.refuse_capture()
-                runner.reset_if_needed()
+            before_end()
             if on_step is not None:
                 on_step(optimizer)
         finally:
             # Only after on_step, in which the algorithm may wait for communication of this step.
-            runner.tracer.end_step()
+            tracer.end_step()
 
-    must_step = runner.averages_weights and on_step is not None  # it averages only when a step ends
-    needs_steps = on_step is not None or runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on
+    must_step = is_weight_algorithm and on_step is not None  # it averages only when a step ends
+    needs_steps = is_weight_algorithm or on_step is not None or tracer.is_on
     clock = StepClock(
         runner.step_watches if needs_steps else [],
         end_step,
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
     )
-    with ExitStack() as handles:  # closed here only if an installation raises
-        handles.callback(clock.close)
-        if setup.grad_scaler is None and runner.needs_grad_scaler:
-            from torchbagua.training.grad_scaler import UnknownScaler
+    undo.callback(clock.close)
+    if on_forward is not None:
+        call_before_forward(wrappers, on_forward, undo)
+    if on_backward_end is not None or must_step or tracer.is_on:
+        backward = _Backward(tracer, on_backward_end, clock if must_step else None)
+        undo.callback(backward.close)
 
-            handles.callback(UnknownScaler(runner).close)
-        if on_forward is not None or loss_scale is not None:
-            for wrapper in wrappers:
-                handles.callback(wrapper.register_forward_pre_hook(ModuleHook(before_forward)).remove)
-        if on_backward_end is not None or must_step or runner.tracer.is_on:
-            backward = _Backward(runner.tracer, on_backward_end, clock if must_step else None)
-            handles.callback(backward.close)
+        def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+            if module in wrappers:
+                backward.watch(outputs, is_training=any(wrapper.training for wrapper in wrappers))
 
-            def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-                if module in wrappers:
-                    backward.watch(outputs, is_training=any(wrapper.training for wrapper in wrappers))
-
-            for wrapper in wrappers:
-                handles.callback(wrapper.register_forward_hook(ModuleHook(after_forward)).remove)
-        if on_gradient is not None:
-            for name, parameter in setup.trained().items():
-                handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if setup.grad_scaler is not None and isinstance(runner, WeightRunner):
-            from torchbagua.training.grad_scaler import install_overflow_agreement
-
-            handles.enter_context(
-                install_overflow_agreement(
-                    setup.grad_scaler, setup.optimizers, runner.agree_on_overflow, clock.after_search_for_inf
-                )
-            )
-        return handles.pop_all(), clock
+        for wrapper in wrappers:
+            undo.callback(wrapper.register_forward_hook(ModuleHook(after_forward)).remove)
+    if on_gradient is not None:
+        for name, parameter in setup.trained().items():
+            undo.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
+    return clock
 
 
 def _leaves(outputs: Any) -> Iterator[Any]:
@@ -363,14 +340,15 @@ class _Backward:
     runs a nested backward, and a callback that is queued there is called at the end of the nested backward.
     """
 
+    _is_training = False
+    _start: Timestamp = 0
+    _is_queued = False
+    _is_closed = False
+
     def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None, clock: StepClock | None) -> None:
         self._tracer = tracer
         self._on_end = on_end
         self._clock = clock
-        self._is_training = False
-        self._start: Timestamp = 0
-        self._is_queued = False
-        self._is_closed = False
 
     def watch(self, outputs: Any, *, is_training: bool) -> None:
         """Watch the backward that will start at these outputs of a forward."""

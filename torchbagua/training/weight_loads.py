@@ -23,18 +23,17 @@ class WeightLoads:
     the next step this takes two more copies of the loaded weights in memory.
     """
 
+    _are_refused = False
+    _named_buckets: list[Any] | None = None
+
     def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:
-        self._are_refused = False
         self._module = setup.inner
         self._sharded_parts = list(setup.sharded_parts.values())
         self._runner = runner
         self._loads: dict[str, _Load] = {}  # since the last step, by the tensor's name in the buckets
         self._names: dict[int, str] = {}  # names in `_named_buckets`, by the tensor's id
-        self._named_buckets: list[Any] | None = None
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._undo = ExitStack()
-        for optimizer in dict.fromkeys(setup.optimizers):
-            self._undo.callback(optimizer.register_step_pre_hook(lambda *_: self.settle()).remove)
         for path, module in self._module.named_modules():
             self._install(module, path)
 
@@ -97,6 +96,11 @@ class WeightLoads:
         finally:
             self._are_refused = False
 
+    def _settle_at_next_step(self) -> None:
+        if not self._loads:
+            for watch in self._runner.step_watches:
+                watch.call_at_next_start(lambda *_: self.settle())
+
     def _take_loads(self) -> dict[str, "_Load"]:
         """Return the loads since the last step, and forget them."""
         loads, self._loads = self._loads, {}
@@ -130,6 +134,7 @@ class WeightLoads:
         for own_name, tensor in _own_tensors(module).items():
             known = self._name_of(f"{path}.{own_name}" if path else own_name, tensor, tracked)
             if known is not None and prefix + own_name in state and known not in self._loads:
+                self._settle_at_next_step()
                 self._loads[known] = _Load(module, own_name, local_shard(tensor).clone())
         self._runner.note_loading(self._loads)
 

@@ -30,6 +30,7 @@ from torchbagua.training.checks import JOIN_REFUSAL, TrainingSetup, require_same
 from torchbagua.training.ddp import Hook, ModuleHook, comm_hook, install_hook, named_tensors
 from torchbagua.training.lint.unaveraged_state import UnaveragedState
 from torchbagua.training.optimizer_weights import OptimizerWeights, broadcast_optimizer_state
+from torchbagua.training.steps import StepClock, install_step_hooks
 from torchbagua.training.weight_loads import WeightLoads
 
 
@@ -48,15 +49,13 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
     unequal = [inner for module, inner in zip(setup.modules, setup.inners, strict=True) if module not in global_ddps]
     if unequal:
         members = {id(tensor) for inner in unequal for _, tensor in named_tensors(inner)}
-        named = named_tensors(setup.inner)
-        own = [local_shard(each) for name, each in named if name not in ignored and id(each) in members]
-        broadcast_tensors(group.world, own, "the module")
+        own = [each for name, each in named_tensors(setup.inner) if name not in ignored and id(each) in members]
+        broadcast_tensors(group.world, list(map(local_shard, own)), "the module")
         broadcast_optimizers(setup, group)
     runner.set_module(setup.inner, ignored, parts=setup.inners)
     weights = None
     if group.size > 1:
-        weights = RankWeights(setup, runner)
-        undo.callback(weights.close)
+        weights = RankWeights(setup, runner, undo)
     silenced = undo.enter_context(ExitStack())
 
     def silence(ddp: DistributedDataParallel) -> None:
@@ -79,6 +78,25 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
     return weights
 
 
+def install_step_end(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> StepClock:
+    """Have the algorithm average weights at the end of each training step, until `undo` is closed."""
+    clock = install_step_hooks(setup, runner, undo, before_end=runner.before_step_end, is_weight_algorithm=True)
+    scaler = setup.grad_scaler
+    if scaler is not None:
+        from torchbagua.training.grad_scaler import install_overflow_agreement
+
+        agreement = install_overflow_agreement(
+            scaler, setup.optimizers, runner.agree_on_overflow, clock.after_search_for_inf
+        )
+        undo.enter_context(agreement)
+    elif runner.needs_grad_scaler:
+        from torchbagua.training.grad_scaler import UnknownScaler
+
+        unknown = UnknownScaler(runner, "ranks would skip different steps", runner.note_unknown_scaler)
+        undo.callback(unknown.close)
+    return clock
+
+
 def broadcast_optimizers(setup: TrainingSetup, group: BaguaProcessGroup) -> None:
     """Give all ranks the state of rank 0's optimizers and GradScaler; see `Attachment.broadcast_optimizers`."""
     for optimizer in setup.optimizers:
@@ -90,7 +108,7 @@ def broadcast_optimizers(setup: TrainingSetup, group: BaguaProcessGroup) -> None
 
 
 class RankWeights:
-    """Averages the weights in optimizer states and running means, and watches loads of weights, until `close`.
+    """Averages the weights in optimizer states and running means, and watches loads of weights.
 
     A gradient algorithm, or a group of one rank, needs none of this, since all ranks hold the same weights.
 
@@ -98,20 +116,14 @@ class RankWeights:
         loads: the loads of weights since the last step.
     """
 
-    def __init__(self, setup: TrainingSetup, runner: WeightRunner) -> None:
+    def __init__(self, setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> None:
         self._runner = runner
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
-        with ExitStack() as undo:  # closed here only if one of these steps raises
-            self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
-            undo.callback(self._unaveraged_state.close)
-            self.loads = WeightLoads(setup, runner)
-            undo.callback(self.loads.close)
-            self._undo = undo.pop_all()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._undo.close()
+        self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
+        undo.callback(self._unaveraged_state.close)
+        self.loads = WeightLoads(setup, runner)
+        undo.callback(self.loads.close)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -239,7 +251,7 @@ def disable_ddp_sync(ddp: DistributedDataParallel) -> ExitStack:
         undo.callback(turn_on)
         before_forward(ddp, ())  # its forward may be running
         undo.callback(ddp.register_forward_pre_hook(ModuleHook(before_forward)).remove)
-        undo.enter_context(install_hook(ddp, _keep_gradients))
+        install_hook(ddp, _keep_gradients, undo)
         return undo.pop_all()
 
 
@@ -249,6 +261,8 @@ class OuterDdps:
     A module has no reference to its DDP, so forward pre-hooks ask which DDP is running. It may wrap any part of a
     module: a part with parameters has the hook until it was called, at least in the first step.
     """
+
+    _is_compiled = False
 
     def __init__(
         self,
@@ -263,8 +277,6 @@ class OuterDdps:
         self._unstepped = {watch.optimizer: watch for watch in watches}
         self._installed = ExitStack()
         self._parts: dict[torch.nn.Module, RemovableHandle] = {}
-        self._is_compiled = False
-
         self._look_while_compiling = call_at_compilation(self._look_at_compilation)
         for ddp in modules:
             if isinstance(ddp, DistributedDataParallel):
@@ -389,7 +401,7 @@ def limit_ddp_to_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitS
         if hook is not None:
             undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
             ddp.broadcast_buffers = _OFF if ddp.broadcast_buffers else False
-            undo.enter_context(install_hook(ddp, hook))
+            install_hook(ddp, hook, undo)
         return undo.pop_all()
 
 

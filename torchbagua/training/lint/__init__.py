@@ -12,7 +12,8 @@ import torch
 
 from torchbagua._torch import named_bucket_bytes
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.optimizer_steps import parameters_of
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup
 
 # No lint warns of smaller buckets.
@@ -30,27 +31,29 @@ def lint_arguments(setup: TrainingSetup) -> None:
 
         warn_of_closures()
     if setup.algorithm.averages_weights:
-        from torchbagua.training.lint.unstepped_parameters import warn_of_unstepped_parameters
+        stepped = {id(parameter) for optimizer in setup.optimizers for parameter in parameters_of(optimizer)}
+        if unstepped := [name for name, parameter in setup.trained().items() if id(parameter) not in stepped]:
+            from torchbagua.training.lint.unstepped_parameters import warn_of_unstepped_parameters
 
-        warn_of_unstepped_parameters(setup)
+            warn_of_unstepped_parameters(unstepped)
     elif any((named_bucket_bytes(ddp) or 0) > _LARGE_BUCKET_BYTES for ddp in setup.ddps):
         from torchbagua.training.lint.large_buckets import warn_of_large_buckets
 
         warn_of_large_buckets(setup)
 
 
-def install_lints(setup: TrainingSetup, runner: Runner) -> ExitStack:
-    """Watch the first steps of the training loop, at most until the returned stack is closed."""
-    with ExitStack() as undo:  # closed here only if a lint raises
-        if isinstance(runner, GradientRunner):
-            if setup.ddps and runner.process_group.size > 1:
-                from torchbagua.training.lint.unaveraged_gradients import UnaveragedGradients
+def install_gradient_lints(setup: TrainingSetup, runner: GradientRunner, undo: ExitStack) -> None:
+    """Watch the first steps with a gradient algorithm, at most until `undo` is closed."""
+    if setup.ddps and runner.process_group.size > 1:
+        from torchbagua.training.lint.unaveraged_gradients import UnaveragedGradients
 
-                undo.callback(UnaveragedGradients(setup, runner).close)
-            return undo.pop_all()
-        is_own = any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers)
-        if runner.process_group.size > 1 and is_own:
-            from torchbagua.training.lint.collectives import watch_collectives_of_first_steps
+        undo.callback(UnaveragedGradients(setup, runner).close)
 
-            undo.enter_context(watch_collectives_of_first_steps(setup, runner))
-        return undo.pop_all()
+
+def install_weight_lints(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> None:
+    """Watch the first steps with a weight algorithm, at most until `undo` is closed."""
+    is_own = any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers)
+    if runner.process_group.size > 1 and is_own:
+        from torchbagua.training.lint.collectives import watch_collectives_of_first_steps
+
+        undo.enter_context(watch_collectives_of_first_steps(setup, runner))

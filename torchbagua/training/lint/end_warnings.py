@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from torchbagua._warnings import warn_user, warn_user_during_error
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.steps import StepClock
 
 
-def warn_of_missing_detach(runner_reference: weakref.ref[Runner], clock_reference: weakref.ref[StepClock]) -> None:
+def warn_of_missing_detach(
+    runner_reference: weakref.ref[WeightRunner], clock_reference: weakref.ref[StepClock]
+) -> None:
     """Warn if an attachment was lost, or the program ended, after training and before `detach`.
 
     It takes weak references: others would keep the module alive.

@@ -1,7 +1,6 @@
 """Warnings about optimizer steps on gradients that were not averaged: mistakes that plain DDP ignores silently."""
 
 import weakref
-from collections import Counter
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from torchbagua._torch import is_in_backward
 from torchbagua._warnings import warn_user
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.optimizer_steps import parameters_of
+from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.training.checks import TrainingSetup
 
 # The steps of each optimizer after a synchronized backward, with all steps before them, that are checked.
@@ -55,58 +54,52 @@ class UnaveragedGradients:
         self._setup = setup
         self._runner = runner
         self._ignored_names = setup.ignored_names()
-        self._num_received: dict[int, int] = {}  # of the runner, at the last step of each optimizer, by its id
-        # The runner's number of buckets at the last step without an average, by the optimizer's id.
-        self._bare_steps: dict[int, int] = {}
-        self._num_steps: Counter[int] = Counter()  # with an average, of each optimizer, by its id
-        self._num_parameters: dict[int, int] = {}  # of each optimizer, when `_untrained` was computed
         self._untrained: list[torch.Tensor] = []
-        self._gradients: dict[int, list[_WatchedGradient]] = {}  # of each optimizer, by its id
-        self._watches = list(runner.step_watches)
+        self._watched: dict[torch.optim.Optimizer, _WatchedOptimizer] = {}
         trained_ids = {id(parameter) for parameter in setup.trained().values()}
         ddps = {id(parameter): ddp for ddp in setup.ddps for parameter in ddp.parameters()}
-        for watch in self._watches:
+        for watch in runner.step_watches:
             by_ddp: dict[DistributedDataParallel, list[torch.Tensor]] = {}
             for parameter in parameters_of(watch.optimizer):
                 if id(parameter) in trained_ids:
                     by_ddp.setdefault(ddps[id(parameter)], []).append(parameter)
-            self._gradients[id(watch.optimizer)] = [  # almost every loss trains the first or the last parameter
+            gradients = [  # almost every loss trains the first or the last parameter
                 _WatchedGradient(parameter, ddp, runner)
                 for ddp, trained in by_ddp.items()
                 for parameter in dict.fromkeys((trained[0], trained[-1]))
             ]
+            self._watched[watch.optimizer] = _WatchedOptimizer(watch, gradients)
             watch.add(self._after_step, reads_overflow=False)
 
     def close(self) -> None:
         """Stop watching backward passes and steps."""
-        for watch in self._watches:
-            watch.remove(self._after_step)
-        for gradients in self._gradients.values():
-            for gradient in gradients:
-                gradient.hook.remove()
+        for watched in self._watched.values():
+            self._leave(watched)
+
+    def _leave(self, watched: "_WatchedOptimizer") -> None:
+        watched.watch.remove(self._after_step)
+        for gradient in watched.gradients:
+            gradient.hook.remove()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
-        num_received = self._num_received.get(id(optimizer), 0)
-        self._check_step(optimizer)
-        self._num_steps[id(optimizer)] += self._runner.num_received != num_received
-        if self._num_steps[id(optimizer)] == _NUM_STEPS:
-            for watch in self._watches:
-                if watch.optimizer is optimizer:
-                    watch.remove(self._after_step)
-            for gradient in self._gradients.pop(id(optimizer)):
-                gradient.hook.remove()
+        watched = self._watched[optimizer]
+        num_received = watched.num_received or 0
+        self._check_step(optimizer, watched)
+        watched.num_steps += self._runner.num_received != num_received
+        if watched.num_steps == _NUM_STEPS:
+            self._leave(watched)
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        before = self._num_received.get(id(optimizer))
+    def _check_step(self, optimizer: torch.optim.Optimizer, watched: "_WatchedOptimizer") -> None:
+        before = watched.num_received
         if before is None and is_in_backward():
             self._warn(
                 f"{type(optimizer).__name__} steps within backward, before DistributedDataParallel has averaged "
                 "gradients. Step after backward, or attach an algorithm that averages weights"
             )
             return
-        before, self._num_received[id(optimizer)] = before or 0, self._runner.num_received
+        before, watched.num_received = before or 0, self._runner.num_received
         local = None
-        for gradient in self._gradients.get(id(optimizer), ()):
+        for gradient in watched.gradients:
             if gradient.is_local():
                 local = local or gradient
             gradient.end_step()
@@ -114,14 +107,14 @@ class UnaveragedGradients:
         problem = None if local is None else self._problem(local, before)
         if local is None or problem is None or not local.has_values():
             if self._runner.num_received != before:
-                self._check_untrained(optimizer)
+                self._check_untrained(watched)
             return
         # The gradient may be equal on all ranks, as that of a penalty on weights, or averaged by hand. So ranks compare
         # their weights in the next backward. If DDP passes no bucket, none compares.
         problem = f"{type(optimizer).__name__} {problem}"
-        is_bare, was_bare_at = self._runner.num_received == before, self._bare_steps.get(id(optimizer))
+        is_bare, was_bare_at = self._runner.num_received == before, watched.bare_at
         if is_bare:
-            self._bare_steps[id(optimizer)] = before
+            watched.bare_at = before
         if is_bare and was_bare_at == before and not local.is_in_no_sync:
             self._warn(problem)
         elif self._runner.meetings is not None:
@@ -136,11 +129,11 @@ class UnaveragedGradients:
         is_in_bucket = local.num_received > 0 or self._runner.num_received == before
         return _NEVER_AVERAGED if is_in_bucket else None
 
-    def _check_untrained(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_untrained(self, watched: "_WatchedOptimizer") -> None:
         """Search for gradients of parameters that are in none of DDP's buckets, after buckets were averaged."""
-        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._num_parameters.get(id(optimizer)) != num_parameters:
-            self._num_parameters[id(optimizer)] = num_parameters
+        num_parameters = sum(len(group["params"]) for group in watched.watch.optimizer.param_groups)
+        if watched.num_parameters != num_parameters:
+            watched.num_parameters = num_parameters
             self._untrained = list(self._without_bucket().values())
         if any(parameter.requires_grad and parameter.grad is not None for parameter in self._untrained):
             found = [
@@ -171,19 +164,33 @@ class UnaveragedGradients:
         warn_user(f"torchbagua: {problem}. Ranks now hold different weights")
 
 
+class _WatchedOptimizer:
+    """The steps of one optimizer."""
+
+    num_steps = 0  # with an average
+    num_received: int | None = None  # of the runner, at the last step
+    bare_at: int | None = None  # `num_received` of the runner at the last step without an average
+    num_parameters: int | None = None  # when `UnaveragedGradients._untrained` was computed
+
+    def __init__(self, watch: StepWatch, gradients: "list[_WatchedGradient]") -> None:
+        self.watch = watch
+        self.gradients = gradients
+
+
 class _WatchedGradient:
     """The gradient of one parameter: has DDP averaged it since the last backward that added to it?"""
+
+    num_received = 0  # of the runner, when DDP last passed the bucket with this gradient
+    follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
+    is_in_no_sync = False  # whether the last backward was
+    _bucket: BaguaBucket | None = None
+    _num_received_before = 0  # the last backward
+    _num_backwards = 0  # that have added to it since the last step
 
     def __init__(self, parameter: torch.Tensor, ddp: DistributedDataParallel, runner: GradientRunner) -> None:
         self._parameter = parameter
         self._ddp = ddp
         self._runner = runner
-        self._bucket: BaguaBucket | None = None
-        self.num_received = 0  # of the runner, when DDP last passed the bucket with this gradient
-        self._num_received_before = 0  # the last backward
-        self._num_backwards = 0  # that have added to it since the last step
-        self.follows_silent_forward = False  # whether DDP's forward before the last backward was within `no_sync`
-        self.is_in_no_sync = False  # whether the last backward was
         # The garbage collector does not see what such a hook refers to.
         self.hook = parameter.register_post_accumulate_grad_hook(partial(self._after_addition, weakref.ref(self)))
 

@@ -31,6 +31,8 @@ class UnaveragedState:
     momentum is not taken for weights, and neither is a copy of the first weights.
     """
 
+    _has_warned = False
+
     def __init__(
         self, watches: Sequence[StepWatch], names: Callable[[torch.optim.Optimizer], Sequence[str]], algorithm: str
     ) -> None:
@@ -38,7 +40,6 @@ class UnaveragedState:
         self._averaged = names
         self._algorithm = algorithm
         self._seen = {watch.optimizer: _Seen() for watch in watches}
-        self._has_warned = False
         for watch in watches:
             watch.add(self._after_step, reads_overflow=False)
 
@@ -64,7 +65,7 @@ class UnaveragedState:
 
     @torch.no_grad()
     def _examine(self, optimizer: torch.optim.Optimizer, *, after_step: bool) -> None:
-        if self._has_warned:
+        if self._has_warned or not state_of(optimizer):
             return
         seen = self._seen[optimizer]
         found = []

@@ -89,7 +89,8 @@ class BaguaDistributedDataParallel:
                     grad_scaler=grad_scaler,
                 )
             )
-            self.attachment.runner.ended_by = ended_by
+            if isinstance(self.attachment.runner, tb.extend.WeightRunner):
+                self.attachment.runner.ended_by = ended_by
             if driven is not None:
                 driven.install()
                 self.attachment.runner.on_close(driven.remove)
