@@ -28,7 +28,7 @@ CONTRACTS = {
     "only training and fsdp know GradScaler": (
         BELOW_TRAINING,
         ("torch.amp", "GradScaler"),
-        {"runtime/runner.py": "takes it from attach, and reads its scale for error feedback"},
+        {"runtime/gradient_runner.py": "takes it from attach, and reads its scale for error feedback"},
     ),
     # An algorithm's interface names the optimizers that it is attached with, and QAdam is an optimizer.
     "below algorithms only the runner knows optimizers": (
