@@ -11,9 +11,9 @@ Execution order:
 4. With a weight algorithm, `install_weights` (weights.py) gives all ranks the same weights if no DDP has done so, has
    the runner create its buckets, and disables DDP's communication. The buckets of a gradient algorithm are created when
    DDP first passes them (`gradient_bucket`).
-5. `Attachment` installs the step hooks (steps.py), if the algorithm or an observer needs one, and the lints. With a
-   gradient algorithm it then installs DDP's communication hook, `comm_hook` of ddp.py, or replaces the collectives of a
-   sharded module (fsdp2/communication.py).
+5. `Attachment._install_weights` or `Attachment._install_gradients` installs the step hooks (steps.py), if the algorithm
+   or an observer needs one, and the lints. The latter then installs DDP's communication hook, `comm_hook` of ddp.py, or
+   replaces the collectives of a sharded module (fsdp2/communication.py).
 6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
    all buckets, and the optimizer steps and commits the algorithm's state. With a weight algorithm, the `StepClock` ends
    the step, and the lane averages the runner's own buckets.
