@@ -198,7 +198,7 @@ def test_generator_and_discriminator_that_freeze_each_other(name: str) -> None:
 
     def body(group: dist.ProcessGroup) -> Any:
         generator, discriminator = module = copy.deepcopy(model)
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in module]
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in module]
         data = torch.Generator().manual_seed(group.rank())
         with tb.attach(module, optimizers, ALGORITHMS[name], process_group=tb.BaguaProcessGroup(group)):
             for _ in range(4):
