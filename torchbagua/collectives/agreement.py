@@ -183,13 +183,14 @@ def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction,
 
 
 class _StoreAgreement:
+    _has_withdrawn = False
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store = StoreRequests(store, timeout)
         self._rank = rank
         self._keys = [f"own/{rank}" for rank in range(size)]
         self._timeout_s = timeout.total_seconds()
         self._deadline_s = _concurrency.monotonic() + self._timeout_s
-        self._has_withdrawn = False
 
     def reach(self, own: Introduction) -> Verdict:
         key, text = self._keys[self._rank], _encode(own._asdict())

@@ -298,10 +298,11 @@ class Overlap:
     their scratch memory differ.
     """
 
+    _pipeline: Pipeline | None = None
+    _num_means = 0
+
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._pipeline: Pipeline | None = None
-        self._num_means = 0
         self._slots_in_flight: set[int] = set()
 
     def next_slot(self) -> int:

@@ -95,7 +95,7 @@ class NodeGroups(Protocol):
         divisor: float,
         intra_compressor: Compressor,
         residuals: TwoPhaseResiduals | None,
-    ) -> "Mean":
+    ) -> Mean:
         """Return the function that sums within nodes, and then averages between nodes; see `centralized_mean`."""
         ...
 

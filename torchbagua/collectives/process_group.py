@@ -230,6 +230,9 @@ class BaguaProcessGroup:
         CommunicationError: the store did not answer in time, or an exception has ended the wait of another rank.
     """
 
+    _is_open = False
+    _is_on_lane = False
+
     def __init__(
         self,
         process_group: dist.ProcessGroup,
@@ -282,8 +285,6 @@ class BaguaProcessGroup:
         for rank, node in enumerate(self.nodes):
             self.node_ranks[node].append(rank)
         self.num_shards = min(len(ranks) for ranks in self.node_ranks)
-        self._is_open = False
-        self._is_on_lane = False
         self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.private = PrivateGroups(self.world, self.timeout)

@@ -68,6 +68,8 @@ class Communicator:
             the first such receive. No data are sent before their receive is posted, so the link is at least as fast.
     """
 
+    _launches: Launches | None = None
+
     def __init__(self, members: Members, scope: str, tracer: Tracer, transports: Mapping[str, Transport]) -> None:
         self.scope = scope
         self.tracer = tracer
@@ -81,7 +83,6 @@ class Communicator:
         self._used_devices: set[torch.device] = set()
         self._twins: list[Communicator] = []
         self._ends: list[str] = []  # shared with twins; an entry for each `close`: the error that closed them, or ""
-        self._launches: Launches | None = None
         # Messages in flight: their transport, their tensor, which must live until the wait, and the time of the post.
         self._pending: dict[tuple[int, Direction, int], tuple[Transport, torch.Tensor, float]] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
@@ -499,11 +500,12 @@ class TransportChoice:
     sent over a private group with that backend.
     """
 
+    _shares_nccl = False
+
     def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:
         self._given = given
         self._process_group = process_group
         self._has_nccl = has_nccl(process_group)
-        self._shares_nccl = False
         backends = backend_names(process_group)
         self._other_backends = {device: name for device, name in backends.items() if name not in ("gloo", "nccl")}
 

@@ -81,17 +81,18 @@ class Connections:
         mesh: None until all ranks are connected, and once they are closed.
     """
 
+    mesh: dist.ProcessGroup | None = None
+    is_closed = False
+    _mesh_backend: Any = None  # cached: asking the group takes longer than posting a message
+    _devices: Sequence[Any] = ()  # shared by all links
+    _ready: StoreRequests | None = None
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._requests = StoreRequests(store, timeout)
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self.links: dict[int, dist.ProcessGroup] = {}
-        self._devices: Sequence[Any] = ()  # shared by all links
-        self._ready: StoreRequests | None = None
-        self.mesh: dist.ProcessGroup | None = None
-        self._mesh_backend: Any = None  # cached: asking the group takes longer than posting a message
-        self.is_closed = False
         self._process = os.getpid()
 
     def __del__(self, getpid: Callable[[], int] = os.getpid, keep: Any = ctypes.pythonapi.Py_IncRef) -> None:

@@ -46,13 +46,14 @@ class StoreRequests:
     connection, since the pending one occupies the first.
     """
 
+    # Requests that are pending, each with a lock that it releases at its end.
+    _silent: "_concurrency.Lock | None" = None
+    _silent_s = 0.0  # how long it was waited for
+    _interrupted: "_concurrency.Lock | None" = None
+
     def __init__(self, store: dist.Store, timeout: timedelta) -> None:
         self._store = store
         self._timeout_s = timeout.total_seconds()
-        # Requests that are pending, each with a lock that it releases at its end.
-        self._silent: _concurrency.Lock | None = None
-        self._silent_s = 0.0  # how long it was waited for
-        self._interrupted: _concurrency.Lock | None = None
 
     def ask(self, request: Callable[[dist.Store], T], longest_s: float | None = None) -> T:
         """Return `request(store)`, which may take `longest_s`, by default the timeout; it then raises."""
