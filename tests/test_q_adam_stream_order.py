@@ -20,11 +20,11 @@ from torch.distributed.algorithms.join import Join
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
 from ranks import TIMEOUT, run_ranks
-from test_gpu_lanes import PlayedSideStream
+from test_gpu_lanes import PlayedSideStream, play_streams
 from test_host_reads import Reads
 from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
 from torchbagua.runtime import parameter_state
-from torchbagua.runtime.lane import Job, LaneGpu
+from torchbagua.runtime.lane import Job
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
 
@@ -40,6 +40,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             waits.append(threading.current_thread().name)
         return result(job)
 
+    play_streams(monkeypatch)
     monkeypatch.setattr(Communicator, "in_stream_order", lambda communicator, device: True)
     monkeypatch.setattr(Job, "result", record_wait)
     return waits
@@ -49,7 +50,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def training(group: dist.ProcessGroup, model: torch.nn.Module, **arguments: Any) -> Iterator[tuple[Trainer, Any]]:
     trainer = Trainer(group, model)
     runner: Any = trainer.hook(**arguments)
-    runner.lane._worker.gpu = LaneGpu(PlayedSideStream([]), runner.process_group)  # type: ignore[arg-type]
+    runner.lane.use_gpu(PlayedSideStream.device)
     try:
         yield trainer, runner
     finally:
