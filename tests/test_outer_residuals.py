@@ -52,8 +52,8 @@ class Rounds:
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 parameter.copy_(before[name] - gradients[name])
-        self.impl._start_round([bucket for bucket in self.impl._weights if bucket.slices_of(names.split())])
-        self.impl._receive_round()
+        self.impl._start_round([bucket for bucket in self.impl.rounds.weights if bucket.slices_of(names.split())])
+        self.impl.finish_round()
         after = self.impl.shadow.state_dict()["theta"]
         return {name: theta - after[name] for name, theta in before.items()}
 
@@ -67,7 +67,7 @@ class Rounds:
         return {name: sent + state["num_ranks"] * state["mean"][name] for name, sent in state.get("sent", {}).items()}
 
     def bucket_of(self, name: str) -> WeightBucket:
-        return next(bucket for bucket in self.impl._weights if bucket.slices_of([name]))
+        return next(bucket for bucket in self.impl.rounds.weights if bucket.slices_of([name]))
 
 
 def on_ranks(
