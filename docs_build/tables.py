@@ -17,7 +17,7 @@ from markers import fill
 from torchbagua import codecs
 from torchbagua.algorithms.base import get, init_for
 from torchbagua.codecs.base import REGISTRY
-from torchbagua.training.fsdp2.checks import shard_codecs
+from torchbagua.fsdp.collectives import shard_codecs
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "algorithms"

@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
 }
 
 
-_FSDP2 = ("torchbagua.fsdp", "torchbagua.training.fsdp2")
+_FSDP2 = ("torchbagua.fsdp",)
 _OF_GPUS = ("torchbagua.transport.nccl", "torchbagua.transport.staged", "torchbagua.transport.torch_backend")
 _OF_WEIGHTS = ("torchbagua.training.weights", "torchbagua.training.weight_loads")
 _OF_TRACES = ("torchbagua.collectives.clock", "torchbagua.collectives.encoding_error")
@@ -106,7 +106,7 @@ _UNUSED_BY_GRADIENTS = (*_FSDP2, *_OF_GPUS, *_OF_WEIGHTS, *_OF_TRACES, "torchbag
 GUARDS: dict[str, tuple[str, ...]] = {
     "gradient_allreduce": _UNUSED_BY_GRADIENTS,
     "bytegrad": _UNUSED_BY_GRADIENTS,
-    "bytegrad, fully_shard": (*_OF_GPUS, *_OF_WEIGHTS, "torchbagua.training.fsdp2.replicas"),
+    "bytegrad, fully_shard": (*_OF_GPUS, *_OF_WEIGHTS, "torchbagua.fsdp.replicas"),
     "decentralized": (*_FSDP2, *_OF_GPUS, "torchbagua.training.lint.unaveraged_gradients"),
 }
 

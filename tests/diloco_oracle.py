@@ -14,6 +14,17 @@ from training import flat
 BLOCK = 128  # of MinMaxUInt4
 
 
+def fragment_of(bucket: tb.extend.BaguaBucket) -> int:
+    """Return the number of the fragment to which a bucket belongs, which its name begins with."""
+    return int(bucket.name.removeprefix("fragment ").split()[0])
+
+
+def fragments_of(runner: tb.extend.Runner) -> dict[str, int]:
+    """Return the fragment of each parameter, by name."""
+    tensors = [(tensor, fragment_of(bucket)) for bucket in runner.weights for tensor in bucket.tensors]
+    return {tensor.name: fragment for tensor, fragment in tensors if tensor.is_parameter}
+
+
 @dataclass
 class InFlight:
     """A round between its snapshot and its application."""

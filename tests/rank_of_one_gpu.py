@@ -23,7 +23,7 @@ import test_ddp
 import test_power_sgd
 import torchbagua as tb
 from averaging import Normed
-from diloco_oracle import check_rounds
+from diloco_oracle import check_rounds, fragments_of
 from one_gpu import begin_rank
 from test_decentralized import check_decentralized, check_low_precision
 from training import Tower, build, train
@@ -138,7 +138,7 @@ def diloco(algorithm: tb.DiLoCoAlgorithm) -> Case:
     fragments: dict[str, int] = {}
 
     def keep_fragments(trainer: averaging.Trainer, attachment: tb.Attachment) -> None:
-        fragments.update(attachment.impl._fragments)
+        fragments.update(fragments_of(attachment.runner))
 
     def body(group: dist.ProcessGroup, device: torch.device) -> Any:
         return averaging.train(group, model.to(device), algorithm, num_steps=9, lr=0.01, after_step=keep_fragments)

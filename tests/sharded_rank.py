@@ -30,9 +30,9 @@ import torchbagua as tb
 from one_gpu import begin_rank
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from rank_cases import run_cases
-from torchbagua._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.codecs import Compressor, Identity, MeanCodecs, MinMaxUInt4, MinMaxUInt8
-from torchbagua.training.fsdp2.gathers import BoundedGather
+from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua.fsdp.collectives import BoundedGather
 
 DEVICE = torch.device("cpu")
 BLOCK = 16

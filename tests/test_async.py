@@ -15,7 +15,7 @@ from torch import nn
 import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
 from torchbagua.collectives.process_group import PrivateGroups
 from torchbagua.transport import TransportMaker
@@ -344,7 +344,7 @@ def test_ranks_that_stop_for_different_reasons() -> None:
         trainer = Trainer(group, model)
         attachment = tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
         body(group.rank(), trainer, attachment)
-        attachment._end(failed=True)
+        leave_by_exception(attachment)
 
     run_ranks(3, run)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, train, weights_of
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from training import build, flat
 
 SYNCHRONOUS_ALGORITHMS = [
@@ -128,7 +128,7 @@ def test_averaged_weights_averages_replaced_parameters(algorithm: tb.Algorithm) 
             with attachment.averaged_weights():
                 within = weights_of(trainer.module)
             assert_same_weights([before, weights_of(trainer.module)])
-            attachment._end(failed=True)  # its optimizer has the old parameters
+            leave_by_exception(attachment)  # its optimizer has the old parameters
         return before, within
 
     befores, withins = zip(*run_ranks(2, body), strict=True)

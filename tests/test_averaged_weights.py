@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from averaging import ALGORITHMS, EVERY, SYNCHRONOUS, Normed, Trainer, Weights, assert_same_weights, train, weights_of
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from training import Tower, build
 
 
@@ -307,7 +307,7 @@ def test_a_parameter_replaced_by_a_frozen_parameter_is_named(name: str) -> None:
         last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
         with pytest.raises(RuntimeError, match=r"parameter last\.weight was averaged, and has been replaced by a"):
             trainer.step()
-        attachment._end(failed=True)
+        leave_by_exception(attachment)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # asynchronous ranks warn that the other rank has left

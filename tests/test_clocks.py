@@ -5,7 +5,7 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua.observe import Recorder, observed
-from torchbagua.observe.events import CommEvent, Details
+from torchbagua.observe.events import CommEvent, Details, Run
 from torchbagua.observe.observed import HostClock, ObservedTracer, TimedPhase, TimedStep
 from torchbagua.observe.tracer import Tracer
 
@@ -49,6 +49,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     return simulated
 
 
+def start_tracer(recorder: Recorder) -> ObservedTracer:
+    tracer = ObservedTracer([recorder])
+    tracer.start(Run(id="", algorithm="", description="", rank=0, nodes=(0,), settings={}, board=None))
+    return tracer
+
+
 def events_of(recorder: Recorder) -> list[tuple[str, int, int, int]]:
     """Return phase, step, start and end of the events; start and end are in ms since the clock was created."""
     ms = 10**6
@@ -60,8 +66,7 @@ def events_of(recorder: Recorder) -> list[tuple[str, int, int, int]]:
 
 def test_observers_are_notified_of_a_step_when_the_gpu_has_reached_its_end(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
-    tracer = ObservedTracer([recorder])
-    tracer._is_started = True
+    tracer = start_tracer(recorder)
     tracer.use_gpu(torch.device("cuda"))  # event 0, at which the first step starts
     assert gpu.num_waits == 1, "to compare the clocks"
 
@@ -91,8 +96,7 @@ def test_observers_are_notified_of_a_step_when_the_gpu_has_reached_its_end(gpu: 
 def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedGpu) -> None:
     """With a warning, and after one wait: each later step would be waited for as long."""
     recorder = Recorder()
-    tracer = ObservedTracer([recorder])
-    tracer._is_started = True
+    tracer = start_tracer(recorder)
 
     def wait(event: SimulatedEvent) -> None:
         gpu.num_waits += 1
@@ -110,8 +114,7 @@ def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedG
 
 def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
-    tracer = ObservedTracer([recorder])
-    tracer._is_started = True
+    tracer = start_tracer(recorder)
     tracer.use_gpu(torch.device("cuda"))
     done = tracer.now()
     begun = tracer.now()
@@ -181,8 +184,7 @@ def test_lane_work_that_overlaps_the_next_step_belongs_to_it() -> None:
 
 def test_on_a_gpu_lane_work_that_overlaps_the_next_step_belongs_to_it(gpu: SimulatedGpu) -> None:
     recorder = Recorder()
-    tracer = ObservedTracer([recorder])
-    tracer._is_started = True
+    tracer = start_tracer(recorder)
     tracer.use_gpu(torch.device("cuda"))  # event 0
     with tracer.span("send"):  # 1 to 2
         pass

@@ -308,7 +308,7 @@ def test_kernels_are_compiled_and_loaded_once() -> None:
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     for _ in range(3):
         kernels.call("minmax_uint8_encode", *arguments_of("encode", table, wire_bytes))
-    kernels._on(1)
+    kernels.load_on(1)
 
     assert compiler.compiled == [90]
     images = [call[1] for call in driver.calls if call[0] == "cuModuleLoadData"]

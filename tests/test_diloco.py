@@ -14,7 +14,7 @@ from torch import nn
 
 import torchbagua as tb
 from averaging import Normed, Trace, Trainer, assert_same_weights, check_resume, train, weights_of
-from diloco_oracle import check_rounds
+from diloco_oracle import check_rounds, fragments_of
 from pairwise import pairwise
 from ranks import run_ranks
 from torchbagua.observe import Recorder
@@ -49,7 +49,7 @@ def attach_on(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algor
 
 
 def fragments_on(attachment: tb.Attachment) -> dict[str, int]:
-    return dict(attachment.impl._fragments)
+    return fragments_of(attachment.runner)
 
 
 @pairwise(size=[2, 4, 8], compression=[None, "minmax_uint4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
@@ -64,7 +64,7 @@ def test_rounds_equal_the_oracle(
 
     def body(group: dist.ProcessGroup) -> Trace:
         def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
-            found.update(attachment.impl._fragments)
+            found.update(fragments_of(attachment.runner))
             shadows[group.rank()].append(attachment.impl.shadow.state_dict()["theta"])
 
         return train(group, model, algorithm, num_steps=2 * H + 5, lr=0.01, after_step=after_step)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from averaging import Normed, Trace, Trainer, assert_same_weights, is_buffer, weights_of
-from diloco_oracle import check_rounds
+from diloco_oracle import check_rounds, fragments_of
 from ranks import TIMEOUT, gloo_group, run_ranks
 from torchbagua.observe import Recorder
 from training import build
@@ -49,7 +49,7 @@ def train(
         for _ in range(num_steps):
             trainer.step()
         trainer.trace.start.append(weights_of(trainer.module))
-        fragments = attachment.impl._fragments
+        fragments = fragments_of(attachment.runner)
     trainer.trace.final = weights_of(trainer.module)
     return trainer.trace, fragments, trainer
 

@@ -9,6 +9,7 @@ import torchbagua as tb
 from components import running
 from ranks import run_ranks
 from torchbagua.algorithms.weights.diloco import assign_fragments
+from torchbagua.observe import Recorder
 from torchbagua.runtime.parameters import BaguaTensor
 
 
@@ -44,12 +45,19 @@ def test_rounds_of_fragments_take_turns(num_fragments: int, interval: int, due_a
         for index, size in enumerate([8, 4, 2][:num_fragments]):
             module.register_parameter(str(index), nn.Parameter(torch.zeros(size)))
         module.register_buffer("running_mean", torch.zeros(6))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        recorder = Recorder()
         steps: dict[str, list[int]] = {}
-        with running(group, algorithm, module=module) as (runner, impl):
-            for impl.rounds.step in range(1, 13):
+        with running(group, algorithm, module=module, observers=[recorder]) as (runner, impl):
+            end_step = impl.init_post_optimizer_step_hook(module)
+            for step in range(1, 13):
+                recorder.events.clear()
+                end_step(optimizer)
+                runner.tracer.deliver()
+                sent = {event.bucket for event in recorder.events if event.phase == "send"}
                 for bucket in runner.weights:
-                    if impl._is_due(bucket):
-                        steps.setdefault(bucket.tensors[0].name, []).append(impl.rounds.step)
+                    if bucket.name in sent:
+                        steps.setdefault(bucket.tensors[0].name, []).append(step)
         return steps
 
     for steps in run_ranks(2, body):

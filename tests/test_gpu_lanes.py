@@ -20,7 +20,7 @@ from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.mean import Mean, RankChunks, TwoPhaseMean, centralized_mean
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.lane import Lane, LaneGpu
+from torchbagua.runtime.lane import Lane
 from torchbagua.transport import streams as side_stream
 from torchbagua.transport.base import TransportMaker
 from torchbagua.transport.streams import StreamHandoff
@@ -107,6 +107,8 @@ def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch
 class PlayedSideStream:
     """Records a lane's calls to its stream."""
 
+    device = torch.device("cuda:0")
+
     def __init__(self, log: list[str]) -> None:
         self._log = log
         self.token = torch.zeros(1)
@@ -140,12 +142,27 @@ def pretend_group(**of_private: Callable[..., object]) -> Any:
     return SimpleNamespace(private=private, tracer=Tracer(), explain=lambda error: error, launches_on_users_group=False)
 
 
-@pytest.fixture
-def played() -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
+def play_streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have lanes use a PlayedSideStream of the first GPU; return the log of all these streams."""
     log: list[str] = []
-    group = pretend_group()
+    monkeypatch.setattr(lane_module, "SideStream", lambda device: PlayedSideStream(log))
+    return log
+
+
+@pytest.fixture
+def waited() -> list[str]:
+    """Return the marks of the GPU's stream that the lane of `played` has waited for."""
+    return []
+
+
+@pytest.fixture
+def played(
+    monkeypatch: pytest.MonkeyPatch, waited: list[str]
+) -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
+    log = play_streams(monkeypatch)
+    group = pretend_group(wait_for_mark=lambda mark, check: waited.append(mark) or True)
     lane = Lane("lane", on_failure=lambda: None, group=group)
-    lane._worker.gpu = LaneGpu(PlayedSideStream(log), group)  # type: ignore[arg-type]
+    lane.use_gpu(PlayedSideStream.device)
 
     def run() -> torch.Tensor:
         log.append(f"runs on {threading.current_thread().name}")
@@ -170,12 +187,10 @@ def test_a_job_runs_on_the_side_stream_after_its_submitters_work(
 
 
 def test_finish_waits_for_the_job_or_for_the_stream_of_a_reader(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]], waited: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane, log, run = played
-    waited: list[str] = []
     monkeypatch.setattr(lane_module, "has_reached", lambda mark: False)
-    lane._worker.group.private.wait_for_mark = lambda mark, check: waited.append(mark) or True  # type: ignore[union-attr]
     job = lane.submit(run)
     job.finish()
     job.finish(reads=True)
@@ -287,7 +302,6 @@ def test_work_launched_while_a_job_fails_raises_the_jobs_error(
 
 def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
     lane, _, _ = played
-    lane._worker.gpu.side.device = torch.device("cuda:0")  # type: ignore[union-attr]
     lane.use_gpu(torch.device("cuda:0"))
     with pytest.raises(ValueError, match="must be on one GPU, got some on cuda:1, others on cuda:0"):
         lane.use_gpu(torch.device("cuda:1"))

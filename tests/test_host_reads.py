@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,13 +152,15 @@ def test_reads_on_a_cpu_do_not_grow_with_the_parameters() -> None:
         assert 0 < max(reads[1:]) <= 2
 
 
-def test_a_read_of_the_loss_scale_waits_as_the_group_does() -> None:
+def test_a_read_of_the_loss_scale_waits_as_the_group_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """No longer than its timeout: the GPU may wait for a rank that has died."""
-    copy_of_scale = grad_scaler.HostCopy.__new__(grad_scaler.HostCopy)
-    copy_of_scale._number, copy_of_scale._done = torch.tensor(8.0), object()
+    done, empty = object(), torch.empty
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: done))
+    monkeypatch.setattr(torch, "empty", lambda shape, *, dtype, pin_memory: empty(shape, dtype=dtype))
+    copy_of_scale = grad_scaler.HostCopy(torch.tensor(8.0))
     waited: list[object] = []
     assert copy_of_scale.value(waited.append) == 8.0
-    assert waited == [copy_of_scale._done]
+    assert waited == [done]
 
 
 def test_the_loss_scale_is_copied_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

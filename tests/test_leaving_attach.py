@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from averaging import RARELY
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from training import build
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -145,7 +145,7 @@ def wrap_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.
 
 def attach_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
     attachment = tb.attach(called, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group))
-    attachment._end(failed=True)  # without a mean
+    leave_by_exception(attachment)  # without a mean
     return called
 
 

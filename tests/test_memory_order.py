@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from torchbagua.runtime.parameters import MemoryOrder
 from training import build
 
@@ -221,7 +221,7 @@ def test_a_rank_whose_peers_do_not_arrive_still_names_the_parameter() -> None:
             assert isinstance(caught.value.__cause__, tb.CommunicationError)
             assert time.monotonic() - start_s < 5
         dist.barrier(group=group)
-        attachment._end(failed=True)
+        leave_by_exception(attachment)
 
     run_ranks(2, body)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchbagua as tb
 from averaging import Normed, Trace, Trainer, assert_same_weights, check_resume, train, weights_of
-from diloco_oracle import check_rounds
+from diloco_oracle import check_rounds, fragments_of
 from ranks import run_ranks
 from training import build
 
@@ -41,7 +41,7 @@ def test_rounds_equal_the_oracle(
 
     def body(group: dist.ProcessGroup) -> Trace:
         def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
-            found.update(attachment.impl._fragments)
+            found.update(fragments_of(attachment.runner))
 
         return train(
             group, model, algorithm, num_steps=8, lr=0.01, make_optimizers=make_optimizers, after_step=after_step

@@ -74,7 +74,9 @@ def test_observers_do_not_change_weights() -> None:
     def weights(name: str, observed: bool) -> list[torch.Tensor]:
         model = build(Tower)
         attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
-        return [parameter for attachment in attachments for parameter in attachment._setup.inner.parameters()]
+        optimizers = [optimizer for attachment in attachments for optimizer in attachment.runner.optimizers]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
 
     for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "diloco", "gradient_allreduce"):
         assert all(map(torch.equal, weights(name, True), weights(name, False))), name

@@ -30,19 +30,21 @@ BFLOAT16 = InFloat32()
 
 
 class Rounds:
-    """Rounds of `LocalSGDAlgorithm`, which change the shadow weights by the mean of outer gradients."""
+    """Rounds of `LocalSGDAlgorithm`, one a step, which change the shadow weights by the mean of outer gradients."""
 
     def __init__(self, impl: Any, module: nn.Module, rank: int) -> None:
         self.impl = impl
         self.rank = rank
         self._module = module
+        self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        self._end_step = impl.init_post_optimizer_step_hook(module)
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         seeds = {name: 100 * self.rank + 10 * number + index for index, name in enumerate(LENGTHS)}
         return {name: dyadic(length, seed=seeds[name]) for name, length in LENGTHS.items()}
 
-    def run(self, number: int, names: str = "first second wide", *, value: float | None = None) -> Any:
-        """Run a round of the buckets with these weights; return the means of outer gradients.
+    def run(self, number: int, *, value: float | None = None) -> Any:
+        """Run a round, of all parameters or of the next fragment; return the means of outer gradients.
 
         If there is a `value`, it is the first element of the outer gradient of "first".
         """
@@ -52,8 +54,7 @@ class Rounds:
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 parameter.copy_(before[name] - gradients[name])
-        self.impl._start_round([bucket for bucket in self.impl._weights if bucket.slices_of(names.split())])
-        self.impl._receive_round()
+        self._end_step(self._optimizer)
         after = self.impl.shadow.state_dict()["theta"]
         return {name: theta - after[name] for name, theta in before.items()}
 
@@ -67,7 +68,7 @@ class Rounds:
         return {name: sent + state["num_ranks"] * state["mean"][name] for name, sent in state.get("sent", {}).items()}
 
     def bucket_of(self, name: str) -> WeightBucket:
-        return next(bucket for bucket in self.impl._weights if bucket.slices_of([name]))
+        return next(bucket for bucket in self.impl.rounds.weights if bucket.slices_of([name]))
 
 
 def on_ranks(
@@ -77,8 +78,11 @@ def on_ranks(
     has_feedback: bool = True,
     codec: Compressor | None = BFLOAT16,
     bucket_cap_mb: float = SMALL,
+    fragments: int = 1,
 ) -> list[Any]:
-    algorithm = tb.LocalSGDAlgorithm(compression=codec, error_feedback=has_feedback, bucket_cap_mb=bucket_cap_mb)
+    algorithm = tb.LocalSGDAlgorithm(
+        fragments, compression=codec, error_feedback=has_feedback, bucket_cap_mb=bucket_cap_mb, fragments=fragments
+    )
 
     def run(group: dist.ProcessGroup) -> Any:
         module = nn.Module()
@@ -120,15 +124,15 @@ def test_a_round_that_is_dropped_leaves_no_trace() -> None:
     """An applied round commits only its own buckets."""
 
     def body(rounds: Rounds) -> None:
-        rounds.run(0, value=torch.nan if rounds.rank else None)
+        rounds.run(0, value=torch.nan if rounds.rank else None)  # of "first", the largest
         assert rounds.impl.num_dropped == 1
         assert not any(residual.any() for residual in rounds.residuals_of_sums().values())
-        rounds.run(1, "first")
+        rounds.run(1)
         after = rounds.residuals_of_sums()
-        assert after["first"].any()
-        assert not after["second"].any()
+        assert not after["first"].any()
+        assert after["second"].any()
 
-    on_ranks(2, body)
+    on_ranks(2, body, fragments=len(LENGTHS))
 
 
 def test_loaded_weights_have_no_residuals() -> None:

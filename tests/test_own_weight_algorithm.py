@@ -22,7 +22,7 @@ from averaging import (
     weights_of,
 )
 from documentation import names_in
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from training import Wide, build
 
 LocalSGD = names_in("extend/algorithm.md", "class LocalSGD", module=__name__)["LocalSGD"]
@@ -149,6 +149,6 @@ def test_ranks_out_of_step_raise() -> None:
             tb.CommunicationError, match=r"out of step in a round: .* steps: rank 0 has 1, rank 1 has 2"
         ):
             trainer.step()
-        attachment._end(failed=True)
+        leave_by_exception(attachment)
 
     run_ranks(2, body)

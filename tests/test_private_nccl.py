@@ -22,7 +22,7 @@ from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.lane import Lane, LaneGpu
+from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.transport import communicator
 from torchbagua.transport import nccl as private_nccl
@@ -70,6 +70,7 @@ class Nccl:
         self.is_stuck = True
         self.is_capturing = False
         self._end = threading.Event()
+        self.use_gpu: Callable[[Lane, torch.device], None]  # gives a lane a stream of this fake
 
     def make_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> "Group":
         self.timeouts.append(timeout)
@@ -156,7 +157,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = Nccl()
     use_device = tb.extend.Runner.use_device
     monkeypatch.setattr(tb.extend.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
-    monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
+    fake.use_gpu = Lane.use_gpu
+    monkeypatch.setattr(lane_module, "SideStream", lambda device: Stream(fake))
+    monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)  # the lanes that a test chooses have streams
     monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device, wait: None)
     monkeypatch.setattr(communicator, "has_nccl", lambda group: True)
     monkeypatch.setattr(private_nccl, "nccl_group", fake.make_group)
@@ -300,7 +303,7 @@ def make_watched_lane(group: dist.ProcessGroup, nccl: Nccl) -> tuple[tb.BaguaPro
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
     own.launch_on_lane()
     lane = Lane("watched", on_failure=own.close, group=own)
-    lane._worker.gpu = LaneGpu(Stream(nccl), own)
+    nccl.use_gpu(lane, GPU)
     return own, lane
 
 
@@ -476,7 +479,7 @@ def test_nothing_is_written_to_a_module_before_the_gpu_has_finished(
     def body(group: dist.ProcessGroup) -> None:
         step, attachment = attach_small_model(group, WRITERS[name])
         runner, impl = attachment.runner, attachment.impl
-        runner.lane._worker.gpu = LaneGpu(Stream(nccl), runner.process_group)
+        nccl.use_gpu(runner.lane, GPU)
         weights = [parameter.detach() for group in runner.optimizers[0].param_groups for parameter in group["params"]]
         extra = torch.ones(3)
 
@@ -573,7 +576,7 @@ def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_grou
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=TIMEOUT)
         lane = tb.extend.Runner(own, tb.ByteGradAlgorithm()).lane
-        lane._worker.gpu = LaneGpu(Stream(nccl), own)
+        nccl.use_gpu(lane, GPU)
         flat = torch.ones(3)
         bucket = BaguaBucket("gradient bucket 0", [BaguaTensor("x", torch.nn.Parameter(flat))], own, flat)
 
@@ -600,8 +603,9 @@ def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_grou
     assert set(nccl.calls.get("the user's group", [])) == ({"abort"} if is_stuck else set())
 
 
-def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
+def test_ranks_that_end_in_order_leave_no_reason_for_a_failure(nccl: Nccl) -> None:
     """Another rank may still evaluate, and would look."""
+    ends = threading.Barrier(2, timeout=20)
 
     def body(group: dist.ProcessGroup) -> None:
         step, attachment = attach_small_model(group, "bytegrad")
@@ -609,7 +613,8 @@ def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
         own = attachment.runner.process_group
         assert own.launches_on_users_group
         attachment.detach()
-        assert not own._store.check(["reason"])
+        ends.wait()
+        own.look_for_failed_rank(lambda: False)
 
     def standalone(group: dist.ProcessGroup) -> None:
         runner = tb.ByteGradAlgorithm().reify(group)
@@ -618,7 +623,8 @@ def test_ranks_that_end_in_order_write_nothing_to_the_store(nccl: Nccl) -> None:
         ddp(torch.ones(1, 2)).sum().backward()
         assert runner.process_group.launches_on_users_group
         runner.close()
-        assert not runner.process_group._store.check(["reason"])
+        ends.wait()
+        runner.process_group.look_for_failed_rank(lambda: False)
 
     run_ranks(2, body)
     run_ranks(2, standalone)

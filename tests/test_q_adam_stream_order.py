@@ -6,7 +6,6 @@ The test fakes the streams, and gloo sends the gradients.
 import copy
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,12 @@ from torch.distributed.algorithms.join import Join
 
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
-from ranks import TIMEOUT, run_ranks
-from test_gpu_lanes import PlayedSideStream
+from ranks import run_ranks
+from test_gpu_lanes import PlayedSideStream, play_streams
 from test_host_reads import Reads
 from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
 from torchbagua.runtime import parameter_state
-from torchbagua.runtime.lane import Job, LaneGpu
+from torchbagua.runtime.lane import Job
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
 
@@ -40,6 +39,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             waits.append(threading.current_thread().name)
         return result(job)
 
+    play_streams(monkeypatch)
     monkeypatch.setattr(Communicator, "in_stream_order", lambda communicator, device: True)
     monkeypatch.setattr(Job, "result", record_wait)
     return waits
@@ -49,7 +49,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def training(group: dist.ProcessGroup, model: torch.nn.Module, **arguments: Any) -> Iterator[tuple[Trainer, Any]]:
     trainer = Trainer(group, model)
     runner: Any = trainer.hook(**arguments)
-    runner.lane._worker.gpu = LaneGpu(PlayedSideStream([]), runner.process_group)  # type: ignore[arg-type]
+    runner.lane.use_gpu(PlayedSideStream.device)
     try:
         yield trainer, runner
     finally:
@@ -64,12 +64,7 @@ def agreement_of(runner: tb.extend.Runner) -> WarmupAgreement:
 
 def let_ranks_agree(runner: tb.extend.Runner) -> None:
     """Wait between step and backward, as a forward would, until ranks have agreed on the announcement of the step."""
-    announced = agreement_of(runner)._announced
-    assert announced is not None, "at the end of the step"
-    deadline_s = time.monotonic() + TIMEOUT.total_seconds()
-    while not announced[1].is_done():
-        assert time.monotonic() < deadline_s
-        time.sleep(1e-3)
+    runner.lane.submit(lambda: torch.zeros(1)).future().wait()  # the lane agrees before it runs this
 
 
 @pytest.mark.parametrize("arguments", [{}, {"error_feedback": True}], ids=str)
@@ -202,12 +197,12 @@ def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monk
     assert run_ranks(2, body) == [False, False]
 
 
-def test_the_optimizer_does_not_keep_a_deleted_runner_alive() -> None:
+def test_the_optimizer_does_not_keep_a_deleted_runner_alive(waits: list[str]) -> None:
     def body(group: dist.ProcessGroup) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         optimizer = tb.QAdamOptimizer([parameter])
         runner = tb.QAdamAlgorithm(optimizer).reify(group)
-        agreement_of(runner)._listen()
+        agreement_of(runner).compare(torch.device("cpu"))  # from now on, it is notified of steps
         forgotten = weakref.ref(agreement_of(runner))
         del runner
         gc.collect()

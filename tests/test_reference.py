@@ -297,7 +297,7 @@ def ladder() -> list[str]:
 
 
 # Of nested packages, only those of the ladder's packages; those for Bagua and mlbench follow these projects' layouts.
-ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights", "training/fsdp2"]
+ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights"]
 
 
 def beginnings(package: str) -> list[str]:

@@ -12,12 +12,12 @@ from torchbagua.codecs import Identity, MinMaxUInt8
 from torchbagua.codecs.base import TensorSpec
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.row_mean import RowMean
+from torchbagua.fsdp.comm_runner import FirstFailure
+from torchbagua.fsdp.parts import CommunicatingPart, Row
+from torchbagua.fsdp.same_rows import SameRows
 from torchbagua.runtime.lane import Lane
 from torchbagua.testing.simulation.cluster import Cluster
 from torchbagua.testing.simulation.run import Rank, Simulation
-from torchbagua.training.fsdp2.comm_runner import FirstFailure
-from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
-from torchbagua.training.fsdp2.same_rows import SameRows
 
 LENGTHS = [[40, 40, 24], [40, 9]]
 NUM_BACKWARDS = 5

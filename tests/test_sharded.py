@@ -20,14 +20,14 @@ import torchbagua as tb
 from ranks import init_default_group
 from sharded_module import assert_trains_as_without, optimizer_of, sharded
 from sharded_rank import CASES, OF_FOUR_RANKS, OwnAlgorithm
-from torchbagua._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit
+from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua.fsdp.collectives import BoundedReduceScatter, bound_reduce_scatters
+from torchbagua.fsdp.comm_runner import FirstFailure
+from torchbagua.fsdp.parts import communicating_parts
+from torchbagua.fsdp.same_rows import SameRows
 from torchbagua.runtime.parameters import sharded_parts
-from torchbagua.training.fsdp2.comm_runner import FirstFailure
-from torchbagua.training.fsdp2.parts import communicating_parts
-from torchbagua.training.fsdp2.reduce_scatters import BoundedReduceScatter, bound_reduce_scatters
-from torchbagua.training.fsdp2.same_rows import SameRows
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
@@ -421,6 +421,14 @@ def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
 @pytest.mark.parametrize("quantize_weights", [None, "minmax_uint8"])
 def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
     assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])
+def test_without_its_own_arguments_attach_takes_any_module(algorithm: str) -> None:
+    module = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    with tb.fsdp.attach(module, optimizer_of(module), algorithm) as attachment:
+        module(torch.ones(2, 4)).sum().backward()
+        assert attachment.ddp is (module if algorithm == "bytegrad" else None)
 
 
 def test_without_a_torch_group_fsdp_keeps_torchs_reduce_scatter() -> None:

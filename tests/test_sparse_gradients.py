@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from training import build
 
 
@@ -73,6 +73,6 @@ def test_refused_in_a_later_step() -> None:
         module.table.requires_grad_(True)
         with pytest.raises(ValueError, match="parameter table has a sparse gradient"):
             module(torch.arange(3)).sum().backward()
-        attachment._end(failed=True)
+        leave_by_exception(attachment)
 
     run_ranks(2, body)

@@ -23,7 +23,8 @@ from ranks import init_default_group, run_ranks
 from torchbagua import _torch
 from torchbagua.compat.bagua import _torch as bagua_torch
 from torchbagua.compat.mlbench import _torch as mlbench_torch
-from torchbagua.fsdp.backend import ReplicaGroup
+from torchbagua.fsdp import _torch as fsdp_torch
+from torchbagua.fsdp.replicas import ReplicaGroup
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_collectives_with_gil() -> None:
     assert len(found) > 8
     # Since torch 2.15. The first is recv_anysource in Python; the others start no collective of gloo.
     names = {*found} - {"recvAnysource", "reconfigure", "start_coalescing", "end_coalescing"}
-    assert names <= {*_torch.COLLECTIVES_WITH_GIL}
+    assert names <= {*fsdp_torch.COLLECTIVES_WITH_GIL}
     assert names <= {*vars(ReplicaGroup)}
 
 
@@ -112,7 +113,7 @@ def test_the_number_of_collectives_of_a_group() -> None:
 
 def test_work_of_a_future() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
-    work = _torch.work_of(future)
+    work = fsdp_torch.work_of(future)
     assert not work.is_completed()
     future.set_result(1)
     assert work.wait()
@@ -121,54 +122,54 @@ def test_work_of_a_future() -> None:
 
 def test_gradient_hooks() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert not _torch.has_gradient_hooks(parameter)
+    assert not fsdp_torch.has_gradient_hooks(parameter)
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert _torch.has_gradient_hooks(parameter)
+    assert fsdp_torch.has_gradient_hooks(parameter)
     handle.remove()
-    assert not _torch.has_gradient_hooks(parameter)
+    assert not fsdp_torch.has_gradient_hooks(parameter)
 
 
 def test_fsdp() -> None:
     init_default_group()
     module = fully_shard(torch.nn.Linear(3, 5))
-    (param_group,) = _torch.fsdp_param_groups(module)
-    assert _torch.fsdp_shard_group(param_group) is module.weight.device_mesh.get_group()
-    shards = _torch.fsdp_shards(param_group)
+    (param_group,) = fsdp_torch.fsdp_param_groups(module)
+    assert fsdp_torch.fsdp_shard_group(param_group) is module.weight.device_mesh.get_group()
+    shards = fsdp_torch.fsdp_shards(param_group)
     assert [(id(parameter), length) for parameter, length in shards] == [(id(module.weight), 15), (id(module.bias), 5)]
-    assert not _torch.fsdp_is_offloaded(param_group)
-    assert _torch.fsdp_modules(param_group) == [module]
-    assert _torch.fsdp_computed_with(param_group) == [None, None]
+    assert not fsdp_torch.fsdp_is_offloaded(param_group)
+    assert fsdp_torch.fsdp_modules(param_group) == [module]
+    assert fsdp_torch.fsdp_computed_with(param_group) == [None, None]
     module.unshard()
-    assert list(map(id, _torch.fsdp_computed_with(param_group))) == list(map(id, (module.weight, module.bias)))
+    assert list(map(id, fsdp_torch.fsdp_computed_with(param_group))) == list(map(id, (module.weight, module.bias)))
     module.reshard()
-    comm, is_torchs = _torch.fsdp_reduce_scatter(param_group)
+    comm, is_torchs = fsdp_torch.fsdp_reduce_scatter(param_group)
     assert is_torchs
     module.set_custom_reduce_scatter(own := object())
-    assert _torch.fsdp_reduce_scatter(param_group) == (own, False)
+    assert fsdp_torch.fsdp_reduce_scatter(param_group) == (own, False)
     module.set_custom_reduce_scatter(comm)
-    assert _torch.fsdp_all_reduce_hook(param_group) is None
+    assert fsdp_torch.fsdp_all_reduce_hook(param_group) is None
     module.set_all_reduce_hook(own)
-    assert _torch.fsdp_all_reduce_hook(param_group) is own
-    assert _torch.fsdp_all_reduces(param_group)
+    assert fsdp_torch.fsdp_all_reduce_hook(param_group) is own
+    assert fsdp_torch.fsdp_all_reduces(param_group)
     module.set_requires_all_reduce(False)
-    assert not _torch.fsdp_all_reduces(param_group)
-    assert _torch.fsdp_divide_factor(param_group) is None
+    assert not fsdp_torch.fsdp_all_reduces(param_group)
+    assert fsdp_torch.fsdp_divide_factor(param_group) is None
     module.set_gradient_divide_factor(3.0)
-    assert _torch.fsdp_divide_factor(param_group) == 3.0
-    gather, is_torchs = _torch.fsdp_all_gather(param_group)
+    assert fsdp_torch.fsdp_divide_factor(param_group) == 3.0
+    gather, is_torchs = fsdp_torch.fsdp_all_gather(param_group)
     assert is_torchs
     module.set_custom_all_gather(own)
-    assert _torch.fsdp_all_gather(param_group) == (own, False)
+    assert fsdp_torch.fsdp_all_gather(param_group) == (own, False)
     module.set_custom_all_gather(gather)
     offloaded = fully_shard(torch.nn.Linear(3, 5), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert _torch.fsdp_is_offloaded(_torch.fsdp_param_groups(offloaded)[0])
-    assert _torch.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
+    assert fsdp_torch.fsdp_is_offloaded(fsdp_torch.fsdp_param_groups(offloaded)[0])
+    assert fsdp_torch.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
     replicated = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
-    (replicated_group,) = _torch.fsdp_param_groups(replicated)
-    assert _torch.fsdp_shard_group(replicated_group) is None
-    assert _torch.fsdp_replicate_group(replicated_group) is mesh.get_group("replicas")
-    assert _torch.fsdp_replicate_group(param_group) is None
+    (replicated_group,) = fsdp_torch.fsdp_param_groups(replicated)
+    assert fsdp_torch.fsdp_shard_group(replicated_group) is None
+    assert fsdp_torch.fsdp_replicate_group(replicated_group) is mesh.get_group("replicas")
+    assert fsdp_torch.fsdp_replicate_group(param_group) is None
 
 
 class GathersItself(torch.Tensor):
@@ -196,20 +197,20 @@ def test_dtypes_and_classes_that_fsdp_gathers(has_integers: bool) -> None:
         (MixedPrecisionPolicy(), {torch.float32, torch.bfloat16} | integers),
         (MixedPrecisionPolicy(param_dtype=torch.float16), {torch.float16} | integers),
     ):
-        (param_group,) = _torch.fsdp_param_groups(fully_shard(copy.deepcopy(module), mp_policy=policy))
-        assert _torch.fsdp_gathered_dtypes(param_group) == dtypes
-        assert _torch.fsdp_own_gathers(param_group) == []
+        (param_group,) = fsdp_torch.fsdp_param_groups(fully_shard(copy.deepcopy(module), mp_policy=policy))
+        assert fsdp_torch.fsdp_gathered_dtypes(param_group) == dtypes
+        assert fsdp_torch.fsdp_own_gathers(param_group) == []
     for fsdp_param in param_group.fsdp_params[:1]:  # as after fully_shard of such a parameter
         fsdp_param.sharded_param._local_tensor = fsdp_param.sharded_param._local_tensor.detach().as_subclass(
             GathersItself
         )
-    assert _torch.fsdp_own_gathers(param_group) == [(param_group.fsdp_params[0].sharded_param, GathersItself)]
+    assert fsdp_torch.fsdp_own_gathers(param_group) == [(param_group.fsdp_params[0].sharded_param, GathersItself)]
 
 
 def test_reduce_operations() -> None:
-    assert _torch.premultiplier(dist._make_nccl_premul_sum(0.25)) == 0.25
-    assert _torch.premultiplier(dist.ReduceOp.AVG) is None
-    assert _torch.premultiplier(dist.ReduceOp.SUM) is None
+    assert fsdp_torch.premultiplier(dist._make_nccl_premul_sum(0.25)) == 0.25
+    assert fsdp_torch.premultiplier(dist.ReduceOp.AVG) is None
+    assert fsdp_torch.premultiplier(dist.ReduceOp.SUM) is None
 
 
 def test_ddp(group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, weights_of
 from pairwise import pairwise
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
 from torchbagua.testing.simulation.run import Rank, Simulation
 from training import build
 
@@ -231,7 +231,7 @@ def test_a_partial_load_changes_only_its_parameters(way: str) -> None:
             assert all(differences[key].any() for key in state)
             PARTIAL_LOADS[way](trainer.ddp, state)
             after = attachment.state_dict()["impl"]
-            attachment._end(failed=True)  # the optimizer does not have the parameters that were assigned
+            leave_by_exception(attachment)  # the optimizer does not have the parameters that were assigned
         for key, theta in before["theta"].items():
             is_loaded = key in state
             assert torch.equal(after["theta"][key], state[key] if is_loaded else theta), key
@@ -300,7 +300,7 @@ def test_ranks_that_continue_without_the_load_raise_after_the_timeout() -> None:
                 tb.CommunicationError, match=f"{DISAGREEMENT}: .* number of loads: rank 0 has 0, rank 1 has 1"
             ):
                 take_steps(trainer, 1_000_000)
-            attachment._end(failed=True)
+            leave_by_exception(attachment)
         return 1
 
     assert run_ranks(2, body) == [1, 1]
@@ -356,7 +356,7 @@ def test_weights_changed_raises_if_ranks_have_different_weights() -> None:
             attachment.weights_changed()
             with pytest.raises(tb.CommunicationError, match=DISAGREEMENT):
                 trainer.step()
-            attachment._end(failed=True)
+            leave_by_exception(attachment)
 
     run_ranks(2, body)
 

@@ -1,7 +1,8 @@
 """Parameters in buckets: the order of their elements, which is that of their memory, and the shards of fully_shard.
 
 DDP's buckets have the memory order too, for example channels_last. For a DTensor, elements and shape are those of the
-shard that this rank holds.
+shard that this rank holds. What FSDP2 needs beyond that is in `torchbagua.fsdp`: these functions are also called for
+plain modules, of which they return the tensors unchanged.
 
 An algorithm stores the state of a parameter in this order, and retains the initial one, so it reads its state correctly
 if the memory layout of a parameter changes after attach. DDP's buckets retain it too, but DDP reads gradients in the

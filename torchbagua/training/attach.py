@@ -13,7 +13,7 @@ Execution order:
    DDP first passes them (`gradient_bucket`).
 5. `Attachment._install_weights` or `Attachment._install_gradients` installs the step hooks (steps.py), if the algorithm
    or an observer needs one, and the lints. The latter then installs DDP's communication hook, `comm_hook` of ddp.py, or
-   replaces the collectives of a sharded module (fsdp2/communication.py).
+   replaces the collectives of a sharded module (fsdp/attach_sharded.py).
 6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
    all buckets, and the optimizer steps and commits the algorithm's state. With a weight algorithm, the `StepClock` ends
    the step, and the lane averages the runner's own buckets.
@@ -121,11 +121,8 @@ class Attachment:
 
             watch_loss_scale(setup, runner, undo)
         install_gradient_lints(setup, runner, undo)
-        if setup.is_sharded:
-            from torchbagua.training.fsdp2.communication import install_communication
-
-            parts = setup.sharded_parts
-            install_communication(undo, runner, setup.inner, parts, setup.sharding, setup.rank_invariants())
+        if setup.sharding is not None:
+            setup.sharding.install_gradients(setup, runner, undo)
             return
         self._ddp_runner = runner
         if runner.meetings is not None:

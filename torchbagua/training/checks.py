@@ -1,16 +1,17 @@
 """The checks of attach, in one pass: whether module, optimizers and algorithm work together. Nothing is communicated.
 
-Warnings about likely mistakes are in lint; checks of sharded modules are in fsdp2/checks.py.
+Warnings about likely mistakes are in lint; checks of sharded modules are in `torchbagua.fsdp`.
 """
 
 import hashlib
+import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,28 @@ from torchbagua.observe.tracer import check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.runtime.parameters import MemoryOrder, reshard, sharded_parts
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.ddp import check_no_foreign_hook, named_tensors
 
-if TYPE_CHECKING:
-    from torchbagua.training.fsdp2.options import Sharding
+
+class Sharding(Protocol):
+    """FSDP2's part of an attachment, which `torchbagua.fsdp` implements for a module with sharded parts."""
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def quantize_weights(self) -> object: ...
+
+    def check(self, setup: "TrainingSetup") -> None: ...
+
+    def shard_group(self, setup: "TrainingSetup") -> dist.ProcessGroup: ...
+
+    def uncompressed_weights(self, setup: "TrainingSetup") -> Iterator[str]: ...
+
+    def install_gradients(self, setup: "TrainingSetup", runner: Runner, undo: ExitStack) -> None: ...
+
+    def bound_waits(self, setup: "TrainingSetup", runner: Runner, undo: ExitStack) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class TrainingSetup:
         optimizers: the optimizers of their parameters.
         algorithm: the attached algorithm.
         grad_scaler: the loop's GradScaler.
-        sharding: the further arguments of `torchbagua.fsdp.attach`; None for `torchbagua.attach`.
+        sharding: FSDP2's part of the attachment; None if fully_shard was called on no part of the module.
         has_default_group: whether `attach` was given no process group.
     """
 
@@ -55,7 +74,7 @@ class TrainingSetup:
     optimizers: Sequence[torch.optim.Optimizer]
     algorithm: Algorithm
     grad_scaler: torch.amp.GradScaler | None = None
-    sharding: "Sharding | None" = None
+    sharding: Sharding | None = None
     has_default_group: bool = False
 
     @cached_property
@@ -79,9 +98,8 @@ class TrainingSetup:
     @cached_property
     def sharding_group(self) -> dist.ProcessGroup:
         """The ranks over which a sharded module's gradients are reduce-scattered. ValueError for several meshes."""
-        from torchbagua.training.fsdp2.parts import sharding_group
-
-        return sharding_group(self.sharded_parts)
+        assert self.sharding is not None
+        return self.sharding.shard_group(self)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
@@ -326,7 +344,7 @@ def check_arguments(
     grad_scaler: torch.amp.GradScaler | None,
     observers: Sequence[Observer],
     timeout: timedelta | None,
-    sharding: "Sharding | None" = None,
+    sharding: Sharding | None = None,
 ) -> TrainingSetup:
     """Check all arguments of attach and return them as a TrainingSetup.
 
@@ -356,12 +374,15 @@ def check_arguments(
         raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
     for each in modules:
         check_detached(each)
+    if sharding is None and any(map(sharded_parts, modules)):
+        # torchbagua.fsdp is above this package, and no training without sharded parts imports it.
+        sharding = importlib.import_module("torchbagua.fsdp.attach_sharded").Sharding()
     setup = TrainingSetup(modules, optimizers, algorithm, grad_scaler, sharding, process_group is None)
     check_foreign_parameters(setup)
-    if setup.is_sharded or sharding is not None:
-        from torchbagua.training.fsdp2.checks import check_sharding
-
-        check_sharding(setup.inner, setup.sharded_parts, algorithm, sharding)
+    if sharding is not None:
+        sharding.check(setup)
+        if not setup.is_sharded:  # torchbagua.fsdp.attach was given none of its own arguments
+            setup = replace(setup, sharding=None)
     if algorithm.averages_weights:
         check_weight_averaging(setup)
     elif not setup.is_sharded:
@@ -376,9 +397,7 @@ def warn_uncompressed(setup: TrainingSetup) -> str | None:
     try:
         setup.algorithm.check_parameters(setup.trained())
         if setup.sharding is not None:
-            from torchbagua.training.fsdp2.checks import unquantized_weights
-
-            for message in unquantized_weights(setup.inner, setup.sharded_parts, setup.sharding):
+            for message in setup.sharding.uncompressed_weights(setup):
                 warn_user(message, UncompressedParametersWarning)
     except UncompressedParametersWarning as warning:
         return str(warning)
@@ -426,7 +445,7 @@ def check_module(module: torch.nn.Module) -> None:
                 "attach: the module was created with delay_all_reduce_named_params, whose gradients bypass "
                 "communication hooks; wrap the model without it"
             )
-    # `check_sharding` checks sharded parts. Inside a DDP they are rejected here, since the DDP would average shards.
+    # `Sharding.check` checks sharded parts. Inside a DDP they are rejected here, since the DDP would average shards.
     parts = {} if isinstance(module, DistributedDataParallel) else sharded_parts(module)
     sharded_ids = {id(item) for part in parts.values() for item in (part, *part.parameters())}
     for name, submodule in inner.named_modules():

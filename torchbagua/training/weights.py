@@ -69,10 +69,8 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
         silence(ddp)
 
     undo.callback(OuterDdps(setup.modules, setup.called, runner.step_watches, silence_outer).close)
-    if setup.is_sharded:
-        from torchbagua.training.fsdp2.communication import bound_waits
-
-        bound_waits(undo, runner, setup.inner, setup.sharded_parts)
+    if setup.sharding is not None:
+        setup.sharding.bound_waits(setup, runner, undo)
     for ddp in setup.ddps:
         silence(ddp)
     return weights

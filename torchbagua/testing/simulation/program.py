@@ -10,11 +10,11 @@ import torch
 
 import torchbagua as tb
 from torchbagua import _concurrency
+from torchbagua.fsdp.collectives import shard_codecs
 from torchbagua.testing.simulation.faults import UserCode
 from torchbagua.testing.simulation.residuals import GradientSums
 from torchbagua.testing.simulation.run import Rank
 from torchbagua.testing.simulation.shards import SimulatedShards
-from torchbagua.training.fsdp2.checks import shard_codecs
 
 BUCKET_ELEMENTS = 100
 """The size of DDP's buckets: the module has several."""

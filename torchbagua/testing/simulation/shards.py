@@ -10,12 +10,12 @@ from torchbagua.codecs.base import MeanCodecs, TensorSpec
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean
+from torchbagua.fsdp.collectives import GatherRunner
+from torchbagua.fsdp.comm_runner import FsdpCommRunner
+from torchbagua.fsdp.parts import CommunicatingPart, Row
+from torchbagua.fsdp.same_rows import SameRows
 from torchbagua.runtime.runner import Runner
 from torchbagua.testing.simulation.ddp import Compute
-from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
-from torchbagua.training.fsdp2.gathers import GatherRunner
-from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
-from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 class SimulatedShards:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchbagua.collectives.exchange import Exchange, Pipeline
+from torchbagua.fsdp.parts import CommunicatingPart, Row
 from torchbagua.runtime.lane import Lane
-from torchbagua.training.fsdp2.parts import CommunicatingPart, Row
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 

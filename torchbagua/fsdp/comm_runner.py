@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 
 from torchbagua import _concurrency
 from torchbagua._torch import queue_callback
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.fsdp.parts import CommunicatingPart
+from torchbagua.fsdp.same_rows import SameRows
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.runner import Runner
-from torchbagua.training.fsdp2.parts import CommunicatingPart
-from torchbagua.training.fsdp2.same_rows import SameRows
 
 
 class FirstFailure:
@@ -98,12 +97,3 @@ class FsdpCommRunner:
         job, self._in_flight = self._in_flight, None
         if job is not None:
             job.result()
-
-
-class FsdpCollective:
-    """Base of the collectives that replace torch's for one FSDP parameter group: allocates memory as torch's do."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for an input or output, on the current stream."""
-        with torch.inference_mode(False):  # a lane runs outside of inference mode and may not write to its tensors
-            return torch.empty(*size, dtype=dtype, device=device)
