@@ -8,10 +8,10 @@ from collections.abc import Generator
 
 import pytest
 
-from test_gpu_lanes import PlayedSideStream, pretend_group
+from test_gpu_lanes import PlayedSideStream, play_streams, pretend_group
 from torchbagua import _concurrency
 from torchbagua.runtime import lane as lane_module
-from torchbagua.runtime.lane import Lane, LaneGpu
+from torchbagua.runtime.lane import Lane
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -39,10 +39,12 @@ def test_jobs_run_in_order_on_one_thread() -> None:
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
-def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(is_under_way: bool) -> None:
-    group = pretend_group(poll=lambda: is_under_way)
-    lane = Lane("launching", on_failure=lambda: None, group=group)
-    lane._worker.gpu = LaneGpu(PlayedSideStream([]), group)  # type: ignore[arg-type]
+def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, is_under_way: bool
+) -> None:
+    play_streams(monkeypatch)
+    lane = Lane("launching", on_failure=lambda: None, group=pretend_group(poll=lambda: is_under_way))
+    lane.use_gpu(PlayedSideStream.device)
     launched, failed = lane.submit(lambda: "launched"), lane.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.result()
