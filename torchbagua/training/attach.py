@@ -105,8 +105,8 @@ class Attachment:
 
         self._weight_runner = runner
         self._weights = install_weights(setup, runner, undo)
+        install_weight_lints(setup, runner, self._weights, undo)
         self._clock = install_step_end(setup, runner, undo)
-        install_weight_lints(setup, runner, undo)
         references = weakref.ref(runner), weakref.ref(self._clock)
         self._forgotten = _concurrency.finalize(self, warn_of_missing_detach, *references)
 
@@ -315,7 +315,7 @@ class Attachment:
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = optimizer.state_dict()
-        is_averaged = self._has_mean and self._weights is not None and self._weights.are_in(optimizer)
+        is_averaged = self._has_mean and self._weights is not None and bool(self._weights.names_in(optimizer))
         return copy.deepcopy(state) if is_averaged else state
 
     def _own_weights(self, runner: WeightRunner) -> AbstractContextManager[None]:

@@ -28,7 +28,6 @@ from torchbagua.runtime.parameters import local_shard
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import JOIN_REFUSAL, TrainingSetup, require_same_ranks
 from torchbagua.training.ddp import Hook, ModuleHook, comm_hook, install_hook, named_tensors
-from torchbagua.training.lint.unaveraged_state import UnaveragedState
 from torchbagua.training.optimizer_weights import OptimizerWeights, broadcast_optimizer_state
 from torchbagua.training.steps import StepClock, install_step_hooks
 from torchbagua.training.weight_loads import WeightLoads
@@ -118,15 +117,14 @@ class RankWeights:
         self._runner = runner
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
-        self._unaveraged_state = UnaveragedState(runner.step_watches, self._in_optimizers.names, runner.name)
-        undo.callback(self._unaveraged_state.close)
+        self._before_means: list[Callable[[], None]] = []
         self.loads = WeightLoads(setup, runner)
         undo.callback(self.loads.close)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Give all ranks the mean of their weights within the block; see `Attachment.averaged_weights`."""
-        self._unaveraged_state.examine()
+        self._notify_before_mean()
         with self._in_optimizers.averaged(self._runner.impl.averaged_weights()), self.loads.refused():
             self._average_modules()
             yield
@@ -144,14 +142,22 @@ class RankWeights:
         """Average the state tensors with this name too."""
         self._in_optimizers.add(optimizer, name)
 
-    def are_in(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether state tensors of the optimizer are averaged."""
-        return bool(self._in_optimizers.names(optimizer))
+    def names_in(self, optimizer: torch.optim.Optimizer) -> Sequence[str]:
+        """Return the names of the optimizer's state tensors that are averaged."""
+        return self._in_optimizers.names(optimizer)
+
+    def call_before_means(self, function: Callable[[], None]) -> None:
+        """Call the function before weights are averaged for an evaluation or for the last time."""
+        self._before_means.append(function)
+
+    def _notify_before_mean(self) -> None:
+        for function in self._before_means:
+            function()
 
     def before_end(self) -> None:
         """Prepare for the last mean. Call it before the runner finishes."""
         self.loads.settle()
-        self._unaveraged_state.examine()
+        self._notify_before_mean()
         self._in_optimizers.before_end()
 
     @contextmanager

@@ -1,12 +1,12 @@
 """Warnings about loops that probably contain a mistake. Each lint is one file, and one line installs it.
 
 May import what `training` may. A lint is imported only if it applies. Those that watch the loop run in its first steps,
-and then leave. The lines are here, but for two lints: training/weights.py has unaveraged_state.py examine states
-before a mean, and training/attach.py calls end_warnings.py at the end.
+and then leave. The lines are here, except that training/attach.py calls end_warnings.py at the end.
 Begin with unaveraged_gradients.py.
 """
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup
+
+if TYPE_CHECKING:
+    from torchbagua.training.weights import RankWeights
 
 # No lint warns of smaller buckets.
 _LARGE_BUCKET_BYTES = 5 << 20
@@ -50,8 +53,17 @@ def install_gradient_lints(setup: TrainingSetup, runner: GradientRunner, undo: E
         undo.callback(UnaveragedGradients(setup, runner).close)
 
 
-def install_weight_lints(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> None:
-    """Watch the first steps with a weight algorithm, at most until `undo` is closed."""
+def install_weight_lints(
+    setup: TrainingSetup, runner: WeightRunner, weights: "RankWeights | None", undo: ExitStack
+) -> None:
+    """Watch the first steps with a weight algorithm, at most until `undo` is closed.
+
+    Call it before the hooks that end a step are installed, since a round changes the weights that a lint looks at.
+    """
+    if weights is not None:
+        from torchbagua.training.lint.unaveraged_state import UnaveragedState
+
+        undo.callback(UnaveragedState(weights, runner).close)
     is_own = any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers)
     if runner.process_group.size > 1 and is_own:
         from torchbagua.training.lint.collectives import watch_collectives_of_first_steps

@@ -1,13 +1,15 @@
 """Recognizes state tensors of optimizers that hold weights which nothing averages, and warns of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of, state_of
+from torchbagua.runtime.optimizer_steps import parameters_of, state_of
 from torchbagua.runtime.parameters import local_shard
+from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.training.weights import RankWeights
 
 # The steps of an optimizer after which its state is examined. In the first step a momentum is still parallel to the
 # gradient, and a copy of the weights still close to them.
@@ -33,18 +35,17 @@ class UnaveragedState:
 
     _has_warned = False
 
-    def __init__(
-        self, watches: Sequence[StepWatch], names: Callable[[torch.optim.Optimizer], Sequence[str]], algorithm: str
-    ) -> None:
-        self._watches = watches
-        self._averaged = names
-        self._algorithm = algorithm
-        self._seen = {watch.optimizer: _Seen() for watch in watches}
-        for watch in watches:
+    def __init__(self, weights: RankWeights, runner: WeightRunner) -> None:
+        self._watches = runner.step_watches
+        self._averaged = weights.names_in
+        self._algorithm = runner.name
+        self._seen = {watch.optimizer: _Seen() for watch in self._watches}
+        for watch in self._watches:
             watch.add(self._after_step, reads_overflow=False)
+        weights.call_before_means(self.examine)
 
     def examine(self) -> None:
-        """Examine the optimizers' state. Call it before weights are averaged for an evaluation or for the last time."""
+        """Examine the optimizers' state, before weights are averaged."""
         for optimizer in self._seen:
             self._examine(optimizer, after_step=False)
 
