@@ -1,7 +1,8 @@
 """Agreement between ranks: over the store of their group before they are connected, and over the open group afterwards.
 
-In both, every rank writes a record of named fields. If the records of ranks differ where they must be equal, all ranks
-raise the same error, which has the values of all ranks (`first_difference`).
+In both, every rank gives a record of named fields. If records differ that must be equal, every rank learns of it and
+raises the same error, which has the values of all ranks (`first_difference`). docs/design.md lists all comparisons of
+ranks, those too that are none of these.
 
 Over the store, rank 0 reads the introductions of all ranks in one request, and writes the verdict, for which all ranks
 wait. A rank whose wait ends with an exception, as of a signal handler, writes the verdict that it has left.

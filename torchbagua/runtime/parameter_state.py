@@ -173,7 +173,7 @@ class ParameterState(Generic[S]):
         return state
 
     def resolve_last_backward(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        """Determine which gradients of a bucket contain an earlier average. A python op, to append before sending.
+        """Determine which gradients of a bucket contain an earlier average. Append it with `append_local_op`.
 
         Raises:
             RuntimeError: a parameter was in a synchronized backward pass of this step, and is not in this pass.

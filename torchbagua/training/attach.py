@@ -475,14 +475,14 @@ def attach(
 
     Args:
         module: the module that your loop calls, or a list of modules if one optimizer trains several. A gradient
-            algorithm takes a DistributedDataParallel without a
-            communication hook. A gradient algorithm that supports sharded modules also takes a module that fully_shard
-            has sharded, in whole or in part. A weight algorithm takes any other module too; for a sharded module, see
-            `torchbagua.fsdp.attach`. If the module is not a DistributedDataParallel, a weight algorithm first
-            broadcasts rank 0's parameters, buffers and optimizer state to all ranks. While a weight algorithm is
-            attached, DDP sends neither gradients nor buffers. This also holds for a DDP that wraps the module you pass,
-            or a part of it, from its first forward on, which must be in the first step. A list contains no sharded
-            module, and names of parameters begin with the module's position in it: "0.weight".
+            algorithm takes a DistributedDataParallel without a communication hook. A gradient algorithm that supports
+            sharded modules also takes a module that fully_shard has sharded, in whole or in part. A weight algorithm
+            takes any other module too; for a sharded module, see `torchbagua.fsdp.attach`. If the module is not a
+            DistributedDataParallel, a weight algorithm first broadcasts rank 0's parameters, buffers and optimizer
+            state to all ranks. While a weight algorithm is attached, DDP sends neither gradients nor buffers. This also
+            holds for a DDP that wraps the module you pass, or a part of it, from its first forward on, which must be in
+            the first step. A list contains no sharded module, and names of parameters begin with the module's position
+            in it: "0.weight".
         optimizer: the optimizer of the module's parameters, or a list of optimizers. An optimizer that accelerate or
             Lightning has wrapped is accepted. A step ends when every optimizer has stepped, or was skipped by a
             GradScaler. If the optimizer also has parameters of other modules, a gradient algorithm ignores these, and a

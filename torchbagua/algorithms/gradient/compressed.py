@@ -141,7 +141,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       reach the same parameters. The first step of a run must have a single synchronized backward, because DDP rebuilds
       its buckets after it. Otherwise, backward raises.
     - With `comm_hook` instead of `attach`, call `reify(group, optimizer=optimizer)`, or call
-      `GradientRunner.step_taken` after each step, and pass the scaler to `Runner.use_grad_scaler`.
+      `GradientRunner.step_taken` after each step, and pass the scaler to `GradientRunner.use_grad_scaler`.
 
     Args:
         compression: the name of a codec (see `torchbagua.codecs`), a Compressor, which may be your own, or None for
