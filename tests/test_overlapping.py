@@ -130,7 +130,7 @@ def test_buckets_that_may_wait_for_other_ranks_before_their_first_message_begin_
             bucket("nothing"),
         ]
         may_begin: set[str] = set()
-        for in_flight in [mean(bucket("in flight")), mean(bucket("in flight, in the other slot"))]:
+        for in_flight in [mean(bucket("in flight")), mean(bucket("in flight, on the other channel"))]:
             assert not any(bucket.may_begin() for bucket in buckets), "no other mean is in flight"
             steps = in_flight.run_overlapping()
             next(steps)

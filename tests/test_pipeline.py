@@ -53,7 +53,8 @@ def run_two_exchanges(num_elements: int, rate: float) -> list[list[str]]:
         pipeline = Pipeline(world, CPU)
         receives = [[torch.zeros(num_elements) for _ in range(SIZE)] for _ in PIECES]
         exchanges = [
-            Exchange(pipeline, "all_to_all", tensors, "numbers", piece=piece) for piece, tensors in enumerate(receives)
+            Exchange(pipeline, "all_to_all", tensors, "numbers", channel=channel)
+            for channel, tensors in enumerate(receives)
         ]
         for name, exchange in zip(PIECES, exchanges, strict=True):
             exchange.send(compute(name, exchange))
@@ -114,8 +115,8 @@ def test_a_third_exchange_is_sent_when_the_first_has_arrived() -> None:
         names = ["a", "b", "c"]
         receives = [torch.zeros(SHORT) for _ in names]
         exchanges = [
-            Exchange(pipeline, "all_to_all", {peer: tensor}, name, [(peer, peer)], piece=piece)
-            for piece, (name, tensor) in enumerate(zip(names, receives, strict=True))
+            Exchange(pipeline, "all_to_all", {peer: tensor}, name, [(peer, peer)], channel=channel)
+            for channel, (name, tensor) in enumerate(zip(names, receives, strict=True))
         ]
         for value, exchange in enumerate(exchanges):
             exchange.send([torch.full((SHORT,), 10.0 * value + world.rank)])

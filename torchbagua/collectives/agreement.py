@@ -90,11 +90,12 @@ _WITHDRAWN = ""
 # In an error: more distinct values are not listed.
 _MOST_VALUES = 16
 
-# If ranks take different maxima, a message of another length has another tag, and this rank times out. A transport may
-# end the process if it receives a message that is too long. MPI guarantees 15 bits for tags.
-_MOST_PIECES = 1024
+# The channel of `all_reduce_max` is the number of values. If ranks take different maxima, a message of another length
+# then has another tag, and this rank times out. A transport may end the process if it receives a message that is too
+# long. MPI guarantees 15 bits for tags.
+_MOST_NUMBERS = 1024
 
-_DIGEST_PIECE, _RECORD_PIECE, PROGRESS_PIECE, WEIGHTS_PIECE = range(_MOST_PIECES, _MOST_PIECES + 4)
+_DIGEST_CHANNEL, _RECORD_CHANNEL, PROGRESS_CHANNEL, WEIGHTS_CHANNEL = range(_MOST_NUMBERS, _MOST_NUMBERS + 4)
 
 
 # Errors that name ranks and their values.
@@ -323,18 +324,18 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
     Raises:
         CommunicationError: a peer disconnected or did not take part within the group's timeout.
     """
-    return _largest(communicator, values, purpose, len(values) % _MOST_PIECES)
+    return _largest(communicator, values, purpose, len(values) % _MOST_NUMBERS)
 
 
 def _largest(
-    communicator: Communicator, values: Sequence[int], purpose: str, piece: int, *, is_observed: bool = True
+    communicator: Communicator, values: Sequence[int], purpose: str, channel: int, *, is_observed: bool = True
 ) -> list[int]:
     name = purpose if is_observed else None
     largest = torch.tensor(values, dtype=torch.int64)
     distance = 1
     while distance < communicator.size:
         received, failed = torch.empty_like(largest), f"agreement of {purpose}"
-        theirs = RingMessage(communicator, largest, received, failed, piece, distance, name).receive()
+        theirs = RingMessage(communicator, largest, received, failed, channel, distance, name).receive()
         largest = torch.maximum(largest, theirs)
         distance *= 2
     return largest.tolist()
@@ -348,7 +349,7 @@ def agree(communicator: Communicator, record: R, purpose: str, *, is_observed: b
     """
     text = json.dumps([type(record).__name__, purpose, vars(record)], default=int)  # a number of numpy, say
     digest = fingerprint(text)
-    found = _largest(communicator, [digest, -digest, len(text)], purpose, _DIGEST_PIECE, is_observed=is_observed)
+    found = _largest(communicator, [digest, -digest, len(text)], purpose, _DIGEST_CHANNEL, is_observed=is_observed)
     highest, minus_lowest, longest = found
     if highest == -minus_lowest:
         return [record] * communicator.size
@@ -370,7 +371,7 @@ def _gather(communicator: Communicator, own: bytes, purpose: str, *, is_observed
         stop = min(2 * known, size) * num_bytes
         start = known * num_bytes
         sent, received = rows[: stop - start], rows[start:stop]
-        RingMessage(communicator, sent, received, failed, _RECORD_PIECE, known, name).receive()
+        RingMessage(communicator, sent, received, failed, _RECORD_CHANNEL, known, name).receive()
         known *= 2
     of_ranks = [rows[place * num_bytes :][:num_bytes] for place in (communicator.rank_before(r) for r in range(size))]
     return [bytes(row.tolist()) for row in of_ranks]

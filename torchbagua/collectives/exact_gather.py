@@ -8,9 +8,9 @@ import torch
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.communicator import Communicator
 
-# `AllGather` uses piece 0 on the same connections.
-_CROSSING_PIECE = 1
-_FIRST_PIECE_WITHIN = 2
+# Channels of exchanges. `AllGather` uses channel 0 of the same connections.
+_CROSSING = 1
+_FIRST_WITHIN = 2
 
 
 class ExactGather:
@@ -64,14 +64,14 @@ class ExactGather:
             return
         from_others = self._forwarded[own][1:]
         receives = {source: rows[source] if source in from_others else empty for _, source in self._crossing_turns}
-        crossing = Exchange(pipeline, "all_gather", receives, self._name, self._crossing_turns, piece=_CROSSING_PIECE)
+        crossing = Exchange(pipeline, "all_gather", receives, self._name, self._crossing_turns, channel=_CROSSING)
         within: list[tuple[Exchange, torch.Tensor]] = []  # each with the row that this rank forwards
         for index in range(self._num_within):
             forwarded = {
                 rank: rows[owners[index]] if index < len(owners) else empty for rank, owners in self._forwarded.items()
             }
-            piece = _FIRST_PIECE_WITHIN + index
-            exchange = Exchange(pipeline, "all_gather", forwarded, self._name, self._turns_within, piece=piece)
+            channel = _FIRST_WITHIN + index
+            exchange = Exchange(pipeline, "all_gather", forwarded, self._name, self._turns_within, channel=channel)
             within.append((exchange, forwarded[own]))
         crossing.send(rows[own] if target in self._crossing_to else empty for target in crossing.targets)
         own_row, *forwarded_rows = within

@@ -79,7 +79,7 @@ class Exchange:
         bucket: str,
         turns: Sequence[tuple[int, int]] | None = None,
         counts: ElementCounts | None = None,
-        piece: int = 0,
+        channel: int = 0,
     ) -> None:
         self._pipeline = pipeline
         self._communicator = communicator = pipeline.communicator
@@ -87,7 +87,7 @@ class Exchange:
         self._receives = receives
         self._bucket = bucket
         self._counts = counts
-        self._tag = tag_of(operation, piece)
+        self._tag = tag_of(operation, channel)
         self._purpose = f"{operation} of {bucket}"
         peers = None if turns is None else self._peers(turns)
         if turns is None:
@@ -205,7 +205,8 @@ class Pipeline:
     Exchanges send in the order of their construction, round by round. Rounds of one turn are in flight one at a time.
     The tensor of the next round is computed meanwhile, and sent when the current round has arrived, before the caller
     decodes that. Other rounds are in flight two at a time, and each of their tensors is sent as soon as it is computed.
-    So no link waits for a CPU, and at most two messages are in flight to a peer.
+    So no link waits for a CPU, and at most two messages are in flight to a peer. The receives of a round are posted
+    when its exchange is constructed, or, if its turns run one at a time, when no earlier round is in flight.
 
     Attributes:
         communicator, device: the arguments.
@@ -222,7 +223,7 @@ class Pipeline:
         self._arrived: list[_Round] = []
 
     def add(self, exchange: Exchange) -> None:
-        """Post the receives of an exchange; if its turns run one at a time, only after earlier exchanges complete."""
+        """Queue the rounds of an exchange, and post their receives, unless its turns run one at a time."""
         rounds = [_Round(exchange, turns) for turns in exchange.rounds]
         self._to_send.extend(rounds)
         if not exchange.is_one_at_a_time:
@@ -231,7 +232,7 @@ class Pipeline:
         self._post_next_receives()
 
     def advance(self) -> None:
-        """Send the rounds whose turn has come."""
+        """Send the next rounds as far as they may be in flight, and compute the tensors of the one that must wait."""
         self._post_next_receives()
         while self._to_send and (tensors := self._to_send[0].exchange.tensors) is not None:
             following, in_flight = self._to_send[0], self._in_flight
@@ -256,6 +257,7 @@ class Pipeline:
             self._arrived.pop(0).wait_for_sends()
 
     def _post_next_receives(self) -> None:
+        """Post the receives of the next round, if it has waited for earlier rounds and none is in flight."""
         if self._to_send and not self._in_flight:
             self._to_send[0].post_receives()
 
@@ -266,13 +268,13 @@ class _Round:
 
     exchange: Exchange
     turns: Sequence[tuple[int, int]]
-    is_expected: bool = False
+    are_receives_posted: bool = False
     computed: list[torch.Tensor] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
     def post_receives(self) -> None:
-        if not self.is_expected:
-            self.is_expected = True
+        if not self.are_receives_posted:
+            self.are_receives_posted = True
             for _, source in self.turns:
                 self.exchange.post_receive(source)
 
@@ -294,8 +296,9 @@ class _Round:
 class Overlap:
     """The two-phase means over one communicator, of which one may begin while another is in flight.
 
-    All ranks construct the same means in the same order. Consecutive means have different slots, so their messages and
-    their scratch memory differ.
+    All ranks construct the same means in the same order. A mean has one *channel* for each piece, so that its messages
+    and its scratch memory differ from those of the other mean in flight. Means take two sets of channels in turn, in
+    the order of their construction. If two means that run one after the other have the same channels, they run apart.
     """
 
     _pipeline: Pipeline | None = None
@@ -303,24 +306,24 @@ class Overlap:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._slots_in_flight: set[int] = set()
+        self._channels_in_flight: set[int] = set()
 
-    def next_slot(self) -> int:
-        """Return the slot of the next mean: the number of its first piece."""
+    def next_channel(self) -> int:
+        """Return the first channel of the next mean, by which the methods below identify the mean."""
         self._num_means += 1
         return (self._num_means - 1) % _MAX_MEANS * _MAX_PIECES
 
-    def may_begin(self, slot: int) -> bool:
-        """Return whether a mean may begin: another one is in flight, so the ranks are connected, in the other slot."""
-        return bool(self._slots_in_flight) and slot not in self._slots_in_flight
+    def may_begin(self, channel: int) -> bool:
+        """Return whether a mean may begin: one is in flight on other channels, so the ranks are connected."""
+        return bool(self._channels_in_flight) and channel not in self._channels_in_flight
 
-    def begin(self, slot: int, device: torch.device) -> Pipeline:
+    def begin(self, channel: int, device: torch.device) -> Pipeline:
         """Register a mean of tensors on `device`, and return the pipeline of all means that are in flight."""
-        if self._pipeline is None or (not self._slots_in_flight and self._pipeline.device != device):
+        if self._pipeline is None or (not self._channels_in_flight and self._pipeline.device != device):
             self._pipeline = Pipeline(self._communicator, device)
-        self._slots_in_flight.add(slot)
+        self._channels_in_flight.add(channel)
         return self._pipeline
 
-    def end(self, slot: int) -> None:
-        """Record that the mean in this slot is complete."""
-        self._slots_in_flight.remove(slot)
+    def end(self, channel: int) -> None:
+        """Record that the mean is complete."""
+        self._channels_in_flight.remove(channel)

@@ -3,7 +3,8 @@
 The two-phase mean is a compressed reduce-scatter, then a compressed all-gather.
 
 A flat tensor is cut into one chunk for each rank. A *piece* is the first half of every chunk, or the second half of
-every chunk, if chunks are long; otherwise it is all chunks.
+every chunk, if chunks are long; otherwise it is all chunks. Each piece has a *channel*, a number that separates its
+messages and scratch memory from those of other pieces in flight; see `Overlap`.
 
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk, or of its part in one piece.
 """
@@ -54,7 +55,11 @@ class OverlappingMean(ABC):
 
     @abstractmethod
     def may_begin(self) -> bool:
-        """Return whether `run_overlapping` reaches its first yield without blocking, whatever other ranks do."""
+        """Return whether a call may begin now, while another mean is in flight and only waits.
+
+        Up to its first yield, `run_overlapping` then waits for no rank, except for earlier sends, for which the mean in
+        flight is about to wait too. False if no mean is in flight: then a call needs no permission.
+        """
 
     @abstractmethod
     def run_overlapping(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
@@ -159,7 +164,7 @@ class TwoPhaseMean(OverlappingMean):
         overlap: Overlap | None = None,
     ) -> None:
         self._overlap = overlap or Overlap(communicator)
-        self._slot = self._overlap.next_slot()
+        self._channel = self._overlap.next_channel()
         self._divisor = divisor
         self._residuals = residuals
         cuts = spec.even_cuts(communicator.size, compressor.block_elements)
@@ -172,22 +177,22 @@ class TwoPhaseMean(OverlappingMean):
         if are_long(communicator, compressor, spec, cuts):
             num_pieces = 2
             cuts = spec.cuts_within(cuts, num_pieces, compressor.block_elements)
-        self._pieces = RankChunks.in_pieces(communicator, compressor, spec, cuts, num_pieces, self._slot)
+        self._pieces = RankChunks.in_pieces(communicator, compressor, spec, cuts, num_pieces, self._channel)
 
     def may_begin(self) -> bool:
-        """Return whether it can begin without blocking: between CPUs, while another mean is in flight."""
-        return not self._pieces[0].are_coded_at_once and self._overlap.may_begin(self._slot)
+        """Return whether another mean is in flight, between CPUs, on other channels."""
+        return not self._pieces[0].are_coded_at_once and self._overlap.may_begin(self._channel)
 
     def run_overlapping(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
-        """Compute the mean; yield when all chunks are in flight, and then before each wait for a piece of means."""
+        """Compute the mean; yield when all chunks are queued, and then before each wait for a piece of means."""
         out_N = x_N if out_N is None else out_N
         residuals, divisor = self._residuals, self._divisor
         sent, mean = (None, None) if residuals is None else (residuals.sent, residuals.mean)
-        pipeline = self._overlap.begin(self._slot, x_N.device)
-        # Post all receives first, so that peers may send.
+        pipeline = self._overlap.begin(self._channel, x_N.device)
+        # Construct all of them now, so that their receives are posted early.
         scatters = [ReduceScatter(piece, x_N, pipeline, divisor=divisor, residual=sent) for piece in self._pieces]
         gathers = [AllGather(piece, out_N, pipeline) for piece in self._pieces]
-        # 1. Encode each chunk, and send it to the rank that owns it.
+        # 1. Queue each chunk for the rank that owns it. The pipeline has it encoded and sends it when its turn comes.
         for scatter in scatters:
             scatter.send()
         yield
@@ -197,10 +202,10 @@ class TwoPhaseMean(OverlappingMean):
             gather.send()
         # 3. Decode all means, that of the local chunk too, so that results are bitwise equal on all ranks.
         for gather in gathers:
-            yield  # everything that this mean sends is in the pipeline
+            yield  # everything that this mean sends is queued in the pipeline
             gather.receive()
         pipeline.wait_for_sends()
-        self._overlap.end(self._slot)
+        self._overlap.end(self._channel)
         if residuals is not None:
             residuals.report(pipeline.communicator.tracer, self._pieces[0].spec.name)
 
@@ -223,7 +228,7 @@ class RedistributingMean(OverlappingMean):
         self._spec = spec
 
     def may_begin(self) -> bool:
-        """Return whether it can begin without blocking: the mean can, and no residuals wait for redistribution."""
+        """Return whether the mean may begin, and no residuals wait for redistribution."""
         mean = self._mean
         return self._residuals.initial is None and isinstance(mean, OverlappingMean) and mean.may_begin()
 
@@ -280,7 +285,7 @@ class RankChunks:
         compressor: Compressor,
         spec: TensorSpec,
         cuts: Sequence[int],
-        number: int = 0,
+        channel: int = 0,
         piece: int = 0,
         num_pieces: int = 1,
     ) -> None:
@@ -288,7 +293,7 @@ class RankChunks:
         self.compressor = compressor
         self.spec = spec
         self.rank = communicator.rank
-        self._number = number
+        self._channel = channel
         self._is_first = piece == 0
         self.are_sent_at_once = not (communicator.posts_messages(spec.device) or compressor.wire_is_tensor)
         self.are_coded_at_once = _is_coded_at_once(communicator, spec)
@@ -306,7 +311,7 @@ class RankChunks:
             "all_gather": ElementCounts(own_lengths, self._lengths, spec.dtype.itemsize),
         }
         # Scratch memory by role, and views of its parts, which stay valid until the scratch memory changes.
-        self._roles = f"wire {number}", f"received {number}"
+        self._roles = f"wire {channel}", f"received {channel}"
         self._wire_W: torch.Tensor | None = None
         self._wires: Sequence[torch.Tensor] = []
         self._received_W: torch.Tensor | None = None
@@ -319,11 +324,11 @@ class RankChunks:
         spec: TensorSpec,
         cuts: Sequence[int],
         num_pieces: int,
-        number: int = 0,
+        channel: int = 0,
     ) -> list["RankChunks"]:
-        """Return the pieces of a tensor's chunks, given the cuts of all pieces and the number of the first piece."""
+        """Return the pieces of a tensor's chunks, given the cuts of all pieces. The first one uses `channel`."""
         return [
-            cls(communicator, compressor, spec, cuts, number + piece, piece, num_pieces) for piece in range(num_pieces)
+            cls(communicator, compressor, spec, cuts, channel + piece, piece, num_pieces) for piece in range(num_pieces)
         ]
 
     @classmethod
@@ -367,7 +372,7 @@ class RankChunks:
     def exchange(self, pipeline: Pipeline, operation: str, receives: Sequence[torch.Tensor]) -> Exchange:
         """Return the exchange of an operation, and post its receives."""
         counts = self._counts[operation]
-        return Exchange(pipeline, operation, receives, self.spec.name, counts=counts, piece=self._number)
+        return Exchange(pipeline, operation, receives, self.spec.name, counts=counts, channel=self._channel)
 
     def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Send each rank its part of `wire_W` and receive the local chunk from all, by one collective."""
@@ -439,7 +444,8 @@ class ReduceScatter:
     """One reduce-scatter: ranks encode the chunks and send them to their owners, which decode and sum them.
 
     1. The constructor posts the receives.
-    2. `send`: encode the chunks, and send each chunk to its owner.
+    2. `send`: encode the chunks, and send each chunk to its owner. Between CPUs, the local chunk is encoded in step 3,
+       while the other chunks are in flight.
     3. `receive_mean`, or `receive_encoded_mean`: wait for all copies of the local chunk, decode them, sum them in rank
        order, in float32 or float64, and divide.
 
@@ -466,7 +472,7 @@ class ReduceScatter:
             self._exchange = chunks.exchange(pipeline, "all_to_all", self._received_RW.unbind())
 
     def send(self) -> None:
-        """Encode all chunks except the local one, each shortly before it is sent, and start to send them."""
+        """Encode the chunks, and start to send them; between CPUs, each chunk is encoded shortly before it is sent."""
         chunks, wires = self._chunks, self._wires
         if not chunks.are_coded_at_once:
             self._exchange.send(self._encode(owner, wires[owner]) for owner in self._exchange.targets)
@@ -552,12 +558,12 @@ class ReduceScatter:
 
 
 class AllGather:
-    """One all-gather: each rank encodes its local chunk and sends it to all others, and all ranks decode all chunks.
+    """One all-gather: each rank sends its encoded local chunk to all others, and all ranks decode all chunks.
 
-    1. The constructor posts the receives. You may construct the all-gather before a reduce-scatter of the same chunks
-       completes, although both use one wire, since a rank sends its mean only after it has received that piece from
-       every rank.
-    2. `send`: encode the local chunk, and send it to all other ranks.
+    1. The constructor posts the receives. It may run before a reduce-scatter of the same piece completes, although an
+       owner's chunk arrives in the buffer from which the reduce-scatter sends to this owner: the owner sends its mean
+       only after it has received the piece from every rank.
+    2. `send`: send the local chunk to all other ranks, as `own_wire` contains it, or first encode `x_L` into it.
     3. `receive`: decode all chunks, the local one too, so that results are bitwise equal on all ranks.
 
     Attributes:
@@ -574,7 +580,7 @@ class AllGather:
             self._exchange = chunks.exchange(pipeline, "all_gather", self._wires)
 
     def send(self, x_L: torch.Tensor | None = None) -> None:
-        """Start to send the local chunk."""
+        """Start to send the local chunk, which is `x_L`, or already encoded in `own_wire`."""
         chunks = self._chunks
         if x_L is not None:
             with chunks.span("encode", "all_gather", chunks.rank):

@@ -297,7 +297,7 @@ class BaguaProcessGroup:
 
     @cached_property
     def overlap(self) -> Overlap:
-        """The state that the overlapping means over `world` share. For the training thread."""
+        """The state that the overlapping means over `world` share. The thread that runs them begins and ends them."""
         return Overlap(self.world)
 
     # Operations, for custom algorithms.

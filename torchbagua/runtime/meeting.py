@@ -2,6 +2,10 @@
 
 DDP averages the k-th synchronized backward of a rank with the k-th of every other rank. If a rank leaves out a step by
 itself, its later gradients are averaged with earlier ones of the others, and no exchange of gradients notices.
+
+The k-th message of a rank meets the k-th message of the rank before it in the same way. Between two ranks that are both
+in a backward, `num_backwards` is therefore always equal, and only `num_steps` shows that one has left out a step. If it
+has left out backward and step, ranks notice at the end: its last message meets a backward of the other rank.
 """
 
 import struct
@@ -13,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.agreement import PROGRESS_PIECE, WEIGHTS_PIECE, agree
+from torchbagua.collectives.agreement import PROGRESS_CHANNEL, WEIGHTS_CHANNEL, agree
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Lane, Overlappable
 from torchbagua.runtime.optimizer_steps import StepCount
@@ -37,7 +41,7 @@ class BackwardProgress(NamedTuple):
     """How far a rank is: 16 bytes on the wire, in this order.
 
     Attributes:
-        num_backwards: the synchronized backward passes that it has begun.
+        num_backwards: the synchronized backward passes that it has begun; differs only if one of two ranks has ended.
         num_steps: the steps of its optimizers; 0 behind a standalone hook that knows no optimizer.
         compares_weights: whether it sends digests of its weights too.
         has_ended: whether it detaches, and begins no other backward.
@@ -116,7 +120,7 @@ class Meeting:
     def post(self, purpose: str) -> None:
         """Start to send this rank's progress, and to receive that of the rank before; `purpose` is for errors."""
         self._purpose, wire = purpose, self.own.encode()
-        self._message = RingMessage(self.group.world, wire, torch.empty_like(wire), purpose, PROGRESS_PIECE)
+        self._message = RingMessage(self.group.world, wire, torch.empty_like(wire), purpose, PROGRESS_CHANNEL)
 
     def compare(self) -> None:
         """Wait for the progress of the rank before."""
@@ -139,7 +143,7 @@ class Meeting:
             # A rank sends its digests if it compares, and receives those of the rank before if that compares.
             sent = self.digests()
             received = torch.empty(self.num_digests, dtype=torch.int64) if theirs.compares_weights else _NONE
-            RingMessage(world, sent, received, self._purpose, WEIGHTS_PIECE).receive()
+            RingMessage(world, sent, received, self._purpose, WEIGHTS_CHANNEL).receive()
             if len(sent) == len(received) and not (own.has_joined or theirs.has_joined):
                 differing = (sent != received).nonzero().flatten().tolist()
         self.finding = Finding(differing[0] if differing else None, has_more=len(differing) > 1)

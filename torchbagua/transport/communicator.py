@@ -37,7 +37,7 @@ from torchbagua.transport.streams import Launches
 # A shorter message says little about a link's rate, since it may be sent in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
 
-# Messages of different operations, and of different pieces, may be in flight at the same time.
+# Messages of different operations may be in flight at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 
 _HOST = torch.device("cpu")
@@ -48,9 +48,9 @@ Messages = Callable[[], Sequence[Span]]
 """Returns the spans of the messages of a collective; called only if there are observers."""
 
 
-def tag_of(operation: str, piece: int) -> int:
-    """Return the tag of a message."""
-    return _TAGS[operation] + piece * len(_TAGS)
+def tag_of(operation: str, channel: int) -> int:
+    """Return the tag of a message. Messages of one operation may be in flight together on different channels."""
+    return _TAGS[operation] + channel * len(_TAGS)
 
 
 class Communicator:
@@ -451,14 +451,14 @@ class RingMessage:
         own: torch.Tensor,
         theirs: torch.Tensor,
         purpose: str,
-        piece: int,
+        channel: int,
         distance: int = 1,
         observed_name: str | None = None,
     ) -> None:
         self._communicator = communicator
         self._own, self._theirs = own, theirs
         self._purpose = purpose
-        self._tag = tag_of("agreement", piece)
+        self._tag = tag_of("agreement", channel)
         self._target, self._source = communicator.rank_after(distance), communicator.rank_before(distance)
         self._is_posted = communicator.posts_messages(own.device)
         self._send_span = self._receive_span = NO_SPAN
