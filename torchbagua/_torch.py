@@ -274,8 +274,9 @@ def _raise_failure(value: object) -> None:
 def future_of(done: "torch.futures.Future[Any]", outcome: Callable[[], T]) -> "torch.futures.Future[T]":
     """Return a future of the value of `outcome()`, called when `done` completes; errors are raised as RuntimeError.
 
-    If a future raises, torch gives DDP an error with the whole traceback as its message. After Future.set_exception,
-    the error says that the exception is not a tensor.
+    An error becomes the value of the future, a `_Failure`, and is raised by the code that reads the value. If a future
+    itself raises, torch gives DDP an error with the whole traceback as its message. After Future.set_exception, the
+    error says that the exception is not a tensor.
     """
 
     def complete(_: object) -> T | _Failure:

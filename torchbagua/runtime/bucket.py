@@ -464,7 +464,7 @@ class BaguaBucket(BucketOperations):
             pass
 
     def may_begin(self) -> bool:
-        """Return whether `run_overlapping` reaches its first yield without waiting for another rank."""
+        """Return whether the bucket may begin now, while another bucket waits; see `OverlappingMean.may_begin`."""
         mean = self._overlapping
         return mean is not None and mean.may_begin is not None and mean.may_begin()
 

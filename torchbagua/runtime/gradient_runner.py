@@ -283,7 +283,7 @@ class GradientRunner(Runner):
 
         Args:
             parameters: the parameters of the DDP bucket. They identify it, since DDP rebuilds its buckets after its
-                first step.
+                first backward.
             flat: the buffer of the DDP bucket.
             index: DDP's number of the bucket, for names.
         """

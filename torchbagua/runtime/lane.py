@@ -2,15 +2,19 @@
 
 A bucket of gradients, from DDP's hook to its future, between CPUs:
 
-1. The thread of backward queues the bucket (`submit_overlapping`) and returns `Job.future` to DDP.
+1. The thread of backward, which is the training thread between CPUs, queues the bucket (`submit_overlapping`) and
+   returns `Job.future` to DDP.
 2. The lane's thread takes it. The first bucket of a backward also posts the rank's progress (meeting.py).
-3. The mean posts its receives, encodes and posts what it sends, and yields (`TwoPhaseMean.run_overlapping`).
-4. At each later yield all that this rank sends is posted, and it would only wait: the next job may begin, if it is
+3. The mean posts its receives, queues its chunks in the `Pipeline` (collectives/exchange.py), which encodes and sends
+   them in turn, and yields (`TwoPhaseMean.run_overlapping`). This yield begins no other job: the messages of the
+   second phase are not queued yet.
+4. At each later yield all messages of the mean are queued, and it would only wait: the next job may begin, if it is
    queued and its `may_begin` is true. It runs up to its own first yield, so at most two means are in flight.
 5. The mean receives, sums, sends and decodes the rest. The first bucket compares progress. The future completes.
 6. DDP's callback waits for the futures of all buckets at the end of backward.
 
-In stream order, on a GPU, `launch` runs a bucket at once on the thread of backward, and no host waits.
+In stream order, on a GPU, `launch` runs a bucket at once on the thread of backward, which then belongs to the autograd
+engine, and no host waits.
 """
 
 import os
@@ -47,7 +51,7 @@ class Overlappable(Protocol[R]):
     """Work that may begin while the lane's running job waits, such as a bucket."""
 
     def may_begin(self) -> bool:
-        """Return whether `run_overlapping` reaches its first yield without waiting for another rank."""
+        """Return whether it may begin now, while another job waits; see `OverlappingMean.may_begin`."""
         ...
 
     def run_overlapping(self) -> Generator[None, None, R]:
@@ -115,7 +119,7 @@ class Job(ABC, Generic[T]):
             self._done.set_result(self._side.token)
 
     def begin(self) -> None:
-        """Begin while another job is in progress, if possible; on the lane's thread."""
+        """Run up to the first yield while the previous job waits, if possible; `run` then continues from there."""
 
     def fail(self, error: BaseException) -> None:
         """Finish the job with `error`, which `result` then raises."""
@@ -151,7 +155,7 @@ class OverlappingJob(Job[T]):
     def __init__(self, source: Overlappable[T], worker: "_Worker", side: LaneStream | None) -> None:
         super().__init__(worker, side)
         self._source = source
-        self._begun: Generator[None, None, None] | None = None
+        self._begun: Generator[None, None, None] | None = None  # at its first yield, if the job began early
 
     def begin(self) -> None:
         if self._side is None and self._begun is None and self._source.may_begin():
@@ -168,7 +172,7 @@ class OverlappingJob(Job[T]):
         parts = begun or self._parts()
         try:
             if begun is None:
-                next(parts, None)
+                next(parts, None)  # as in `begin`; the next job may begin only at later yields
             for _ in parts:
                 self._worker.begin_next()
         finally:
@@ -453,7 +457,7 @@ class _Worker:
                 job.fail(self.failure)
 
     def begin_next(self) -> None:
-        """Begin the job after the running one, if it is queued and overlaps."""
+        """Begin the job after the running one, if it is queued and may begin. Else it stays the next job to run."""
         if not self._peeked:
             with suppress(queue.Empty):
                 self._peeked.append(self._jobs.get_nowait())

@@ -1,7 +1,8 @@
 """Torch's optimizers: unwraps wrappers of frameworks, and determines which calls of `step` took effect.
 
-`StepWatch` watches the steps of one optimizer. `StepCount` counts them, `StepsTaken` commits per-parameter state, and
-`StepClock`, in training/steps.py, determines the end of the training step. All three listen to the same watches.
+`StepWatch` watches the steps of one optimizer. Three classes listen to it: `StepCount` counts the steps of all
+optimizers, which ranks compare in each backward; `StepsTaken` notifies the runner of the steps that were taken, so that
+it commits per-parameter state; `StepClock`, in training/steps.py, determines the end of the training step.
 """
 
 import sys

@@ -167,12 +167,12 @@ class WeightBucket(BaguaBucket):
 
     @cached_property
     def snapshot(self) -> torch.Tensor:
-        """A tensor of the same kind as the flat tensor: weights between two steps, while `flat` becomes their mean."""
+        """A tensor of the same kind as the flat tensor: weights between two steps, unless `flat` itself stores them."""
         return torch.zeros_like(self.flat)
 
     @cached_property
     def difference(self) -> torch.Tensor:
-        """A tensor of the same kind as the flat tensor: mean minus snapshot, not yet added to the weights."""
+        """A tensor of the same kind as the flat tensor: mean minus snapshot, or the mean before the subtraction."""
         return torch.zeros_like(self.flat)
 
     def make_replicas(self, ring_size: int) -> None:

@@ -15,8 +15,8 @@ Execution order:
    or an observer needs one, and the lints. The latter then installs DDP's communication hook, `comm_hook` of ddp.py, or
    replaces the collectives of a sharded module (fsdp/attach_sharded.py).
 6. In a step of a gradient algorithm, DDP passes a bucket to the hook, the lane reduces the bucket, backward waits for
-   all buckets, and the optimizer steps and commits the algorithm's state. With a weight algorithm, the `StepClock` ends
-   the step, and the lane averages the runner's own buckets.
+   all buckets, and the optimizer steps. The runner then commits the algorithm's state by parameter, if it keeps any.
+   With a weight algorithm, the `StepClock` ends the step, and the lane averages the runner's own buckets.
 7. `detach` finishes the communication in flight, removes the hooks of 5, undoes 4, and closes the lane and the groups
    of 3 and 2.
 """

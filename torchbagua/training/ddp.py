@@ -1,4 +1,4 @@
-"""The communication hook of DDP, which runs a gradient algorithm, and the ways to install it or to disable DDP's own.
+"""The communication hook of DDP, which runs a gradient algorithm, and its installation.
 
 `attach` has DDP call the hook. *The standalone hook* is the same hook, registered by the user with
 `ddp.register_comm_hook` instead of `attach`. The runner then knows neither the module nor the parameters' names, and
@@ -204,13 +204,15 @@ def comm_hook(state: GradientRunner, bucket: dist.GradBucket) -> torch.futures.F
 
     Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
 
-    The hook returns at once, so backward overlaps with the communication of the bucket. It blocks in three cases:
+    The hook returns at once, so backward overlaps with the communication of the bucket. It blocks in four cases:
 
     - In stream order, QAdam first waits until ranks have compared their progress, which they begin to do at the
       end of a step.
     - With a GradScaler, QAdam and error feedback first read the loss scale. If `attach` was given the scaler, the GPU
       copied the scale before the forward.
     - If a stage of a warm-up may begin, ranks first agree on the number of steps.
+    - With `torch.distributed.algorithms.Join`, a rank that has run out of data waits for the last bucket of a backward,
+      except in stream order.
 
     The bucket's buffer is changed in place. If the backend works in stream order, as GPU backends do, gradients on a
     GPU stay there, and all work is launched on one stream alongside backward's stream. Otherwise the bytes to send are
@@ -284,7 +286,8 @@ def comm_hook(state: GradientRunner, bucket: dist.GradBucket) -> torch.futures.F
         )
     future = job.future()
     if bucket.is_last() and not state.has_joined and flat.is_cpu:
-        queue_callback(job.wait)  # before DDP's callback, whose wait would delay signal handlers
+        # Runs before DDP's callback, whose wait would delay signal handlers: DDP queues it after this hook returns.
+        queue_callback(job.wait)
     if bucket.is_last() and state.has_joined:
         _concurrency.wait_for(future)  # DDP waits for it now, but ignores its error
     return future

@@ -55,7 +55,7 @@ class StepClock:
     ) -> None:
         self._on_end = on_end
         self._check_gradients = check_gradients
-        self._progress = {id(watch.optimizer): _OptimizerSteps(watch.optimizer) for watch in watches}
+        self._progress = {id(watch.optimizer): _OptimizerProgress(watch.optimizer) for watch in watches}
         self._watches = watches
         for watch in watches:
             watch.add(self._after_step)
@@ -71,7 +71,8 @@ class StepClock:
         progress.note_call()
         if not is_taken:
             return
-        if self._record_call(progress):
+        is_late, progress.follows_backward = self._is_late(progress), True
+        if is_late:
             self._warn_of_late(optimizer)
             return
         progress.is_done = True
@@ -90,7 +91,8 @@ class StepClock:
         progress = self._progress[id(optimizer)]
         if overflow:
             progress.note_call()
-            if not self._record_call(progress):
+            is_late, progress.follows_backward = self._is_late(progress), True
+            if not is_late:
                 progress.is_done = True
                 self._end_if_done(optimizer)
 
@@ -148,10 +150,9 @@ class StepClock:
         """Whether to count cleared gradients. Not within a step: its closure may clear them often (L-BFGS)."""
         return self._raises_if_never_stepped and not any(watch.is_in_step for watch in self._watches)
 
-    def _record_call(self, progress: "_OptimizerSteps") -> bool:
-        """Record a step or a skip, and return whether it belongs to the training step that ended last."""
-        is_first, progress.follows_backward = not progress.follows_backward, True
-        return is_first and self._ended_by is not None
+    def _is_late(self, progress: "_OptimizerProgress") -> bool:
+        """Return whether a step or a skip now belongs to the training step that ended last."""
+        return not progress.follows_backward and self._ended_by is not None
 
     def _warn_of_late(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._has_warned_of_late:
@@ -176,7 +177,7 @@ class StepClock:
             self._on_end(optimizer)
 
 
-class _OptimizerSteps:
+class _OptimizerProgress:
     """The progress of one optimizer since the last training step ended."""
 
     num_steps = 0

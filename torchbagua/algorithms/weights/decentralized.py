@@ -111,7 +111,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         return self.rounds.count_backward
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        """Start the round of step 0. Return the function that starts the later rounds."""
+        """Start the round of step 0, since `attach` calls this once. Return the function that starts later rounds."""
         self._apply_round(starts_next=self._is_due())
         return self._after_step
 
@@ -130,7 +130,9 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     def _apply_round(self, *, starts_next: bool) -> None:
         """Apply the round in flight bucket by bucket, and submit each bucket to the next round at once."""
         if starts_next:
-            self.rounds.start(lambda: None)  # compares the ranks' progress; the jobs of the buckets raise its error
+            # After the round in flight, the lane compares the ranks' progress. The jobs of the buckets, submitted below
+            # one by one, follow and raise its error.
+            self.rounds.start(lambda: None)
         for bucket in self._weights:
             if bucket in self._in_flight:
                 self._wait_for(bucket)

@@ -111,7 +111,10 @@ class SynchronousRounds:
         self.num_backwards += 1
 
     def start(self, run: Callable[[], T]) -> Job[T]:
-        """Submit a round to the lane, which runs it when all ranks have submitted it, and count the round."""
+        """Submit a round to the lane, which runs it when all ranks have submitted it, and count the round.
+
+        `run` may do nothing, so that only the ranks' progress is compared, if the caller submits the buckets itself.
+        """
         job = self.submit(run)
         self.num_rounds += 1
         return job
