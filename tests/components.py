@@ -31,7 +31,7 @@ class GradientComponent(tb.Algorithm):
     def make_codec(self) -> Compressor:
         return self.codec
 
-    def make_impl(self, runner: tb.extend.Runner) -> "ComponentImpl":
+    def make_impl(self, runner: tb.extend.GradientRunner) -> "ComponentImpl":
         return ComponentImpl(runner)
 
 
@@ -47,8 +47,8 @@ class WeightComponent(ModelAveragingAlgorithm):
     def make_codec(self) -> Compressor:
         return self.codec
 
-    def make_impl(self, runner: tb.extend.Runner) -> "ComponentImpl":
-        return ComponentImpl(runner)
+    def make_impl(self, runner: tb.extend.WeightRunner) -> "WeightComponentImpl":
+        return WeightComponentImpl(runner)
 
 
 class ComponentImpl(tb.AlgorithmImpl):
@@ -60,6 +60,10 @@ class ComponentImpl(tb.AlgorithmImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         self.algorithm.append(self.component, bucket)
+
+
+class WeightComponentImpl(ComponentImpl, tb.extend.WeightImpl):
+    """The impl of a weight algorithm with one component."""
 
 
 @contextmanager

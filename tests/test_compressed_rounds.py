@@ -27,7 +27,7 @@ CODEC = "minmax_uint8"
 class Component:
     """The weights, and the mean of their bucket."""
 
-    def __init__(self, runner: tb.extend.Runner) -> None:
+    def __init__(self, runner: tb.extend.WeightRunner) -> None:
         self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
 
     def append(self, bucket: tb.extend.BaguaBucket) -> None:
@@ -39,7 +39,7 @@ class Component:
 class Rounds:
     """Rounds of one rank over one bucket."""
 
-    def __init__(self, rank: int, runner: tb.extend.Runner, component: Component) -> None:
+    def __init__(self, rank: int, runner: tb.extend.WeightRunner, component: Component) -> None:
         self.rank = rank
         self.runner = runner
         self.mean = component.mean

@@ -215,10 +215,10 @@ def test_a_weight_algorithm_is_notified_of_steps_too() -> None:
     class Steps(tb.Algorithm):
         averages_weights = True
 
-        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
+        def make_impl(self, runner: tb.extend.WeightRunner) -> tb.AlgorithmImpl:
             return StepsImpl(runner)
 
-    class StepsImpl(CountingImpl):
+    class StepsImpl(CountingImpl, tb.extend.WeightImpl):
         def init_tensors(self, module: nn.Module) -> list[tb.extend.BaguaTensor]:
             return []
 

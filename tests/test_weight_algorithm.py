@@ -22,11 +22,11 @@ class AveragingAlgorithm(tb.Algorithm):
 
     averages_weights = True
 
-    def make_impl(self, runner: tb.extend.Runner) -> "AveragingImpl":
+    def make_impl(self, runner: tb.extend.WeightRunner) -> "AveragingImpl":
         return AveragingImpl(runner)
 
 
-class AveragingImpl(tb.AlgorithmImpl):
+class AveragingImpl(tb.extend.WeightImpl):
     def init_tensors(self, module: torch.nn.Module) -> list[tb.extend.BaguaTensor]:
         return [tb.extend.BaguaTensor(name, parameter) for name, parameter in module.named_parameters()]
 
@@ -117,9 +117,67 @@ def test_an_algorithm_must_declare_that_its_impl_averages_weights() -> None:
     class Silent(AveragingAlgorithm):
         averages_weights = False
 
-    message = "AveragingImpl averages weights, because it overrides init_tensors, but Silent.averages_weights is False"
+    message = (
+        "AveragingImpl averages weights, because it is a WeightImpl or overrides init_tensors, but "
+        "Silent.averages_weights is False"
+    )
     with pytest.raises(TypeError, match=message):
         run_ranks(2, lambda group: Silent().reify(group))
+
+
+class PlainImpl(tb.AlgorithmImpl):
+    """The impl of a gradient algorithm, if its description declares one."""
+
+
+class CallingImpl(tb.AlgorithmImpl):
+    def __init__(self, runner: tb.extend.WeightRunner) -> None:
+        super().__init__(runner)
+        runner.average(tb.extend.WeightBuckets(runner, dict))
+
+
+class OverridingImpl(tb.AlgorithmImpl):
+    init_tensors = AveragingImpl.init_tensors
+    tensors_to_buckets = AveragingImpl.tensors_to_buckets
+
+
+@pytest.mark.parametrize("cls", [PlainImpl, CallingImpl, OverridingImpl])
+def test_the_impl_of_a_weight_algorithm_must_be_a_weight_impl(cls: type[tb.AlgorithmImpl]) -> None:
+    class Mixed(AveragingAlgorithm):
+        def make_impl(self, runner: tb.extend.WeightRunner) -> tb.AlgorithmImpl:
+            return cls(runner)
+
+    message = (
+        rf"{cls.__name__} is not a subclass of torchbagua\.extend\.WeightImpl, but Mixed\.averages_weights is True; "
+        "derive it from WeightImpl, or set averages_weights to False if it averages gradients"
+    )
+    with pytest.raises(TypeError, match=message):
+        run_ranks(2, lambda group: Mixed().reify(group))
+
+
+def test_a_weight_impl_must_average_weights() -> None:
+    class Idle(AveragingAlgorithm):
+        def make_impl(self, runner: tb.extend.WeightRunner) -> tb.AlgorithmImpl:
+            return tb.extend.WeightImpl(runner)
+
+    message = "WeightImpl averages no weights, because it neither calls runner.average nor overrides init_tensors"
+    with pytest.raises(TypeError, match=message):
+        run_ranks(1, lambda group: Idle().reify(group))
+
+
+def test_half_an_override_of_a_weight_impl_is_refused() -> None:
+    class HalfImpl(AveragingImpl):
+        tensors_to_buckets = tb.extend.WeightImpl.tensors_to_buckets
+
+    class HalfAlgorithm(AveragingAlgorithm):
+        def make_impl(self, runner: tb.extend.WeightRunner) -> HalfImpl:
+            return HalfImpl(runner)
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = torch.nn.Linear(2, 1)
+        with pytest.raises(TypeError, match="HalfImpl overrides init_tensors, so it must override tensors_to_buckets"):
+            tb.attach(module, torch.optim.SGD(module.parameters()), HalfAlgorithm(), process_group=group)
+
+    run_ranks(1, body)
 
 
 def test_ranks_compare_the_codec_of_an_algorithm() -> None:
@@ -143,7 +201,7 @@ def test_ranks_compare_the_codec_of_an_algorithm() -> None:
 
 def test_an_impl_must_call_the_constructor_of_its_base() -> None:
     class Hasty(AveragingAlgorithm):
-        def make_impl(self, runner: tb.extend.Runner) -> "HastyImpl":
+        def make_impl(self, runner: tb.extend.WeightRunner) -> "HastyImpl":
             return HastyImpl()
 
     class HastyImpl(AveragingImpl):

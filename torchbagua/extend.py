@@ -16,7 +16,7 @@ from torchbagua.runtime.parameter_state import BucketState, ParameterState, resi
 from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import WeightBucket, WeightBuckets, WeightMeans
-from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
 
 __all__ = [
     "Algorithm",
@@ -34,6 +34,7 @@ __all__ = [
     "Topology",
     "WeightBucket",
     "WeightBuckets",
+    "WeightImpl",
     "WeightMeans",
     "WeightRunner",
     "mean",

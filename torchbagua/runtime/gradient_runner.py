@@ -12,7 +12,7 @@ from torchbagua.runtime.lane import Job
 from torchbagua.runtime.meeting import Meeting, Meetings
 from torchbagua.runtime.optimizer_steps import StepCount, parameters_of
 from torchbagua.runtime.parameters import OF_GRADIENTS, BaguaTensor, LayoutWatch, MemoryOrder, check_gradient_layouts
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
 T = TypeVar("T")
 
@@ -110,6 +110,20 @@ class GradientRunner(Runner):
         self._checked_dtypes: set[torch.dtype] = set()
         self._joined_listeners: list[Callable[[], None]] = []
         self._make_impl()
+
+    def _check_impl(self) -> None:
+        super()._check_impl()
+        cls = type(self.impl)
+        if cls.init_tensors is not AlgorithmImpl.init_tensors:
+            raise TypeError(
+                f"{cls.__name__} averages weights, because it is a WeightImpl or overrides init_tensors, but "
+                f"{self.name}.averages_weights is False; set it to True"
+            )
+        if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets:
+            raise TypeError(
+                f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm must use "
+                "DDP's buckets, and a weight algorithm must override both"
+            )
 
     def average(self, weights: Any) -> NoReturn:
         """Refuse to average weights, which only a `WeightRunner` does."""

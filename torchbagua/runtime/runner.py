@@ -1,6 +1,6 @@
 """Runner: drives an algorithm's impl until `close`. AlgorithmImpl: the methods that it calls.
 
-A gradient algorithm has a `GradientRunner`, and a weight algorithm a `WeightRunner`.
+A gradient algorithm has a `GradientRunner`, and a weight algorithm a `WeightRunner` and a `WeightImpl`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,10 +91,18 @@ class Runner:
         """Create the impl; the last call in the constructor of a subclass."""
         try:
             self.impl = self.algorithm.make_impl(self)
-            check_impl(self)
+            self._check_impl()
         except BaseException:
             self.close()
             raise
+
+    def _check_impl(self) -> None:
+        """Raise TypeError if the impl contradicts its description, on which `attach` relies."""
+        impl: object = self.impl
+        if not isinstance(impl, AlgorithmImpl):
+            raise TypeError(f"{self.name}.make_impl must return an AlgorithmImpl, got {impl!r}")
+        if not hasattr(impl, "runner"):
+            raise TypeError(f"{type(impl).__name__}.__init__ must call AlgorithmImpl.__init__")
 
     def codec_for(self, bucket: BaguaBucket) -> Compressor:
         """Return `codec`, or the codec of full precision if `codec` does not encode the dtype of the bucket."""
@@ -325,11 +333,10 @@ class AlgorithmImpl:
 
     - A *gradient algorithm* communicates gradients, in DDP's buckets, from a DDP communication hook. It overrides
       `init_operations`.
-    - A *weight algorithm* communicates weights, in separate buckets, at the end of the training step. Its constructor
-      calls `runner.average`, and it overrides `init_operations` and `init_post_optimizer_step_hook`. A weight algorithm
-      that communicates other tensors overrides `init_tensors` and `tensors_to_buckets` instead.
+    - A *weight algorithm* communicates weights, in separate buckets, at the end of the training step. Its impl is a
+      `torchbagua.extend.WeightImpl`.
 
-    All other methods have a default.
+    All other methods have a default, which suits a gradient algorithm.
 
     Args:
         runner: the runner of this impl, the argument of `Algorithm.make_impl`.
@@ -351,31 +358,21 @@ class AlgorithmImpl:
 
         For a gradient algorithm it is called exactly once in each backward, before the first bucket, so an override may
         count backward passes or have ranks compare values. For a weight algorithm it is called at the end of each step.
-        By default it is True if the set of parameters to average has changed.
         """
-        weights = _weights_of(self.runner)
-        return weights is not None and weights.need_reset()
+        return False
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        """Return the tensors to communicate. By default these are the weights that `WeightRunner.weights` selects."""
-        weights = _weights_of(self.runner)
-        if weights is None:
-            raise TypeError(f"{type(self).__name__} is a gradient algorithm, so DDP provides its tensors")
-        tensors: list[BaguaTensor] = weights.select(module, self.runner.ignored_names)
-        return tensors
+        """Return the tensors to communicate, if this is a weight algorithm."""
+        raise TypeError(f"{type(self).__name__} is a gradient algorithm, so DDP provides its tensors")
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        """Group tensors into buckets. By default `WeightRunner.weights` does this.
+        """Group tensors into buckets, if this is a weight algorithm.
 
         Args:
             tensors: the return value of `init_tensors`.
             do_flatten: always True; exists because Bagua's method has it.
         """
-        weights = _weights_of(self.runner)
-        if weights is None:
-            raise TypeError(f"{type(self).__name__} overrides init_tensors, so it must override tensors_to_buckets too")
-        buckets: list[BaguaBucket] = weights.make_buckets(tensors)
-        return buckets
+        raise TypeError(f"{type(self).__name__} is a gradient algorithm, so DDP provides its buckets")
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append to `bucket` the operations to run on it. A subclass must override this method.
@@ -435,75 +432,23 @@ class AlgorithmImpl:
 
         Called for a weight algorithm with several ranks at the beginning of the first step after the load, before the
         optimizer changes the weights, and by `Attachment.weights_changed`. Other ranks may call it later or never, so
-        it must not communicate. By default it records the load in `Lockstep.loads`, and ranks compare their loads in
-        their next collective. An override also drops the changes to these weights from a round in flight.
+        it must not communicate. Does nothing by default.
 
         Args:
             values: copies of the loaded values, by the names in `WeightRunner.buckets`, of some weights or all.
         """
-        weights = _weights_of(self.runner)
-        if weights is not None:
-            weights.lockstep.loads.add(values)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Give all ranks the mean of their weights within the context, and restore each rank's weights afterwards.
 
-        Collective. Does nothing for a gradient algorithm, since all ranks hold the same weights.
-
-        Raises:
-            NotImplementedError: a weight algorithm has no `runner.weights`, and does not override this method.
+        Collective. Does nothing by default, since all ranks of a gradient algorithm hold the same weights.
         """
-        weights = _weights_of(self.runner)
-        if weights is None:
-            if self.runner.averages_weights:
-                raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.averaged_weights")
-            yield
-            return
-        if self.need_reset():  # parameters may have been unfrozen or replaced since the last step
-            self.reset()
-        with weights.means.averaged():
-            yield
+        yield
 
     def finish(self) -> bool:
-        """End the work on the module, while ranks can still communicate. Return whether weights are now equal on all.
+        """End the work on the module, while ranks can still communicate. Return whether this made the weights equal.
 
-        Not called if an exception ends the attachment. By default all ranks take the mean of their weights. An override
-        first applies the round in flight.
+        Not called if an exception ends the attachment. Returns False by default.
         """
-        weights = _weights_of(self.runner)
-        return weights is not None and weights.take_final_mean()
-
-
-def _weights_of(runner: Runner) -> Any:
-    """Return the `WeightBuckets` that the impl's constructor passed to `WeightRunner.average`, or None."""
-    return getattr(runner, "weights", None)
-
-
-def check_impl(runner: Runner) -> None:
-    """Raise TypeError if an impl contradicts its description, on which `attach` relies."""
-    impl: object = runner.impl
-    name = type(runner.algorithm).__name__
-    if not isinstance(impl, AlgorithmImpl):
-        raise TypeError(f"{name}.make_impl must return an AlgorithmImpl, got {impl!r}")
-    cls = type(impl)
-    if not hasattr(impl, "runner"):
-        raise TypeError(f"{cls.__name__}.__init__ must call AlgorithmImpl.__init__")
-    overrides_tensors = cls.init_tensors is not AlgorithmImpl.init_tensors
-    averages_weights = _weights_of(runner) is not None or overrides_tensors
-    if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not averages_weights:
-        raise TypeError(
-            f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm must use DDP's "
-            "buckets, and a weight algorithm must override both"
-        )
-    if averages_weights != runner.algorithm.averages_weights:
-        if not averages_weights:
-            raise TypeError(
-                f"{cls.__name__} averages gradients, because it neither calls runner.average nor overrides "
-                f"init_tensors, but {name}.averages_weights is True; call runner.average in its constructor, or set "
-                "averages_weights to False"
-            )
-        raise TypeError(
-            f"{cls.__name__} averages weights, because it overrides init_tensors, but {name}.averages_weights is "
-            "False; set it to True"
-        )
+        return False

@@ -1,7 +1,10 @@
-"""WeightRunner: drives a weight algorithm, which communicates at the end of the training step, in its own buckets."""
+"""WeightRunner: drives a weight algorithm, which communicates at the end of the training step, in its own buckets.
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+WeightImpl: the methods that it calls.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -9,8 +12,8 @@ import torch
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.parameters import local_shard
-from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.parameters import BaguaTensor, local_shard
+from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import WeightBuckets
 
 _LOAD_EFFECT = "and no round in flight changes them"
@@ -38,6 +41,7 @@ class WeightRunner(Runner):
     """
 
     averages_weights = True
+    impl: "WeightImpl"
     loading: frozenset[str] = frozenset()
     weights: WeightBuckets | None = None
     ended_by = "detach() of what attach returned"
@@ -53,6 +57,20 @@ class WeightRunner(Runner):
         self.agree_on_overflow: Callable[[bool], bool] = bool
         process_group.launch_on_lane()
         self._make_impl()
+
+    def _check_impl(self) -> None:
+        super()._check_impl()
+        cls: type[AlgorithmImpl] = type(self.impl)
+        if not issubclass(cls, WeightImpl):
+            raise TypeError(
+                f"{cls.__name__} is not a subclass of torchbagua.extend.WeightImpl, but {self.name}.averages_weights "
+                "is True; derive it from WeightImpl, or set averages_weights to False if it averages gradients"
+            )
+        if self.weights is None and cls.init_tensors is WeightImpl.init_tensors:
+            raise TypeError(
+                f"{cls.__name__} averages no weights, because it neither calls runner.average nor overrides "
+                "init_tensors; call runner.average in its constructor"
+            )
 
     def average(
         self,
@@ -153,3 +171,68 @@ class WeightRunner(Runner):
         has_mean = super().finish(failed=failed)
         self.ends_in_order &= not self._has_lost_ranks
         return has_mean
+
+
+class WeightImpl(AlgorithmImpl):
+    """The running part of a weight algorithm. See `AlgorithmImpl`.
+
+    Its constructor calls `runner.average`, and it overrides `init_operations` and `init_post_optimizer_step_hook`. An
+    impl that communicates other tensors overrides `init_tensors` and `tensors_to_buckets` instead.
+    """
+
+    runner: WeightRunner
+
+    def __init__(self, runner: WeightRunner) -> None:
+        super().__init__(runner)
+
+    def need_reset(self) -> bool:
+        """Return True to have `reset` called: by default, if the set of parameters to average has changed.
+
+        Called at the end of each step.
+        """
+        return self.runner.weights is not None and self.runner.weights.need_reset()
+
+    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        """Return the tensors to communicate. By default these are the weights that `WeightRunner.weights` selects."""
+        assert self.runner.weights is not None  # the runner has checked this
+        return self.runner.weights.select(module, self.runner.ignored_names)
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        """Group tensors into buckets. By default `WeightRunner.weights` does this. See `AlgorithmImpl`."""
+        if self.runner.weights is None:
+            raise TypeError(f"{type(self).__name__} overrides init_tensors, so it must override tensors_to_buckets too")
+        return self.runner.weights.make_buckets(tensors)
+
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Restart from weights that the user has loaded. See `AlgorithmImpl`.
+
+        By default it records the load in `Lockstep.loads`, and ranks compare their loads in their next collective. An
+        override also drops the changes to these weights from a round in flight.
+        """
+        if self.runner.weights is not None:
+            self.runner.weights.lockstep.loads.add(values)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give all ranks the mean of their weights within the context, and restore each rank's weights afterwards.
+
+        Collective.
+
+        Raises:
+            NotImplementedError: there is no `runner.weights`, and the impl does not override this method.
+        """
+        weights = self.runner.weights
+        if weights is None:
+            raise NotImplementedError(f"{type(self).__name__} must override WeightImpl.averaged_weights")
+        if self.need_reset():  # parameters may have been unfrozen or replaced since the last step
+            self.reset()
+        with weights.means.averaged():
+            yield
+
+    def finish(self) -> bool:
+        """End the work on the module, while ranks can still communicate. Return whether this made the weights equal.
+
+        Not called if an exception ends the attachment. By default all ranks take the mean of their weights. An override
+        first applies the round in flight.
+        """
+        return self.runner.weights is not None and self.runner.weights.take_final_mean()

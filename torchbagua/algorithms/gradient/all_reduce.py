@@ -17,7 +17,7 @@ from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.runner import AlgorithmImpl
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GradientAllReduceAlgorithm(Algorithm):
     def prepare(self) -> None:
         """Do nothing: full precision needs no native kernels."""
 
-    def make_impl(self, runner: Runner) -> "GradientAllReduceAlgorithmImpl":
+    def make_impl(self, runner: GradientRunner) -> "GradientAllReduceAlgorithmImpl":
         return GradientAllReduceAlgorithmImpl(runner)
 
 

@@ -39,7 +39,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.runner import AlgorithmImpl
 
 
 class CompressedMean:
@@ -114,7 +114,7 @@ class CompressedMeanAlgorithm(Algorithm):
         if isinstance(codec, SparseCodec) and codec.ratio < 1:
             warn_of_sparse_means(type(self).__name__, optimizers)
 
-    def make_impl(self, runner: Runner) -> AlgorithmImpl:
+    def make_impl(self, runner: GradientRunner) -> AlgorithmImpl:
         return CompressedAllReduceAlgorithmImpl(runner)
 
 
@@ -196,7 +196,7 @@ class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
     algorithm: CompressedMeanAlgorithm
     runner: GradientRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: GradientRunner) -> None:
         super().__init__(runner)
         has_feedback = self.algorithm.error_feedback
         feedback = ErrorFeedback(self.runner, residual_state(runner.name)) if has_feedback else None

@@ -22,7 +22,7 @@ from torchbagua.collectives.residuals import Residual
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.runner import AlgorithmImpl
 
 Mean = Callable[[torch.Tensor, BaguaProcessGroup], None]
 """Replaces the flat tensor of a bucket by the mean over the group's ranks, in place."""
@@ -42,7 +42,7 @@ class MeanFunction(Algorithm):
     def prepare(self) -> None:
         """Do nothing: the package's kernels are loaded if the function uses a codec."""
 
-    def make_impl(self, runner: Runner) -> "MeanFunctionImpl":
+    def make_impl(self, runner: GradientRunner) -> "MeanFunctionImpl":
         """Return the impl."""
         return MeanFunctionImpl(runner)
 
@@ -53,7 +53,7 @@ class MeanFunctionImpl(AlgorithmImpl):
     algorithm: MeanFunction
     runner: GradientRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: GradientRunner) -> None:
         super().__init__(runner)
         self._feedback: ErrorFeedback[ParameterState[SentResidual]] | None = None
         if self.algorithm.error_feedback is not None and runner.process_group.size > 1:

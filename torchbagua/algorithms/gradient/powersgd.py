@@ -32,7 +32,7 @@ from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState
 from torchbagua.runtime.parameters import MemoryOrder, flat_length
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.runner import AlgorithmImpl
 
 _COMPRESSIONS = (None, "bfloat16")
 _LARGEST_RANK = 2**15
@@ -119,7 +119,7 @@ class PowerSGDAlgorithm(Algorithm):
     def make_codec(self) -> "LowRank":
         return LowRank(rank=self.rank)
 
-    def make_impl(self, runner: Runner) -> "PowerSGDAlgorithmImpl":
+    def make_impl(self, runner: GradientRunner) -> "PowerSGDAlgorithmImpl":
         return PowerSGDAlgorithmImpl(runner)
 
 
@@ -140,7 +140,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     algorithm: PowerSGDAlgorithm
     runner: GradientRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: GradientRunner) -> None:
         super().__init__(runner)
         shapes = {"error": None, "factor": self._factor_shape}
         self._feedback = ErrorFeedback(self.runner, ParameterState("PowerSGDAlgorithm", self._make_state, shapes))

@@ -37,7 +37,7 @@ from torchbagua.collectives.residuals import Momentum
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.runner import AlgorithmImpl
 
 
 def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -179,7 +179,7 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
             )
         super().check_parameters(parameters)
 
-    def make_impl(self, runner: Runner) -> "TopKAlgorithmImpl":
+    def make_impl(self, runner: GradientRunner) -> "TopKAlgorithmImpl":
         return TopKAlgorithmImpl(runner)
 
 
@@ -199,7 +199,7 @@ class TopKAlgorithmImpl(AlgorithmImpl):
     algorithm: TopKAlgorithm
     runner: GradientRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: GradientRunner) -> None:
         super().__init__(runner)
         momentum = None
         if self.algorithm.momentum is not None:

@@ -43,7 +43,7 @@ from torchbagua.runtime.lane import Job
 from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.parameters import flat_length
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
+from torchbagua.runtime.runner import AlgorithmImpl
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 
 
@@ -495,7 +495,7 @@ class QAdamAlgorithm(Algorithm):
             if id(parameter) in own and not encodes_momentum(codec, parameter)
         }
 
-    def make_impl(self, runner: Runner) -> "QAdamAlgorithmImpl":
+    def make_impl(self, runner: GradientRunner) -> "QAdamAlgorithmImpl":
         return QAdamAlgorithmImpl(runner)
 
 
@@ -505,7 +505,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     algorithm: QAdamAlgorithm
     runner: GradientRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: GradientRunner) -> None:
         super().__init__(runner)
         self._q_adam = optimizer = self.algorithm.q_adam_optimizer
         self._past_warmup: list[int] = []

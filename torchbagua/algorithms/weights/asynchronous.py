@@ -42,10 +42,9 @@ from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lockstep import LoadMark, require_same_loads, require_same_numbers
 from torchbagua.runtime.parameters import LayoutWatch, local_shard
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import sub_bucket_of
 from torchbagua.runtime.weight_buckets import DIFFERENCE, SNAPSHOT, WeightBucket, WeightBuckets
-from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import BUSY_ADVICE, CommunicationError
 from torchbagua.transport.streams import StreamHandoff
@@ -130,7 +129,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
 
-    def make_impl(self, runner: Runner) -> "AsyncModelAverageAlgorithmImpl":
+    def make_impl(self, runner: WeightRunner) -> "AsyncModelAverageAlgorithmImpl":
         timeout_s = runner.process_group.timeout.total_seconds()
         if self.sync_interval_ms > 500 * timeout_s:
             raise ValueError(
@@ -140,7 +139,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         return AsyncModelAverageAlgorithmImpl(runner)
 
 
-class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
+class AsyncModelAverageAlgorithmImpl(WeightImpl):
     """The `Attachment.impl` while `AsyncModelAverageAlgorithm` is attached. It stops and resumes averaging.
 
     Attributes:
@@ -148,9 +147,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: AsyncModelAverageAlgorithm
-    runner: WeightRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: WeightRunner) -> None:
         super().__init__(runner)
         self.step = 0
         self._weights: WeightBuckets = self.algorithm.make_weights(
@@ -481,7 +479,9 @@ class BackgroundRounds:
     The lane references the rounds, so they must not reference the module: when it is unreferenced, the lane ends.
     """
 
-    def __init__(self, runner: Runner, weights: WeightBuckets, means: Mapping[WeightBucket, CompressedMean]) -> None:
+    def __init__(
+        self, runner: WeightRunner, weights: WeightBuckets, means: Mapping[WeightBucket, CompressedMean]
+    ) -> None:
         self.num_rounds = 0  # finished so far
         # The result of the last votes: how the rounds have ended, when they have.
         self.leaving_rank: int | None = None

@@ -25,9 +25,8 @@ from torchbagua.collectives.topology import Topology, topology_of
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, WeightBucket
-from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
 
 _STATE_KEYS = ("step", "has_differences", "differences", "buffer_snapshots", "num_rounds")
 
@@ -76,13 +75,13 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
     def prepare(self) -> None:
         """Do nothing: full precision needs no native kernels."""
 
-    def make_impl(self, runner: Runner) -> "DecentralizedAlgorithmImpl":
+    def make_impl(self, runner: WeightRunner) -> "DecentralizedAlgorithmImpl":
         """Return the impl. Raises ValueError if the topology does not support this group."""
         check_topology(type(self).__name__, self.topology, runner.process_group, hierarchical=self.hierarchical)
         return DecentralizedAlgorithmImpl(runner)
 
 
-class DecentralizedAlgorithmImpl(AlgorithmImpl):
+class DecentralizedAlgorithmImpl(WeightImpl):
     """See `DecentralizedAlgorithm`. A bucket's flat tensor contains the snapshot that is being averaged.
 
     Attributes:
@@ -90,9 +89,8 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: DecentralizedAlgorithm
-    runner: WeightRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: WeightRunner) -> None:
         super().__init__(runner)
         self.rounds = SynchronousRounds(self.runner, self.algorithm)
         self._weights = self.rounds.weights

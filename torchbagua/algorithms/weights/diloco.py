@@ -38,10 +38,9 @@ from torchbagua.runtime.lane import Job
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.runtime.rank_state import check_keys, check_rank_state, owner_of
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.sub_buckets import sub_bucket_of
 from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket, WeightBuckets
-from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -170,7 +169,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
 
-    def make_impl(self, runner: Runner) -> "DiLoCoAlgorithmImpl":
+    def make_impl(self, runner: WeightRunner) -> "DiLoCoAlgorithmImpl":
         return DiLoCoAlgorithmImpl(runner)
 
 
@@ -187,7 +186,7 @@ class LocalSGDAlgorithm(DiLoCoAlgorithm):
     nesterov: bool = False
 
 
-class DiLoCoAlgorithmImpl(AlgorithmImpl):
+class DiLoCoAlgorithmImpl(WeightImpl):
     """The `Attachment.impl` while `DiLoCoAlgorithm` is attached.
 
     Attributes:
@@ -197,9 +196,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: DiLoCoAlgorithm
-    runner: WeightRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: WeightRunner) -> None:
         super().__init__(runner)
         algorithm, group = self.algorithm, runner.process_group
         # The node of each rank if ranks send shards to other nodes. None if each rank sends whole outer gradients.

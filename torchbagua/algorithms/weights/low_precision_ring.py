@@ -28,9 +28,8 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_buckets import FlatOf, WeightBucket
-from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
 
-    def make_impl(self, runner: Runner) -> AlgorithmImpl:
+    def make_impl(self, runner: WeightRunner) -> WeightImpl:
         return LowPrecisionDecentralizedAlgorithmImpl(runner)
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
@@ -95,7 +94,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
 _REPLICAS: dict[str, FlatOf] = {name: attrgetter(f"replicas.{name}") for name in ("weight", "left", "right")}
 
 
-class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
+class LowPrecisionDecentralizedAlgorithmImpl(WeightImpl):
     """See `LowPrecisionDecentralizedAlgorithm`. On a ring of nodes, each rank uses its own shard of the replicas.
 
     Attributes:
@@ -103,9 +102,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     """
 
     algorithm: LowPrecisionDecentralizedAlgorithm
-    runner: WeightRunner
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: WeightRunner) -> None:
         super().__init__(runner)
         self.rounds = SynchronousRounds(self.runner, self.algorithm, load_effect="and they become the replicas")
         self._weights = self.rounds.weights

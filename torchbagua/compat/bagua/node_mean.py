@@ -35,17 +35,16 @@ class LowPrecisionDecentralizedAlgorithm(tb.LowPrecisionDecentralizedAlgorithm):
     class has the same name, because states and errors contain the name.
     """
 
-    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
+    def make_impl(self, runner: tb.extend.WeightRunner) -> tb.extend.WeightImpl:
         return NodeMeanImpl(runner) if is_single_node(runner.process_group) else super().make_impl(runner)
 
 
-class NodeMeanImpl(tb.AlgorithmImpl):
+class NodeMeanImpl(tb.extend.WeightImpl):
     """Replaces the weights with their mean after each due step. Nothing is in flight between two steps."""
 
     algorithm: LowPrecisionDecentralizedAlgorithm
-    runner: tb.extend.WeightRunner
 
-    def __init__(self, runner: tb.extend.Runner) -> None:
+    def __init__(self, runner: tb.extend.WeightRunner) -> None:
         super().__init__(runner)
         self._rounds = algorithms.SynchronousRounds(self.runner, self.algorithm)
 

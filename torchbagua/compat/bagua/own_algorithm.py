@@ -43,7 +43,7 @@ class OwnAlgorithm(tb.Algorithm):
         own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
         return {"algorithm": type(self.algorithm).__qualname__, **own}
 
-    def make_impl(self, runner: tb.extend.Runner) -> "OwnImpl":
+    def make_impl(self, runner: tb.extend.WeightRunner) -> "OwnImpl":
         """Return the impl that runs the result of the user's `reify`."""
         impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)
         if not isinstance(impl, ImplFacade):
@@ -54,7 +54,7 @@ class OwnAlgorithm(tb.Algorithm):
         return OwnImpl(runner, impl)
 
 
-class OwnImpl(tb.AlgorithmImpl):
+class OwnImpl(tb.extend.WeightImpl):
     """Runs a user's AlgorithmImpl.
 
     Buckets run in the same order on all ranks. A bucket starts when its tensors are ready, and all buckets before it
@@ -62,9 +62,8 @@ class OwnImpl(tb.AlgorithmImpl):
     """
 
     algorithm: OwnAlgorithm
-    runner: tb.extend.WeightRunner
 
-    def __init__(self, runner: tb.extend.Runner, impl: ImplFacade) -> None:
+    def __init__(self, runner: tb.extend.WeightRunner, impl: ImplFacade) -> None:
         super().__init__(runner)
         self.own = impl
         self.own_buckets: list[BucketFacade] = []

@@ -31,7 +31,7 @@ class RandomElementsAlgorithm(tb.Algorithm):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"{type(self).__name__}: ratio must be above 0 and at most 1, got {self.ratio!r}")
 
-    def make_impl(self, runner: tb.extend.Runner) -> "RandomElementsAlgorithmImpl":
+    def make_impl(self, runner: tb.extend.GradientRunner) -> "RandomElementsAlgorithmImpl":
         return RandomElementsAlgorithmImpl(runner)
 
 
@@ -40,7 +40,7 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
 
     algorithm: RandomElementsAlgorithm
 
-    def __init__(self, runner: tb.extend.Runner) -> None:
+    def __init__(self, runner: tb.extend.GradientRunner) -> None:
         super().__init__(runner)
         self.num_backward_passes = 0
         self._residuals: dict[str, torch.Tensor] = {}
