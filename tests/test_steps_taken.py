@@ -211,7 +211,7 @@ def test_each_of_several_optimizers_reports_its_parameters() -> None:
     assert run_ranks(2, body) == [[weight, bias, bias, weight, weight]] * 2
 
 
-def test_a_weight_algorithm_is_notified_of_steps_too() -> None:
+def test_a_weight_algorithm_may_keep_state_and_is_notified_of_steps_too() -> None:
     class Steps(tb.Algorithm):
         averages_weights = True
 
@@ -219,6 +219,10 @@ def test_a_weight_algorithm_is_notified_of_steps_too() -> None:
             return StepsImpl(runner)
 
     class StepsImpl(CountingImpl, tb.extend.WeightImpl):
+        def __init__(self, runner: tb.extend.WeightRunner) -> None:
+            super().__init__(runner)
+            self.residuals = runner.keep(tb.extend.residual_state("Steps"))
+
         def init_tensors(self, module: nn.Module) -> list[tb.extend.BaguaTensor]:
             return []
 
@@ -233,6 +237,7 @@ def test_a_weight_algorithm_is_notified_of_steps_too() -> None:
         with tb.attach(module, optimizer, Steps(), process_group=tb.BaguaProcessGroup(group)) as attachment:
             backward(module)
             optimizer.step()
+            assert set(attachment.runner.state_dict()) == {"rank", "num_ranks", "sent", "mean"}
         assert attachment.impl.steps == [BOTH]
 
     run_ranks(1, body)

@@ -51,7 +51,6 @@ class Runner:
         optimizers: the optimizers with watched steps. Empty without `attach`, unless optimizers were passed to
             `Algorithm.reify`.
         step_watches: one for each of these optimizers; it notifies its listeners of each step.
-        ignored_names: the parameters and buffers of the module that DDP ignores.
         ends_in_order: whether all ranks will call `close`. If so, `close` completes pending stream-ordered work.
             Otherwise it aborts this work.
 
@@ -63,7 +62,6 @@ class Runner:
     impl: "AlgorithmImpl"
     parameter_state: ParameterState[Any] | None = None
     needs_grad_scaler = False
-    ignored_names: frozenset[str] = frozenset()
     ends_in_order = False
     _kept_parameters: Callable[[], list[torch.Tensor]] | None = None
     _steps: StepsTaken | None = None  # if the algorithm needs to be notified of them
@@ -71,7 +69,6 @@ class Runner:
     _module: torch.nn.Module | None = None
     _parts: Sequence[torch.nn.Module] = ()
     _gpu: torch.device | None = None
-    _is_closed = False
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         self.process_group = process_group
@@ -236,16 +233,8 @@ class Runner:
             parts: the modules of the list, without their DDPs.
         """
         self._module, self._parts = module, parts
-        self.ignored_names = ignored_names
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.impl.reset()
-
-    def is_attached_to(self, module: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
-        """Return whether this is the attached module, its DDP, or some of the attached ones; False after `close`."""
-        given = [module] if isinstance(module, torch.nn.Module) else module
-        own = [self._module, *self._parts]
-        is_own = [each in own or getattr(each, "module", None) in own for each in given]
-        return self._module is not None and not self._is_closed and bool(is_own) and all(is_own)
 
     def use_device(self, device: torch.device) -> None:
         """Set the device of the tensors that the lane processes. The first call with a GPU is collective.
@@ -290,7 +279,6 @@ class Runner:
         Args:
             in_order: True if all ranks call this method; by default, `ends_in_order`.
         """
-        self._is_closed = True
         self.ends_in_order |= in_order
         with self._after_close:
             try:

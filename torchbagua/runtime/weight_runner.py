@@ -28,6 +28,7 @@ class WeightRunner(Runner):
 
     Attributes:
         buckets: the buckets of weights.
+        ignored_names: the parameters and buffers of the module that DDP ignores.
         loading: the names in `buckets` of weights that the module's `load_state_dict` has written since the last step.
             `AlgorithmImpl.weights_loaded` is called later. Until then, no round in flight may change these weights.
         weights: the weights to average, set by `average`.
@@ -42,6 +43,7 @@ class WeightRunner(Runner):
 
     averages_weights = True
     impl: "WeightImpl"
+    ignored_names: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
     weights: WeightBuckets | None = None
     ended_by = "detach() of what attach returned"
@@ -49,6 +51,7 @@ class WeightRunner(Runner):
     open_node_gradients: Callable[[], GradientRunner] | None = None
     load_effect = _LOAD_EFFECT
     _has_lost_ranks = False
+    _is_closed = False
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         super().__init__(process_group, algorithm)
@@ -102,6 +105,23 @@ class WeightRunner(Runner):
             self.require_grad_scaler()
             self.agree_on_overflow = agree_on_overflow or weights.lockstep.agree_on_overflow
         return weights
+
+    def set_module(
+        self,
+        module: torch.nn.Module,
+        ignored_names: frozenset[str] = frozenset(),
+        *,
+        parts: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        self.ignored_names = ignored_names
+        super().set_module(module, ignored_names, parts=parts)
+
+    def is_attached_to(self, module: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+        """Return whether this is the attached module, its DDP, or some of the attached ones; False after `close`."""
+        given = [module] if isinstance(module, torch.nn.Module) else module
+        own = [self._module, *self._parts]
+        is_own = [each in own or getattr(each, "module", None) in own for each in given]
+        return self._module is not None and not self._is_closed and bool(is_own) and all(is_own)
 
     def note_loading(self, names: Iterable[str]) -> None:
         """Set `loading`."""
@@ -171,6 +191,10 @@ class WeightRunner(Runner):
         has_mean = super().finish(failed=failed)
         self.ends_in_order &= not self._has_lost_ranks
         return has_mean
+
+    def close(self, *, in_order: bool = False) -> None:
+        self._is_closed = True
+        super().close(in_order=in_order)
 
 
 class WeightImpl(AlgorithmImpl):
