@@ -10,8 +10,8 @@ import torchbagua as tb
 
 PACKAGE = Path(tb.__file__).parent
 
-# Adapters of other people's interfaces assign these interfaces' attributes, and _torch.py assigns torch's.
-OTHERS = ("compat", "integrations", "testing", "_torch.py")
+# Integrations assign the attributes of other people's interfaces, and _torch.py assigns torch's.
+OTHERS = ("integrations", "testing", "_torch.py", "compat/bagua/_torch.py")
 
 # The fields of structures that C reads.
 OF_C = {"native/tensor_tables.py"}
@@ -20,15 +20,20 @@ OF_C = {"native/tensor_tables.py"}
 OF_TORCH_AND_PYTHON = {
     "atexit",
     "broadcast_buffers",
+    "environ",
+    "forward",
     "grad",
     "require_backward_grad_sync",
     "asyncOp",
+    "training",
 }
 
 
 def modules() -> list[Path]:
     paths = {path: path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))}
-    return [path for path, name in paths.items() if name.parts[0] not in OTHERS and name.as_posix() not in OF_C]
+    return [
+        path for path, name in paths.items() if name.parts[0] not in OTHERS and name.as_posix() not in {*OTHERS, *OF_C}
+    ]
 
 
 def own_attributes(tree: ast.AST) -> set[str]:
@@ -54,12 +59,18 @@ def foreign_assignments(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     allowed = own_attributes(tree) | OF_TORCH_AND_PYTHON
     for node in ast.walk(tree):
-        is_assigned = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if is_assigned and not is_self(node.value) and node.attr not in allowed:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            target, attribute = node.value, node.attr
+        elif is_setattr(node) and isinstance(node.args[1], ast.Constant):
+            target, attribute = node.args[0], node.args[1].value
+        else:
+            continue
+        if not is_self(target) and attribute not in allowed:
             yield f"line {node.lineno}: {ast.unparse(node)}"
-        is_set = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
-        if is_set and isinstance(node.args[1], ast.Constant) and not is_self(node.args[0]):
-            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def is_setattr(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())

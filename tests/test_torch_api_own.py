@@ -387,6 +387,20 @@ def test_ranks_skip_steps_together_and_averaged_weights_is_temporary() -> None:
     assert torch.equal(mean, last)
 
 
+def test_the_runner_has_the_names_that_the_user_knows_and_needs_no_scaler() -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> tuple[str, str, bool]:
+        module = copy.deepcopy(model)
+        module.with_bagua(list(optimizers_of(module)), Own(InRing), group)
+        runner = module.bagua_ddp.attachment.runner
+        found = runner.name, runner.ended_by, runner.needs_grad_scaler
+        module.bagua_ddp.attachment.detach()
+        return found
+
+    assert run_ranks(2, body) == [("InRing", "model.bagua_ddp.attachment.detach()", False)] * 2
+
+
 def test_gossip_is_d_psgd() -> None:
     """A step yields the mean of the weights before it, minus each rank's update by the gradient at its own weights."""
     model = make_model()

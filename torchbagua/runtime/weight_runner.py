@@ -33,7 +33,7 @@ class WeightRunner(Runner):
             `AlgorithmImpl.weights_loaded` is called later. Until then, no round in flight may change these weights.
         weights: the weights to average, set by `average`.
         replicas_diverge: returns whether ranks currently hold different weights that `detach` would make equal.
-        ended_by: the call that the missing-detach warning recommends. Adapters set a different one.
+        ended_by: the call that the missing-detach warning recommends; see `use_names`.
         agree_on_overflow: see `average`.
         has_unknown_scaler: whether an optimizer is stepped by a GradScaler that `attach` was not given.
         open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
@@ -81,6 +81,7 @@ class WeightRunner(Runner):
         *,
         agree_on_overflow: Callable[[bool], bool] | None = None,
         skips_alone: bool = False,
+        requires_scaler: bool = True,
         replicas_diverge: Callable[[], bool] | None = None,
         load_effect: str = _LOAD_EFFECT,
         open_node_gradients: Callable[[], GradientRunner] | None = None,
@@ -94,6 +95,7 @@ class WeightRunner(Runner):
             agree_on_overflow: returns whether the GradScaler must skip the step, given whether this rank's gradients
                 contain an Inf or NaN. By default, an Inf or NaN on any rank skips the step on all.
             skips_alone: whether each rank skips steps alone instead, by its own gradients.
+            requires_scaler: whether a loop that has a GradScaler must pass it to `attach`, unless ranks skip alone.
             replicas_diverge: see the attribute. By default, ranks do if `detach` gives them the mean of their weights.
             load_effect, open_node_gradients: see the attributes.
         """
@@ -102,7 +104,8 @@ class WeightRunner(Runner):
         self.replicas_diverge = replicas_diverge or (lambda: weights.has_final_mean)
         self.load_effect, self.open_node_gradients = load_effect, open_node_gradients
         if self.process_group.size > 1 and not skips_alone:
-            self.require_grad_scaler()
+            if requires_scaler:
+                self.require_grad_scaler()
             self.agree_on_overflow = agree_on_overflow or weights.lockstep.agree_on_overflow
         return weights
 
@@ -122,6 +125,11 @@ class WeightRunner(Runner):
         own = [self._module, *self._parts]
         is_own = [each in own or getattr(each, "module", None) in own for each in given]
         return self._module is not None and not self._is_closed and bool(is_own) and all(is_own)
+
+    def use_names(self, *, name: str | None = None, ended_by: str | None = None) -> None:
+        """Set `name` or `ended_by`; for adapters of another API, whose users know these names."""
+        self.name = name or self.name
+        self.ended_by = ended_by or self.ended_by
 
     def note_loading(self, names: Iterable[str]) -> None:
         """Set `loading`."""

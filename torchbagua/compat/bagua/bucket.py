@@ -76,7 +76,7 @@ class BucketFacade:
         self._writes_back = False
         self._ready: set[int] = set()
         for tensor in self.tensors:
-            proxy_of(tensor).bucket = self
+            proxy_of(tensor).enter(self)
         self.read()
 
     def bind(self, runner: Impl, group: tb.BaguaProcessGroup) -> tb.extend.BaguaBucket:

@@ -1,5 +1,6 @@
 """What Bagua's facades use of each other, as types, so that none of their modules imports a module that imports it."""
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +27,18 @@ class Ddp(Protocol):
 
     module: torch.nn.Module
     process_group: Any
-    own_impl: Any
     parameters_to_ignore: Any
     gradient_as_bucket_view: bool
     find_unused_parameters: bool
     require_backward_grad_sync: bool
     bagua_module_name: str
     bagua_train_step_counter: int
+
+    def use_own_impl(self, impl: Any) -> None: ...
+
+    def ignore(self, names: Iterable[str]) -> None: ...
+
+    def count_forward(self) -> None: ...
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
 

@@ -60,7 +60,7 @@ class NodeMeanImpl(tb.extend.WeightImpl):
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compute the mean after steps 1, k + 1, 2k + 1 and so on, as the ring does."""
         is_due = self._rounds.is_due(self.algorithm.communication_interval)
-        self._rounds.step += 1
+        self._rounds.count_step()
         if is_due:
             self._rounds.weights.read()
             self._rounds.start(lambda: [bucket.run() for bucket in self.runner.buckets]).finish()
@@ -83,7 +83,7 @@ class NodeMeanImpl(tb.extend.WeightImpl):
                 "and loads its own state. If the number of ranks has changed, load the weights before with_bagua, "
                 "and load no state"
             )
-        self._rounds.step = state["step"]
+        self._rounds.load(state["step"], self._rounds.num_rounds)
 
     @property
     def _owner(self) -> dict[str, int]:

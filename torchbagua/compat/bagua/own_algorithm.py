@@ -19,7 +19,7 @@ from torchbagua.compat.bagua.algorithms.base import ImplFacade
 from torchbagua.compat.bagua.bucket import BucketFacade
 from torchbagua.compat.bagua.interfaces import Ddp
 from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
-from torchbagua.compat.bagua.tensor import TensorFacade, effective, proxy_of
+from torchbagua.compat.bagua.tensor import TensorFacade, effective, proxy_of, remove_proxy
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -68,15 +68,16 @@ class OwnImpl(tb.extend.WeightImpl):
         self.own = impl
         self.own_buckets: list[BucketFacade] = []
         self.ddp = self.algorithm.bagua_ddp
-        self.ddp.own_impl = self
+        self.ddp.use_own_impl(self)
         self._are_weights = False
         self._num_steps = 0
-        runner.name = type(impl).__name__
-        self._weights = self.runner.average(
-            tb.extend.WeightBuckets(self.runner, lambda: {"optimizer steps": self._num_steps})
+        runner.use_names(name=type(impl).__name__)
+        self._weights = runner.average(
+            tb.extend.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}),
+            agree_on_overflow=self._agree_on_overflow,
+            requires_scaler=False,
+            replicas_diverge=lambda: self._are_weights and runner.process_group.size > 1,
         )
-        self.runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
-        self.runner.needs_grad_scaler, self.runner.agree_on_overflow = False, self._agree_on_overflow
         runner.on_close(self._forget_tensors)
         self._facades: dict[tb.extend.BaguaBucket, BucketFacade] = {}
         self._order: deque[BucketFacade] = deque()
@@ -86,7 +87,7 @@ class OwnImpl(tb.extend.WeightImpl):
         self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
     def init_tensors(self, module: torch.nn.Module) -> list[tb.extend.BaguaTensor]:
-        self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.runner.ignored_names})
+        self.ddp.ignore(self.runner.ignored_names)
         tensors = self.own.init_tensors(self.ddp)
         parameters = {id(parameter) for parameter in module.parameters()}
         self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
@@ -186,14 +187,14 @@ class OwnImpl(tb.extend.WeightImpl):
             opened.close()
         for bucket in self.own_buckets:
             for tensor in bucket.tensors:
-                tensor._bagua_proxy = None  # type: ignore[attr-defined]
+                remove_proxy(tensor)
 
     def _select_weights(self) -> None:
         self._weights.make_buckets(self._weights.select(self.ddp.module, self.runner.ignored_names))
 
     def _before_forward(self, inputs: Any) -> None:
         self._reached.clear()
-        self.ddp.bagua_train_step_counter += 1
+        self.ddp.count_forward()
         if self.own.need_reset():
             self.wait_pending()
             self.ddp.broadcast_from_first_rank()  # the algorithm may now rely on equal weights

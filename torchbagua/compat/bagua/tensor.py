@@ -34,6 +34,10 @@ class Proxy:
     setter: Setter | None
     bucket: Bucket | None = None
 
+    def enter(self, bucket: Bucket) -> None:
+        """Note that the bucket contains the tensor."""
+        self.bucket = bucket
+
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
@@ -51,6 +55,11 @@ def proxy_of(tensor: torch.Tensor) -> Proxy:
         )
     assert isinstance(proxy, Proxy)
     return proxy
+
+
+def remove_proxy(tensor: Any) -> None:
+    """Make a Bagua tensor an ordinary tensor again."""
+    tensor._bagua_proxy = None
 
 
 def effective(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """BaguaDistributedDataParallel: connects a module and its algorithm, and is passed to custom algorithms."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -90,7 +90,7 @@ class BaguaDistributedDataParallel:
                 )
             )
             if isinstance(self.attachment.runner, tb.extend.WeightRunner):
-                self.attachment.runner.ended_by = ended_by
+                self.attachment.runner.use_names(ended_by=ended_by)
             if driven is not None:
                 driven.install()
                 self.attachment.runner.on_close(driven.remove)
@@ -119,6 +119,18 @@ class BaguaDistributedDataParallel:
         if isinstance(runner, tb.extend.WeightRunner):
             return list(runner.buckets)
         return list(runner.gradient_buckets) if isinstance(runner, tb.extend.GradientRunner) else []
+
+    def use_own_impl(self, impl: OwnImpl) -> None:
+        """Have `impl` run a custom algorithm; its constructor calls this."""
+        self.own_impl = impl
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Communicate no parameters with these names either."""
+        self.parameters_to_ignore = sorted({*self.parameters_to_ignore, *names})
+
+    def count_forward(self) -> None:
+        """Count a forward pass in training."""
+        self.bagua_train_step_counter += 1
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are trained and not ignored, with their names in the module."""
