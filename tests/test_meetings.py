@@ -17,7 +17,6 @@ from caught import torchbagua_warnings
 from ranks import run_ranks
 from torchbagua.runtime import meeting
 from torchbagua.runtime.meeting import Meetings
-from torchbagua.runtime.optimizer_steps import StepCount
 from torchbagua.transport.communicator import Communicator
 from training import build
 
@@ -307,11 +306,10 @@ def test_a_lane_that_is_behind_loses_no_comparison() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)
         own.open()
-        meetings = Meetings(own, StepCount())
         net = copy.deepcopy(model)
         with torch.no_grad():
             net[0].bias += group.rank()  # type: ignore[index, operator]
-        meetings.compare_weights(dict(net.named_parameters()))
+        meetings = Meetings(own, dict(net.named_parameters()))
         first = meetings.begin(has_joined=False)
         meetings.report()
         second = meetings.begin(has_joined=False)

@@ -217,6 +217,8 @@ class Algorithm:
             check_optimizer(where, unwrapped)
         runner = bind(self, process_group, optimizers, observers, timeout)
         runner.name_parameters()
+        if isinstance(runner, GradientRunner):
+            runner.start_meetings()
         return runner
 
 

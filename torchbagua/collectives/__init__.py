@@ -4,6 +4,7 @@ May import transport, codecs and the packages below them. Only these two package
 Begin with process_group.py, then mean.py.
 """
 
+from torchbagua.collectives.agreement import agree as agree
 from torchbagua.collectives.agreement import all_reduce_max as all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors as broadcast_tensors
 from torchbagua.collectives.process_group import BaguaProcessGroup

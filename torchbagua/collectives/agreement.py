@@ -346,6 +346,16 @@ def agree(communicator: Communicator, record: R, purpose: str, *, is_observed: b
 
     If all records are equal, this takes log2(n) messages of 24 bytes. Otherwise it takes as many again, and the last of
     these have up to n / 2 records. A rank in another agreement may have records of another kind: then all raise.
+
+    Args:
+        communicator: the ranks that agree.
+        record: the record of this rank, a dataclass of values that JSON has; of the same class on all ranks.
+        purpose: the purpose of the agreement, in events and errors.
+        is_observed: whether observers are notified of the messages.
+
+    Raises:
+        CommunicationError: ranks are in different agreements. Or a peer disconnected or did not take part within the
+            group's timeout.
     """
     text = json.dumps([type(record).__name__, purpose, vars(record)], default=int)  # a number of numpy, say
     digest = fingerprint(text)

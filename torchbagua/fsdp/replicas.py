@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchbagua._torch import add_backends
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms.base import Algorithm, bind
 from torchbagua.codecs.base import MeanCodecs, TensorSpec
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.mean import Mean, centralized_mean
@@ -240,7 +240,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self._inner = dist.ProcessGroup(store, rank, size)
         for group in (self, self._inner):
             add_backends(group, backends)
-        self._runner = FsdpCommRunner(algorithm.reify(self._inner, timeout=timeout))
+        self._runner = FsdpCommRunner(bind(algorithm, self._inner, (), (), timeout))
         self._mean_of = cache(partial(mean_of_rows, self._runner.group, codecs))
         self._announced: tuple[CommunicatingPart, SameRows] | None = None
         self._has_warned = False

@@ -10,7 +10,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.meeting import Meeting, Meetings
-from torchbagua.runtime.optimizer_steps import StepCount, parameters_of
+from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.parameters import OF_GRADIENTS, BaguaTensor, LayoutWatch, MemoryOrder, check_gradient_layouts
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 
@@ -86,7 +86,7 @@ class GradientRunner(Runner):
         gradient_buckets: the buckets that mirror DDP's. Empty before the first backward. Iterable.
         loss_scale: the loss scale of the gradients of this backward. It is 1 unless `needs_grad_scaler` is True and
             there is a GradScaler.
-        meetings: compare the progress of ranks; None in a group of one rank.
+        meetings: compare the progress of ranks; None in a group of one rank, and until `start_meetings`.
         num_received: the number of gradient buckets that DDP has passed to the hook.
         has_joined: whether this rank has run out of data. It then participates with zero gradients until all ranks
             have run out of data (`torch.distributed.algorithms.Join`).
@@ -100,12 +100,11 @@ class GradientRunner(Runner):
     _backward = -1
     _num_joined = 0
     _meeting: Meeting | None = None
+    meetings: Meetings | None = None
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         super().__init__(process_group, algorithm)
         self.gradient_buckets = GradientBuckets()
-        self._num_steps = StepCount()
-        self.meetings = Meetings(process_group, self._num_steps) if process_group.size > 1 else None
         self._places: Mapping[int, str] = {}
         self._checked_dtypes: set[torch.dtype] = set()
         self._joined_listeners: list[Callable[[], None]] = []
@@ -146,10 +145,14 @@ class GradientRunner(Runner):
 
     # Steps of the optimizers.
 
-    def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().watch_steps(optimizers)
-        if self.meetings is not None:
-            self._num_steps.listen_to(self.step_watches, owner=self)
+    def start_meetings(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Have ranks compare their progress, and these weights, from now on. Call it on all ranks, after `watch_steps`.
+
+        The ranks meet in the backward passes of DDP, so a runner without DDP's hook has no meetings.
+        """
+        if self.process_group.size > 1:
+            self.meetings = Meetings(self.process_group, weights or {})
+            self.meetings.steps.listen_to(self.step_watches, owner=self)
 
     def step_taken(self) -> None:
         """Report that your optimizer has taken a step. Call this after each step if you do not use `attach`.
@@ -160,7 +163,8 @@ class GradientRunner(Runner):
         Raises:
             RuntimeError: the runner already watches its optimizers.
         """
-        self._num_steps.count()
+        if self.meetings is not None:
+            self.meetings.steps.count()
         if self._steps is not None:
             self._steps.report_step(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
 
@@ -355,7 +359,8 @@ class GradientRunner(Runner):
             self.meetings.end(self.lane)
 
     def _close_lane_and_groups(self) -> None:
-        self._num_steps.close()
+        if self.meetings is not None:
+            self.meetings.steps.close()
         super()._close_lane_and_groups()
 
     def _leave_in_order(self) -> None:

@@ -175,23 +175,20 @@ class Meetings:
 
     Attributes:
         num_backwards: the synchronized backward passes begun.
+        steps: counts the steps of the optimizers.
     """
 
-    def __init__(self, group: BaguaProcessGroup, steps: StepCount) -> None:
+    def __init__(self, group: BaguaProcessGroup, weights: Mapping[str, torch.Tensor]) -> None:
         self.num_backwards = 0
+        self.steps = StepCount()
         self._group = group
-        self._steps = steps
-        self._weights: dict[str, torch.Tensor] = {}
+        self._weights = dict(weights)
         self._unreported: list[Meeting] = []  # those that compare weights
         self._has_joined = False  # in any backward so far
         self._is_muted = False
         self._suspicion: str | None = None
         self._num_cleared: Counter[str] = Counter()  # suspicions after which the weights were equal
         self._has_ended = False
-
-    def compare_weights(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Compare these weights from now on; the same on all ranks."""
-        self._weights = dict(named)
 
     def mute(self) -> None:
         """Warn of no more weights that differ: a warning has named the cause."""
@@ -258,7 +255,7 @@ class Meetings:
 
     def _meeting(self, *, compares_weights: bool, has_ended: bool) -> Meeting:
         compares_weights &= bool(self._weights)
-        own = BackwardProgress(self.num_backwards, self._steps.number, compares_weights, has_ended, self._has_joined)
+        own = BackwardProgress(self.num_backwards, self.steps.number, compares_weights, has_ended, self._has_joined)
         meeting = Meeting(self._group, own, num_digests=len(self._weights))
         if compares_weights:
             meeting.digests, meeting.suspicion = self._digests(), self._suspicion

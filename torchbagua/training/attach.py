@@ -25,7 +25,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -75,9 +75,7 @@ class Attachment:
 
     _is_detached = False
     _has_mean = False  # True within averaged_weights
-    _ddp_runner: GradientRunner | None = None  # of a gradient algorithm in DDPs
-    _weight_runner: WeightRunner | None = None  # of a weight algorithm
-    _weights: "RankWeights | None" = None  # of a weight algorithm on several ranks
+    _weights: "RankWeights | None" = None  # None for a gradient algorithm
     _clock: "StepClock | None" = None
     _forgotten: Any = None  # a finalizer
 
@@ -103,7 +101,6 @@ class Attachment:
         from torchbagua.training.lint.end_warnings import warn_of_missing_detach
         from torchbagua.training.weights import install_step_end, install_weights
 
-        self._weight_runner = runner
         self._weights = install_weights(setup, runner, undo)
         install_weight_lints(setup, runner, self._weights, undo)
         self._clock = install_step_end(setup, runner, undo)
@@ -112,6 +109,8 @@ class Attachment:
 
     def _install_gradients(self, setup: TrainingSetup, runner: GradientRunner, undo: ExitStack) -> None:
         runner.set_module(setup.inner, setup.ignored_names(), parts=setup.inners)
+        if setup.sharding is None:
+            runner.start_meetings(setup.trained())
         if asks_for_hooks(runner.impl) or runner.tracer.is_on:
             from torchbagua.training.steps import install_step_hooks
 
@@ -124,9 +123,6 @@ class Attachment:
         if setup.sharding is not None:
             setup.sharding.install_gradients(setup, runner, undo)
             return
-        self._ddp_runner = runner
-        if runner.meetings is not None:
-            runner.meetings.compare_weights(setup.trained())
         if setup.optimizers_of_copies:
             from torchbagua.training.master_check import MasterCheck
 
@@ -143,7 +139,7 @@ class Attachment:
     def ddp(self) -> DistributedDataParallel | None:
         """The DistributedDataParallel whose gradients are communicated; None if there is none, or several."""
         ddps = self._setup.ddps
-        return ddps[0] if self._ddp_runner is not None and len(ddps) == 1 else None
+        return ddps[0] if self._weights is None and len(ddps) == 1 else None
 
     def detach(self) -> None:
         """Finish the communication in flight and return the module to plain DDP. Collective.
@@ -181,8 +177,8 @@ class Attachment:
                 self._weights.before_end()
             # An exception is about to leave the caller: other ranks may not come.
             is_leaving = failed or sys.exc_info()[0] is not None
-            if self._ddp_runner is not None and not is_leaving:
-                self._ddp_runner.meet_at_end()
+            if isinstance(self.runner, GradientRunner) and not is_leaving:
+                self.runner.meet_at_end()
             if self.runner.finish(failed=failed):
                 with nullcontext() if self._weights is None else self._weights.last_means():
                     self.broadcast_optimizers()
@@ -200,8 +196,8 @@ class Attachment:
 
     def _may_differ(self) -> bool:
         """Return whether ranks have been training different weights."""
-        runner, clock = self._weight_runner, self._clock
-        return runner is not None and runner.replicas_diverge() and clock is not None and clock.has_trained
+        weights, clock = self._weights, self._clock
+        return weights is not None and weights.may_differ() and clock is not None and clock.has_trained
 
     def broadcast_optimizers(self) -> None:
         """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
@@ -230,10 +226,10 @@ class Attachment:
             NotImplementedError: the algorithm is not from this package and does not support it.
             RuntimeError: communication failed, or a rank has left.
         """
-        if self._is_detached or self._has_mean:
+        if self._weights is None or self._is_detached or self._has_mean:
             yield
             return
-        with self.impl.averaged_weights() if self._weights is None else self._weights.averaged():
+        with self._weights.averaged():
             self._has_mean = True
             try:
                 yield
@@ -284,8 +280,7 @@ class Attachment:
         if self._weights is None:
             return
         if isinstance(given, torch.nn.Module):
-            with self.averaged_weights():
-                self._weights.add_module(given)
+            self._weights.add_module(given)
         elif state is not None:
             self._weights.add_state(given, state)
 
@@ -304,23 +299,18 @@ class Attachment:
         """
         optimizers = {"optimizers": self._setup.optimizer_parameters()}
         state: dict[str, Any] = {"attachment": self._save(optimizers)}
-        if self._weight_runner is not None:
+        if self._weights is not None:
             scaler = self._setup.grad_scaler
-            with self._own_weights(self._weight_runner) if self._has_mean else nullcontext():
+            with self._weights.own() if self._has_mean else nullcontext():
                 module = self._setup.inner.state_dict()
                 state["module"] = copy.deepcopy(module) if self._has_mean else module
-                state["optimizers"] = [self._state_of(optimizer) for optimizer in self._setup.optimizers]
+                state["optimizers"] = [self._state_of(optimizer, self._weights) for optimizer in self._setup.optimizers]
             state["grad_scaler"] = None if scaler is None else scaler.state_dict()
         return state
 
-    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _state_of(self, optimizer: torch.optim.Optimizer, weights: "RankWeights") -> dict[str, Any]:
         state = optimizer.state_dict()
-        is_averaged = self._has_mean and self._weights is not None and bool(self._weights.names_in(optimizer))
-        return copy.deepcopy(state) if is_averaged else state
-
-    def _own_weights(self, runner: WeightRunner) -> AbstractContextManager[None]:
-        """Within `averaged_weights`, give this rank its own weights and optimizer state in a nested context."""
-        return runner.own_weights() if self._weights is None else self._weights.own()
+        return copy.deepcopy(state) if self._has_mean and weights.names_in(optimizer) else state
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `rank_state_dict` returned on this rank. Collective if `load_state_dict` is.
@@ -337,7 +327,7 @@ class Attachment:
             CommunicationError: see `load_state_dict`.
         """
         self._check_no_mean("load_rank_state_dict")
-        averages_weights = self._weight_runner is not None
+        averages_weights = self._weights is not None
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if averages_weights else [])]
         loop = {}
         if isinstance(state, Mapping) and "attachment" in state:
@@ -357,7 +347,7 @@ class Attachment:
         self.load_state_dict(state["attachment"])
 
     def _check_no_mean(self, method: str) -> None:
-        if self._has_mean and self._weight_runner is not None:
+        if self._has_mean:
             raise RuntimeError(
                 f"torchbagua: Attachment.{method} was called within averaged_weights, which restores the weights at "
                 "its end; call it outside of the block"
@@ -387,7 +377,7 @@ class Attachment:
         """
         self._check_no_mean("weights_changed")
         if self._weights is not None and not self._is_detached:
-            self._weights.loads.take_all()
+            self._weights.weights_changed()
 
     def summary(self) -> Summary:
         """Return the cost of communication on this rank so far. `print` shows it as a table.
@@ -416,7 +406,7 @@ class Attachment:
 
     def _save(self, loop: Mapping[str, Any]) -> dict[str, Any]:
         if self._weights is not None:
-            self._weights.loads.settle()
+            self._weights.settle_loads()
         return save_state(self.runner, {**loop, "unfinished_step": [] if self._clock is None else self._clock.state()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -432,7 +422,7 @@ class Attachment:
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
         self._check_no_mean("load_state_dict")
-        with nullcontext() if self._weights is None else self._weights.loads.discard_loads():
+        with nullcontext() if self._weights is None else self._weights.discard_loads():
             loop = load_state(self.runner, state)
         if self._clock is not None:
             self._clock.load_state(loop.get("unfinished_step", []))

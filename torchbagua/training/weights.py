@@ -4,13 +4,13 @@ Execution order of `install_weights`:
 
 1. All ranks get rank 0's weights and optimizer states, if no DDP has done so.
 2. The runner creates its buckets.
-3. `RankWeights` watches loads of weights, the states of optimizers and running means.
+3. On several ranks, `DivergingWeights` watches loads of weights, the states of optimizers and running means.
 4. The DDPs send nothing any more: those that `attach` was given at once, others when they call a module (`OuterDdps`).
    With `hierarchical=True`, DiLoCo's DDPs average gradients within a node.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,11 +33,8 @@ from torchbagua.training.steps import StepClock, install_step_hooks
 from torchbagua.training.weight_loads import WeightLoads
 
 
-def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> "RankWeights | None":
-    """Prepare modules, optimizers and DDPs for a weight algorithm until `undo` is closed. Collective.
-
-    Return None in a group of one rank, whose weights are the mean.
-    """
+def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> "RankWeights":
+    """Prepare modules, optimizers and DDPs for a weight algorithm until `undo` is closed. Collective."""
     group = runner.process_group
     global_ddps = [ddp for ddp in setup.ddps if ddp.process_group.size() == group.size]
     within_nodes = runner.open_node_gradients is not None
@@ -52,9 +49,7 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
         broadcast_tensors(group.world, list(map(local_shard, own)), "the module")
         broadcast_optimizers(setup, group)
     runner.set_module(setup.inner, ignored, parts=setup.inners)
-    weights = None
-    if group.size > 1:
-        weights = RankWeights(setup, runner, undo)
+    weights = RankWeights(runner) if group.size == 1 else DivergingWeights(setup, runner, undo)
     silenced = undo.enter_context(ExitStack())
 
     def silence(ddp: DistributedDataParallel) -> None:
@@ -105,64 +100,109 @@ def broadcast_optimizers(setup: TrainingSetup, group: BaguaProcessGroup) -> None
 
 
 class RankWeights:
-    """Averages the weights in optimizer states and running means, and watches loads of weights.
+    """This rank's weights, beyond the runner's rounds. A group of one rank needs little, since they are the mean."""
 
-    A gradient algorithm, or a group of one rank, needs none of this, since all ranks hold the same weights.
+    def __init__(self, runner: WeightRunner) -> None:
+        self._runner = runner
 
-    Attributes:
-        loads: the loads of weights since the last step.
-    """
+    def may_differ(self) -> bool:
+        """Return whether ranks currently hold different weights."""
+        return self._runner.replicas_diverge()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Give all ranks the mean of their weights within the block; see `Attachment.averaged_weights`."""
+        return self._runner.impl.averaged_weights()
+
+    def own(self) -> AbstractContextManager[None]:
+        """Give this rank its own weights and optimizer state in a block within `averaged`."""
+        return self._runner.own_weights()
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Average the weights of another module too, now and at each later mean. Collective."""
+
+    def add_state(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Average the state tensors with this name too."""
+
+    def names_in(self, optimizer: torch.optim.Optimizer) -> Sequence[str]:
+        """Return the names of the optimizer's state tensors that are averaged."""
+        return ()
+
+    def call_before_means(self, function: Callable[[], None]) -> None:
+        """Call the function before weights are averaged for an evaluation or for the last time."""
+
+    def weights_changed(self) -> None:
+        """Notify the runner that all parameters have changed; see `Attachment.weights_changed`."""
+
+    def settle_loads(self) -> None:
+        """Notify the runner of weights loaded since the last step."""
+
+    def discard_loads(self) -> AbstractContextManager[None]:
+        """Forget the loads so far if the block, which loads the matching state, does not raise."""
+        return nullcontext()
+
+    def before_end(self) -> None:
+        """Prepare for the last mean. Call it before the runner finishes."""
+
+    def last_means(self) -> AbstractContextManager[None]:
+        """Average optimizer states before the block, which makes the rest of them equal, and running means after it."""
+        return nullcontext()
+
+
+class DivergingWeights(RankWeights):
+    """The weights of one of several ranks: averages those in optimizer states and running means, and watches loads."""
 
     def __init__(self, setup: TrainingSetup, runner: WeightRunner, undo: ExitStack) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._modules: dict[int, torch.nn.Module] = {}  # to average too, by id
         self._in_optimizers = OptimizerWeights(setup.optimizers, runner)
         self._before_means: list[Callable[[], None]] = []
-        self.loads = WeightLoads(setup, runner)
-        undo.callback(self.loads.close)
+        self._loads = WeightLoads(setup, runner)
+        undo.callback(self._loads.close)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give all ranks the mean of their weights within the block; see `Attachment.averaged_weights`."""
         self._notify_before_mean()
-        with self._in_optimizers.averaged(self._runner.impl.averaged_weights()), self.loads.refused():
+        with self._in_optimizers.averaged(super().averaged()), self._loads.refused():
             self._average_modules()
             yield
 
     def own(self) -> AbstractContextManager[None]:
-        """Give this rank its own weights and optimizer state in a block within `averaged`."""
-        return self._in_optimizers.own(self._runner.own_weights())
+        return self._in_optimizers.own(super().own())
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Average the weights of another module too, now and at each later mean. Call it within `averaged`."""
-        self._average(module)  # first, since ranks compare the added modules in it
-        self._modules[id(module)] = module
+        with self.averaged():
+            self._average(module)  # first, since ranks compare the added modules in it
+            self._modules[id(module)] = module
 
     def add_state(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Average the state tensors with this name too."""
         self._in_optimizers.add(optimizer, name)
 
     def names_in(self, optimizer: torch.optim.Optimizer) -> Sequence[str]:
-        """Return the names of the optimizer's state tensors that are averaged."""
         return self._in_optimizers.names(optimizer)
 
     def call_before_means(self, function: Callable[[], None]) -> None:
-        """Call the function before weights are averaged for an evaluation or for the last time."""
         self._before_means.append(function)
 
     def _notify_before_mean(self) -> None:
         for function in self._before_means:
             function()
 
+    def weights_changed(self) -> None:
+        self._loads.take_all()
+
+    def settle_loads(self) -> None:
+        self._loads.settle()
+
+    def discard_loads(self) -> AbstractContextManager[None]:
+        return self._loads.discard_loads()
+
     def before_end(self) -> None:
-        """Prepare for the last mean. Call it before the runner finishes."""
-        self.loads.settle()
+        self._loads.settle()
         self._notify_before_mean()
         self._in_optimizers.before_end()
 
     @contextmanager
     def last_means(self) -> Iterator[None]:
-        """Average optimizer states before the block, which makes the rest of them equal, and running means after it."""
         self._in_optimizers.average()
         yield
         self._average_modules()

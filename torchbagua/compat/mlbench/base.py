@@ -1,7 +1,8 @@
 """mlbench's Aggregation: explicit calls aggregate a model's gradients or weights over the ranks."""
 
-import hashlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import BaguaProcessGroup, CommunicationError
-from torchbagua.collectives import all_reduce_max
+from torchbagua.collectives import agree, all_reduce_max
 from torchbagua.compat.mlbench.arguments import check_values
 from torchbagua.observe import Details, Observer, Run, Tracer, check_observers
 
@@ -30,6 +31,21 @@ class Member(NamedTuple):
     name: str
     parameter: torch.Tensor
     values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """The record of a rank's call, which ranks compare.
+
+    Attributes:
+        checksum: of the number of the call, its arguments, and the model's parameters.
+        has_denominator: whether the denominator is valid.
+        has_all_values: whether every parameter has values.
+    """
+
+    checksum: int
+    has_denominator: bool
+    has_all_values: bool
 
 
 class Aggregation:
@@ -192,6 +208,10 @@ class Aggregation:
     def _tracer(self) -> Tracer:
         return self.group.tracer
 
+    def _calls(self, own: Call) -> list[Call]:
+        """Return the calls of all ranks, in rank order."""
+        return agree(self.group.world, own, self._owner)
+
     def _largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the maximum of each number over the ranks."""
         return all_reduce_max(self.group.world, numbers, self._owner)
@@ -251,22 +271,25 @@ class Aggregation:
                 raise problem
             return list(is_there)
         layout = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type) for name, tensor in named.items()]
-        digest = _fingerprint((self._num_calls, call, layout))
-        largest = self._largest([digest, -digest, 0 if problem is None else rank + 1, not all(is_there)])
+        checksum = zlib.crc32(repr((self._num_calls, call, layout)).encode())
+        calls = self._calls(Call(checksum, problem is None, all(is_there)))
         self._num_calls += 1
         if problem is not None:
             raise problem
-        if largest[0] != -largest[1]:
+        if len({each.checksum for each in calls}) > 1:
             raise CommunicationError(
                 f"{self._owner}: ranks are out of step: rank {rank} aggregates {call}, of {len(named)} parameters, in "
                 f"its call {self._num_calls}, but the call of another rank differs; all ranks must make the same "
                 "calls, in the same order, with models of the same parameters"
             )
-        if largest[2]:
+        bad_ranks = [other for other, each in enumerate(calls) if not each.has_denominator]
+        if bad_ranks:
             raise ValueError(
-                f"{self._owner}: denom must be one number other than zero, but it is not on rank {largest[2] - 1}"
+                f"{self._owner}: denom must be one number other than zero, but it is not on rank {bad_ranks[-1]}"
             )
-        return [bool(there) for there in self._largest(is_there)] if largest[3] else list(is_there)
+        if all(each.has_all_values for each in calls):
+            return list(is_there)
+        return [bool(there) for there in self._largest(is_there)]
 
     def _aggregate_pack(
         self, index: int, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool
@@ -285,11 +308,6 @@ class Aggregation:
         parts = result.reshape(-1).split([tensor.numel() for tensor in values])
         for tensor, part in zip(values, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _fingerprint(value: object) -> int:
-    """Return a hash of the repr of `value`."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")
 
 
 def _member(name: str, parameter: torch.Tensor, of_gradients: bool) -> Member:

@@ -73,6 +73,7 @@ class AlgorithmAggregation(Aggregation):
         trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._algorithm.check_parameters(trained)
         self._runner.set_module(self._model)
+        self._runner.start_meetings()
 
     def _aggregate(self, kind: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
         if isinstance(model, torch.nn.Module) and not {id(tensor) for tensor in model.parameters()} <= self._known:

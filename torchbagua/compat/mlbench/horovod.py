@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchbagua import BaguaProcessGroup
 from torchbagua.collectives import broadcast_tensors
-from torchbagua.compat.mlbench.base import Denominator
+from torchbagua.compat.mlbench.base import Call, Denominator
 from torchbagua.compat.mlbench.centralized import AllReduceAggregation, divide
 from torchbagua.observe import Details, ObservedTracer, Observer, Run, Tracer
 
@@ -109,6 +109,10 @@ class AllReduceAggregationHVD(AllReduceAggregation):
                 )  # fmt: skip
                 self._own_tracer.start(run)
         return self._own_tracer
+
+    def _calls(self, own: Call) -> list[Call]:
+        gathered = self._hvd.allgather(torch.tensor([[own.checksum, own.has_denominator, own.has_all_values]]))
+        return [Call(*row) for row in gathered.tolist()]
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
         own = torch.tensor([list(map(int, numbers))])

@@ -53,19 +53,17 @@ def install_gradient_lints(setup: TrainingSetup, runner: GradientRunner, undo: E
         undo.callback(UnaveragedGradients(setup, runner).close)
 
 
-def install_weight_lints(
-    setup: TrainingSetup, runner: WeightRunner, weights: "RankWeights | None", undo: ExitStack
-) -> None:
+def install_weight_lints(setup: TrainingSetup, runner: WeightRunner, weights: "RankWeights", undo: ExitStack) -> None:
     """Watch the first steps with a weight algorithm, at most until `undo` is closed.
 
     Call it before the hooks that end a step are installed, since a round changes the weights that a lint looks at.
     """
-    if weights is not None:
-        from torchbagua.training.lint.unaveraged_state import UnaveragedState
+    if runner.process_group.size == 1:
+        return
+    from torchbagua.training.lint.unaveraged_state import UnaveragedState
 
-        undo.callback(UnaveragedState(weights, runner).close)
-    is_own = any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers)
-    if runner.process_group.size > 1 and is_own:
+    undo.callback(UnaveragedState(weights, runner).close)
+    if any(not type(optimizer).__module__.startswith("torch.optim.") for optimizer in setup.optimizers):
         from torchbagua.training.lint.collectives import watch_collectives_of_first_steps
 
         undo.enter_context(watch_collectives_of_first_steps(setup, runner))
