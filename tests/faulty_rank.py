@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def main() -> None:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}[fault])
 
     if is_faulty and fault == "between":
-        die_in_round(5, "finish" if algorithm == "low_precision" else "_start_overlapping")
+        die_in_round(5, *(("finish",) if algorithm == "low_precision" else ("start", "run_overlapping")))
     elif is_faulty:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(misbehave)
@@ -126,12 +127,11 @@ def copies(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def die_in_round(number: int, method: str) -> None:
-    """Have this rank killed before its bucket runs this method for the last of `number` times."""
-    run = getattr(BaguaBucket, method)
+def die_in_round(number: int, *methods: str) -> None:
+    """Have this rank killed before its buckets run one of these methods for the last of `number` times."""
     num_calls = 0
 
-    def run_or_die(bucket: BaguaBucket) -> object:
+    def run_or_die(run: Callable[[BaguaBucket], object], bucket: BaguaBucket) -> object:
         nonlocal num_calls
         num_calls += 1
         if num_calls == number:
@@ -139,7 +139,8 @@ def die_in_round(number: int, method: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return run(bucket)
 
-    setattr(BaguaBucket, method, run_or_die)
+    for method in methods:
+        setattr(BaguaBucket, method, partialmethod(partial(run_or_die, getattr(BaguaBucket, method))))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +16,10 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
 from ranks import leave_by_exception, run_ranks
-from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights import asynchronous
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl, CompressedMean
 from torchbagua.collectives.process_group import PrivateGroups
+from torchbagua.runtime.weight_buckets import WeightBucket
 from torchbagua.transport import TransportMaker
 from training import build
 from transports import MessagesAlone
@@ -183,20 +185,81 @@ def test_abort_and_resume(compression: str | None) -> None:
         assert_same_weights(weights)
 
 
-def test_a_loaded_state_resets_residuals_and_rebuilt_buckets_replace_means() -> None:
+def test_a_mean_that_forgets_residuals_equals_a_new_mean() -> None:
+    """Once an exact mean has replaced the mean to which differences are sent, residuals alone distinguish them."""
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        runner = attachment.runner
+        bucket = next(bucket for bucket in runner.buckets if not bucket.are_buffers)
+        names = [tensor.name for tensor in bucket.tensors]
+
+        def average(mean: CompressedMean, seed: int, loaded: Sequence[str] = (), *, is_exact: bool = False) -> Any:
+            generator = torch.Generator().manual_seed(10 * rank + seed)
+            bucket.snapshot.copy_(torch.randn(len(bucket.flat), generator=generator))
+            mean.average(loaded, is_exact=is_exact)
+            return bucket.flat.clone()
+
+        def compare() -> None:
+            used, forgetful, new = (CompressedMean(bucket, runner.codec) for _ in range(3))
+            for mean in (used, forgetful):
+                average(mean, 0)
+            for mean in (used, forgetful, new):
+                average(mean, 1, is_exact=True)
+            expected = average(new, 2)
+            assert torch.equal(average(forgetful, 2, names), expected)
+            assert not torch.equal(average(used, 2), expected)
+
+        runner.lane.submit(compare).result()
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(warmup_steps=100, compression="minmax_uint8"))
+
+
+def test_a_loaded_state_resets_residuals_and_rebuilt_buckets_replace_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded(CompressedMean):
+        def __init__(self, bucket: WeightBucket, codec: tb.codecs.Compressor) -> None:
+            super().__init__(bucket, codec)
+            self.bucket, self.num_averages = bucket, 0
+            self.forgotten: set[str] = set()
+            means.append(self)
+
+        def forget(self, names: Collection[str]) -> None:  # type: ignore[override]
+            super().forget(names)
+            self.forgotten.update(names)
+
+        def average(self, loaded: Collection[str], *, is_exact: bool) -> None:  # type: ignore[override]
+            super().average(loaded, is_exact=is_exact)
+            self.num_averages += 1
+
+    means: list[Recorded] = []
+    monkeypatch.setattr(asynchronous, "CompressedMean", Recorded)
+
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         impl = attachment.impl
+
+        def means_of_buckets() -> list[Recorded]:
+            return [mean for mean in means if mean.bucket in attachment.runner.buckets]
+
         while impl.num_rounds < 4:
             trainer.step()
         impl.abort(trainer.ddp, final_average=False)
-        residuals = [mean._residuals.mean for mean in impl._compressed_means.values()]
-        assert any(residual.values.any() for residual in residuals)
+        old = means_of_buckets()
+        num_averages = [mean.num_averages for mean in old]
+        assert old
+        assert min(num_averages) >= 4
+        assert not any(mean.forgotten for mean in old)
         attachment.load_state_dict(attachment.state_dict())
-        assert not any(residual.values.any() for residual in residuals)
+        for mean in old:
+            assert mean.forgotten >= {tensor.name for tensor in mean.bucket.tensors}
         trainer.module.frozen.requires_grad_(True)
         trainer.step()
-        assert len(impl._compressed_means) == len(residuals)
-        assert impl._compressed_means.keys() <= set(attachment.runner.buckets)
+        new = means_of_buckets()
+        assert len(new) == len(old)
+        impl.resume(trainer.ddp)
+        num_rounds = impl.num_rounds
+        while impl.num_rounds < num_rounds + 2:
+            trainer.step()
+        assert min(mean.num_averages for mean in new) >= 2
+        assert [mean.num_averages for mean in old] == num_averages
 
     run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression="minmax_uint8"))
 

@@ -4,8 +4,6 @@ import itertools
 import random
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, is_buffer, weights_of
 from ranks import run_ranks
-from torchbagua.algorithms.weights.asynchronous import BackgroundRounds
+from torchbagua.algorithms.weights import asynchronous
 from training import Wide, build, flat
 from transports import group_like_the_oracle
 
@@ -26,26 +24,31 @@ INTERVAL_MS = 1000
 F32 = np.float32
 
 
-class ControlledClock:
-    """The clock of one rank's rounds, which only `advance` moves. It counts the waits for it."""
+class ControlledClock(threading.Condition):
+    """The clock of one rank's rounds, and the condition on which they wait for it. Only `advance` moves it.
 
-    def __init__(self) -> None:
+    Attributes:
+        num_waits: the number of waits that have begun.
+    """
+
+    def __init__(self, here: threading.local) -> None:
+        super().__init__()
         self.time_s = 0.0
         self.num_waits = 0
-        self._changed = threading.Condition()
+        self._here = here
 
-    def wait(self, rounds: BackgroundRounds, timeout_s: float, is_done: Callable[[], bool]) -> None:
-        """Replaces `BackgroundRounds._wait`."""
-        self._changed = rounds._changed
-        deadline_s = self.time_s + timeout_s
-        while not (is_done() or rounds._vote.leaves) and self.time_s < deadline_s:
-            self.num_waits += 1
-            self._changed.wait(30)
+    def __enter__(self) -> bool:
+        self._here.clock = self  # the lane's thread reads the clock of the rounds whose condition it has entered
+        return super().__enter__()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return super().wait(30)
 
     def advance(self, seconds: float) -> None:
-        with self._changed:
+        with self:
             self.time_s += seconds
-            self._changed.notify_all()
+            self.notify_all()
 
     def until_waits(self, num_waits: int) -> None:
         """Return after `num_waits` waits have begun: the lane cannot proceed without this clock."""
@@ -55,9 +58,32 @@ class ControlledClock:
             time.sleep(0.001)
 
 
+class ControlledTime:
+    """Replaces `_concurrency` in the algorithm: each rank that attaches has a separate clock."""
+
+    perf_counter_ns = staticmethod(time.perf_counter_ns)
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def Condition(self) -> ControlledClock:
+        self._here.clock = ControlledClock(self._here)
+        return self.clock
+
+    def monotonic(self) -> float:
+        return self.clock.time_s
+
+    @property
+    def clock(self) -> ControlledClock:
+        """The clock of this thread's rank."""
+        clock = self._here.clock
+        assert isinstance(clock, ControlledClock)
+        return clock
+
+
 def clocked_run(
     group: dist.ProcessGroup,
-    clocks: Mapping[BackgroundRounds, ControlledClock],
+    controlled: ControlledTime,
     model: nn.Module,
     algorithm: tb.AsyncModelAverageAlgorithm,
 ) -> tuple[Trainer, list[str], Weights]:
@@ -72,7 +98,7 @@ def clocked_run(
 
     own = group_like_the_oracle(group)
     with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=own) as attachment:
-        clock = clocks[attachment.impl._rounds]
+        clock = controlled.clock
         clock.until_waits(1)
         for index in range(6):
             for _ in range(plan.randrange(3)):
@@ -133,12 +159,12 @@ def test_equals_the_oracle_under_a_controlled_clock(
 ) -> None:
     """x += mean - snapshot between two steps, whatever the ranks' paces; every step of every rank is bitwise equal."""
     model = build(make_model).to(device)
-    clocks: defaultdict[BackgroundRounds, ControlledClock] = defaultdict(ControlledClock)
-    monkeypatch.setattr(BackgroundRounds, "_wait", lambda rounds, *arguments: clocks[rounds].wait(rounds, *arguments))
+    controlled = ControlledTime()
+    monkeypatch.setattr(asynchronous, "_concurrency", controlled)
     algorithm = tb.AsyncModelAverageAlgorithm(
         sync_interval_ms=INTERVAL_MS, bucket_cap_mb=bucket_cap_mb, compression=compression
     )
-    results = run_ranks(size, lambda group: clocked_run(group, clocks, model, algorithm), device=device)
+    results = run_ranks(size, lambda group: clocked_run(group, controlled, model, algorithm), device=device)
     traces, logs = [trainer.trace for trainer, _, _ in results], [log for _, log, _ in results]
     assert len({log.count("step") for log in logs}) > 1, "the ranks should take different numbers of steps"
     assert len({log.count("snapshot after") for log in logs}) > 1, "some ranks should miss rounds"

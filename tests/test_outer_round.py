@@ -17,7 +17,7 @@ from torch import nn
 import torchbagua as tb
 from averaging import Weights, assert_same_weights, weights_of
 from components import dyadic, running
-from diloco_oracle import fragment_of, fragments_of
+from diloco_oracle import fragments_of
 from ranks import run_ranks
 from torchbagua.codecs.cast import Cast
 from torchbagua.observe import Recorder
@@ -46,28 +46,31 @@ def half_sgd(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 class Component:
-    """The rounds of an impl, started and applied by the test."""
+    """The rounds of an impl, which the test starts by steps and applies."""
 
-    def __init__(self, impl: Any, recorder: Recorder) -> None:
+    def __init__(self, impl: Any, module: nn.Module, recorder: Recorder) -> None:
         self.impl = impl
         self.shadow = impl.shadow
         self.rounds = impl.rounds
         self.recorder = recorder
+        self._after_step = impl.init_post_optimizer_step_hook(module)
+        self._optimizer = torch.optim.SGD(module.parameters())
 
-    def start(self, fragment: int | None = None) -> None:
-        impl = self.impl
-        due = [each for each in impl.rounds.weights if fragment in (None, fragment_of(each))]
-        impl._start_round(due)
-
-    def receive(self) -> None:
-        self.impl._receive_round()
+    def start(self, fragment: int = 0) -> None:
+        """End the step after which the round of this fragment is due. Without a delay, the round is applied too."""
+        algorithm = self.impl.algorithm
+        self.rounds.step = (fragment + 1) * algorithm.inner_steps // algorithm.fragments - 1
+        self._after_step(self._optimizer)
 
     def apply(self) -> None:
         self.impl.finish_round()
 
     @property
-    def is_in_flight(self) -> bool:
-        return self.impl._job is not None or self.impl._has_differences
+    def has_differences(self) -> bool:
+        """Whether a round has still to be applied. Waits until it is received."""
+        has_differences = self.impl.state_dict()["has_differences"]
+        assert isinstance(has_differences, bool)
+        return has_differences
 
 
 def on_ranks(
@@ -85,7 +88,7 @@ def on_ranks(
     def run(group: dist.ProcessGroup) -> Any:
         module, recorder = Shared(), Recorder()
         with running(group, algorithm, module=module, observers=[recorder]) as (_, impl):
-            return body(group.rank(), module, Component(impl, recorder))
+            return body(group.rank(), module, Component(impl, module, recorder))
 
     return run_ranks(2, run)
 
@@ -120,9 +123,7 @@ def test_weights_become_the_shadow_weights() -> None:
     def body(rank: int, module: Shared, component: Component) -> Weights:
         train(module, rank)
         component.start()
-        assert component.is_in_flight
-        component.receive()
-        assert not component.is_in_flight
+        assert not component.has_differences
         assert component.rounds.num_rounds == 1
         return weights_of(module)
 
@@ -139,11 +140,10 @@ def test_steps_during_a_round_are_kept() -> None:
         component.start()
         train(module, rank, seed=1)
         meanwhile = weights_of(module)
-        component.receive()
+        assert component.has_differences
         assert_same_weights([weights_of(module), meanwhile])
-        assert component.is_in_flight
         component.apply()
-        assert not component.is_in_flight
+        assert not component.has_differences
         after = weights_of(module)
         component.apply()
         assert_same_weights([weights_of(module), after])
@@ -175,7 +175,7 @@ def test_loaded_weights_stay_unchanged() -> None:
                 module.load_state_dict(values, strict=False)
                 component.impl.weights_loaded(values)
             loaded = weights_of(module)
-            assert component.is_in_flight != loads_state
+            assert component.has_differences != loads_state
             component.apply()
             after = weights_of(module)
             for name in loaded:
@@ -213,7 +213,7 @@ def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
             component.start()
             component.apply()
             assert component.impl.num_dropped == (number if is_dropped else 0)
-            assert not component.is_in_flight
+            assert not component.has_differences
             if is_dropped:
                 for key, weight in weights_of(module).items():
                     assert torch.equal(weight.nan_to_num(), own[key].nan_to_num())
@@ -237,7 +237,6 @@ def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
                 if number == 1 and rank == 0:
                     module.first[0, 0] = torch.nan
             component.start()
-            component.receive()
             sent.append(component.impl.state_dict()["residuals"]["sent"]["first"])
             component.apply()
         return sent
@@ -251,7 +250,6 @@ def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
 def test_a_state_contains_the_differences_still_to_be_added() -> None:
     def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
         train(module, rank)
-        component.rounds.step = 7
         component.start()
         before, state = weights_of(module), copy.deepcopy(component.impl.state_dict())
         assert state.keys() == STATE_KEYS
@@ -267,8 +265,8 @@ def test_a_state_contains_the_differences_still_to_be_added() -> None:
                 for name, tensor in module.state_dict().items():
                     tensor.copy_(before[name])
             component.impl.load_state_dict({**state, "has_differences": with_tensors})
-            assert component.impl.state_dict()["snapshot_step"] == 7
-            assert component.is_in_flight == with_tensors
+            assert component.impl.state_dict()["snapshot_step"] == 4
+            assert component.has_differences == with_tensors
             component.apply()
             assert_same_weights([weights_of(module), after if with_tensors else before])
 
@@ -307,16 +305,15 @@ def test_a_fragment_is_averaged_separately(overlaps: bool) -> None:
     def body(rank: int, module: Shared, component: Component) -> None:
         fragment = fragments_of(component.impl.runner)["first"]
         train(module, rank)
-        component.rounds.step = 3
-        component.start(fragment)
         before = weights_of(module)
-        component.rounds.step = 5
+        component.start(fragment)
+        component.rounds.step += 2
         component.apply()
         after = weights_of(module)
         assert not torch.equal(after["first"], before["first"])
         assert torch.equal(after["second"], before["second"])
         applied = [event.values for event in component.recorder.events if event.phase == "apply" and event.values]
-        assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2}]
+        assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2 if overlaps else 0}]
         theta = component.shadow.state_dict()["theta"]
         component.start(1 - fragment)
         component.apply()

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from averaging import RARELY
 from ranks import run_ranks
 from torchbagua.runtime.optimizer_steps import _MANY_BACKWARDS, StepsTaken, StepWatch
-from torchbagua.training.steps import _UnusedGradients
 from training import build
 
 X = torch.ones(2, 10)
@@ -372,8 +372,8 @@ def test_an_optimizer_keeps_no_hook_of_an_impl_that_is_closed_or_forgotten() -> 
     run_ranks(1, body)
 
 
-def test_steps_and_skipped_gradients_are_counted_from_the_last_step_on() -> None:
-    """A loop that steps gets no warning, however many backward passes it takes, or gradients it clears in between."""
+def test_backward_passes_are_counted_from_the_last_step_on() -> None:
+    """An optimizer that steps, however rarely, gets no warning."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     watch = StepWatch(optimizer)
@@ -384,18 +384,27 @@ def test_steps_and_skipped_gradients_are_counted_from_the_last_step_on() -> None
     listener = Listener()
     steps = StepsTaken(listener, "an algorithm")
     steps.listen_to([watch])
-    gradients = _UnusedGradients(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2 * _MANY_BACKWARDS):
-            for is_cleared in (True, False):
+        for _ in range(4):
+            for _ in range(_MANY_BACKWARDS - 1):
                 steps.before_backward()
-                assert not gradients.are_never_used()
-                parameter.grad = torch.ones(2)
-                gradients.remember(is_unused=False)
-                if is_cleared:
-                    optimizer.zero_grad()
+            parameter.grad = torch.ones(2)
             optimizer.step()
-            gradients.forget()
             assert not watch.is_in_step
     steps.close()
+
+
+def test_cleared_gradients_are_counted_from_the_last_step_on() -> None:
+    """A loop that steps gets no error, however many gradients it clears in between."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, RARELY["decentralized"]):
+            for _ in range(60):
+                backward(ddp)
+                backward(ddp)  # which clears the gradients
+                optimizer.step()
+
+    run_ranks(2, body)

@@ -272,14 +272,22 @@ def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
     assert torch.equal(first, second)
 
 
-def test_another_algorithm_takes_over() -> None:
+def test_another_algorithm_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`with_bagua` passes the GradScaler to each."""
     model = make_model()
+    attach, scalers = tb.attach, set()
+
+    def attach_with_scaler(*arguments: Any, **options: Any) -> tb.Attachment:
+        scalers.add(options["grad_scaler"])
+        return attach(*arguments, **options)
+
+    monkeypatch.setattr(tb, "attach", attach_with_scaler)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def body(group: dist.ProcessGroup) -> list[str]:
         module = copy.deepcopy(model)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         names = []
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
         for algorithm in (
             gradient_allreduce.GradientAllReduceAlgorithm(),
             decentralized.DecentralizedAlgorithm(),
@@ -287,13 +295,13 @@ def test_another_algorithm_takes_over() -> None:
             gradient_allreduce.GradientAllReduceAlgorithm(),
         ):
             module.with_bagua([optimizer], algorithm, group, grad_scaler=scaler)
-            assert module.bagua_ddp.attachment._setup.grad_scaler is scaler
             steps(group.rank(), module, optimizer, 2)
             names.append(type(module.bagua_algorithm).__name__)
         module.bagua_ddp.attachment.detach()
         return [*names, weights(module)]
 
     (*names, first), (*_, second) = run_ranks(2, body)
+    assert scalers == {scaler}
     assert names == [
         "GradientAllReduceAlgorithmImpl",
         "DecentralizedAlgorithmImpl",

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from caught import torchbagua_warnings
 from ranks import run_ranks
+from torchbagua.runtime.optimizer_steps import StepEnd, StepWatch
 from training import build
 
 NUM_STEPS = 6
@@ -795,9 +797,27 @@ def test_a_suspicion_that_was_cleared_leaves_the_comparison_of_weights() -> None
     check_one_warning(body, "hold different weights", "A rank has changed its weights alone")
 
 
-def test_only_the_first_steps_of_each_optimizer_are_checked() -> None:
+def count_listeners(monkeypatch: pytest.MonkeyPatch) -> Counter[StepWatch]:
+    """Return the numbers of listeners that are added to watches of steps from now on, and not yet removed."""
+    add, remove, counts = StepWatch.add, StepWatch.remove, Counter[StepWatch]()
+
+    def count_added(watch: StepWatch, listener: StepEnd, **options: Any) -> None:
+        counts[watch] += 1
+        add(watch, listener, **options)
+
+    def count_removed(watch: StepWatch, listener: StepEnd) -> None:
+        counts[watch] -= 1
+        remove(watch, listener)
+
+    monkeypatch.setattr(StepWatch, "add", count_added)
+    monkeypatch.setattr(StepWatch, "remove", count_removed)
+    return counts
+
+
+def test_only_the_first_steps_of_each_optimizer_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without an average do not count, so that a mistake after a long warm-up without averages is found."""
     model = build(tower)
+    listeners = count_listeners(monkeypatch)
 
     def body(group: dist.ProcessGroup) -> None:
         loop = Loop(group, model)
@@ -821,6 +841,6 @@ def test_only_the_first_steps_of_each_optimizer_are_checked() -> None:
                 if step >= 5:
                     halves[1].step()
                 assert num_hooks() == 2 * (step < 19) + 2 * (step < 24)
-            assert [len(watch._listeners) for watch in attachment.runner.step_watches] == [1, 1]  # of the meetings
+            assert [listeners[watch] for watch in attachment.runner.step_watches] == [1, 1]  # of the meetings
 
     check_no_warning(body)

@@ -1,0 +1,110 @@
+"""Tests use public names of the package's objects, so that its internals may change; the exceptions are listed here."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torchbagua as tb
+from test_foreign_attributes import is_self
+
+TESTS = Path(__file__).parent
+
+# The private names that each file still uses. Add none: use what the package's other modules use.
+ALLOWED: dict[str, set[str]] = {
+    "integrations/test_lightning.py": {"_BaguaStrategy", "_arguments"},
+    "test_connections.py": {"_transports"},
+    "test_cuda_launcher.py": {"_registered"},
+    "test_forks.py": {"_close_at_exit"},
+    "test_gpu_lanes.py": {"_exchange_capture_mode"},
+    "test_native_low_rank.py": {"_matrices", "_pieces"},
+    "test_nccl.py": {"_transports"},
+    "test_q_adam_stream_order.py": {"_agreement"},
+    "test_torch_private.py": {"_Failure"},
+    "test_user_warning.py": {"_warn_of_reference"},
+}
+
+# Patches the package's internals to bring faults back.
+EXEMPT = "past_bugs.py"
+
+# Names of other libraries' objects, which the package has too: of torch's optimizers, and Bagua's algorithms.
+OF_OTHERS = {"_step_supports_amp_scaling", "_bagua_backend"}
+
+# Attributes that Bagua's own algorithms, copied here, assign to buckets and parameters; a method of a benchmark.
+OWN = {
+    "test_torch_api_own.py": {"_momentum", "_op", "_peer_weight", "_replicas"},
+    "test_horizon_methods.py": {"_peers"},
+}
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name is private. Constants, which tests tune, do not count."""
+    return re.fullmatch(r"_[a-zA-Z]\w*", name) is not None and not name.isupper()
+
+
+def definitions(tree: ast.AST) -> set[str]:
+    """Return the private functions and classes, attributes of `self`, and variables of modules and classes."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            found.add(node.attr)
+        for statement in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return set(filter(is_private, found))
+
+
+def used_names(source: str, names: set[str]) -> Iterator[str]:
+    """Yield those of these names that a file uses and does not define: as an attribute, an import, or in a string."""
+    if names.isdisjoint(re.findall(r"\w+", source)):  # parsing takes longer
+        return
+    tree = ast.parse(source)
+    names = names - definitions(tree)
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute) and not is_self(node.value):
+            found = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call):  # setattr(instance, "_name", value) or patch("torchbagua.module._name")
+            strings = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found = [re.sub(r"^torchbagua\..*\.", "", string) for string in strings if isinstance(string, str)]
+        yield from names.intersection(found)
+
+
+def test_tests_use_public_names_but_for_a_list_that_shrinks() -> None:
+    package = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(tb.__file__).parent.rglob("*.py")]
+    names = set().union(*map(definitions, package)) - OF_OTHERS
+    used = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        own_names = OWN.get(path.name, set())
+        if found := set(used_names(path.read_text(encoding="utf-8"), names - own_names)):
+            used[path.relative_to(TESTS).as_posix()] = found
+    assert used.pop(EXEMPT)
+    assert used == ALLOWED, "test public behaviour instead; remove from ALLOWED what is not used any more"
+
+
+def test_uses_of_private_names_are_found() -> None:
+    source = (
+        "from torchbagua.module import _function\n"
+        "lane._thread = bucket.parts()._flat\n"
+        "monkeypatch.setattr(lane, '_wait', None)\n"
+        "monkeypatch.setattr('torchbagua.runtime.lane._start', None)\n"
+    )
+    names = {"_function", "_thread", "_flat", "_wait", "_start"}
+    assert set(used_names(source, names)) == names
+
+
+def test_other_names_are_accepted() -> None:
+    source = (
+        "class Own:\n    _size = 1\n    def __init__(self):\n        self._flat = self._inherited = 1\n"
+        "own._flat, own._size, tensor._backward_hooks, f'{lane}_wait', path / '_wait', 'torch.lane._wait'\n"
+    )
+    assert set(used_names(source, {"_flat", "_size", "_inherited", "_wait"})) == set()
+
+
+def test_constants_are_not_private_names() -> None:
+    source = "_LIMIT_S = 1\n_count: int\ndef _run(): pass\nclass Lane:\n    def _wait(self): self._lock = self.x = 1\n"
+    assert definitions(ast.parse(source)) == {"_count", "_run", "_wait", "_lock"}
