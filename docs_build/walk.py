@@ -43,7 +43,7 @@ _NUM_STEPS, _NUM_STEADY_STEPS = 28, 4
 _LIMIT_S = 120
 
 # A few lines run or not, by which rank or thread is faster. The record has the most of so many runs.
-_NUM_RECORDED_RUNS = 3
+_NUM_RECORDED_RUNS = 8
 _MOST_OVER = 5
 # If a training executes less than this part of the record, the record must be lowered.
 _LEAST_PART = 0.95
