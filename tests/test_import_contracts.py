@@ -36,7 +36,6 @@ CONTRACTS = {
         ("torch.optim", "Optimizer"),
         {
             "runtime/runner.py": "is notified of their steps, and an impl returns what is called at their end",
-            "runtime/gradient_runner.py": "is notified of their steps",
             "runtime/optimizer_steps.py": "notifies the runner",
         },
     ),
