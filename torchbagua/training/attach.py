@@ -123,10 +123,6 @@ class Attachment:
         if setup.sharding is not None:
             setup.sharding.install_gradients(setup, runner, undo)
             return
-        if setup.optimizers_of_copies:
-            from torchbagua.training.master_check import MasterCheck
-
-            undo.callback(MasterCheck(setup, runner).close)
         for ddp in setup.ddps:
             install_hook(ddp, partial(comm_hook, runner), undo)
 

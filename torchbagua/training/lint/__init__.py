@@ -51,6 +51,10 @@ def install_gradient_lints(setup: TrainingSetup, runner: GradientRunner, undo: E
         from torchbagua.training.lint.unaveraged_gradients import UnaveragedGradients
 
         undo.callback(UnaveragedGradients(setup, runner).close)
+    if setup.optimizers_of_copies:
+        from torchbagua.training.lint.master_copies import MasterCopies
+
+        undo.callback(MasterCopies(setup, runner).close)
 
 
 def install_weight_lints(setup: TrainingSetup, runner: WeightRunner, weights: "RankWeights", undo: ExitStack) -> None:

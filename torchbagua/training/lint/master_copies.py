@@ -1,4 +1,4 @@
-"""Checks, in its first steps, that an optimizer with none of the modules' parameters has master copies of them."""
+"""Checks in the first steps that an optimizer with none of the modules' parameters has master copies of them."""
 
 import torch
 
@@ -11,7 +11,7 @@ from torchbagua.training.checks import TrainingSetup
 _NUM_STEPS = 20
 
 
-class MasterCheck:
+class MasterCopies:
     """Watches the first steps of `TrainingSetup.optimizers_of_copies` after a synchronized backward.
 
     The loop copies gradients to the masters before a step, and the masters to the modules after it. When attached, an
