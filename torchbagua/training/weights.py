@@ -9,6 +9,7 @@ Execution order of `install_weights`:
    With `hierarchical=True`, DiLoCo's DDPs average gradients within a node.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -317,7 +318,7 @@ class OuterDdps:
     ) -> None:
         self._modules = modules
         self._on_found = on_found  # called within the DDP's forward, with whether the first step has ended
-        self._known: set[DistributedDataParallel] = set()
+        self._known = weakref.WeakSet[DistributedDataParallel]()  # DDPs of other modules too, which may be dropped
         self._unstepped = {watch.optimizer: watch for watch in watches}
         self._installed = ExitStack()
         self._parts: dict[torch.nn.Module, RemovableHandle] = {}
