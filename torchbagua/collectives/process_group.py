@@ -285,7 +285,7 @@ class BaguaProcessGroup:
         for rank, node in enumerate(self.nodes):
             self.node_ranks[node].append(rank)
         self.num_shards = min(len(ranks) for ranks in self.node_ranks)
-        self.global_ranks = list(global_ranks or _ranks_in_job(process_group))
+        self.global_ranks = list(global_ranks or ranks_in_job(process_group))
         self.world = self._communicator("world", "world", list(range(self.size)))
         self.private = PrivateGroups(self.world, self.timeout)
         self.intra_node, self.inter_node = self._node_groups()
@@ -417,7 +417,7 @@ class BaguaProcessGroup:
             group_requests.add(counter, -1)  # a missing rank has not counted it either: all ranks may retry
             raise
         except SilentStoreError as error:
-            own_rank = _ranks_in_job(self.process_group)[self.rank]
+            own_rank = ranks_in_job(self.process_group)[self.rank]
             raise CommunicationError(f"torchbagua: comparing settings failed on rank {own_rank}: {error}") from error
 
     def open(self) -> None:
@@ -628,7 +628,8 @@ def _tracer_of(observers: Sequence[Observer]) -> Tracer:
     return ObservedTracer(observers)
 
 
-def _ranks_in_job(process_group: dist.ProcessGroup) -> list[int]:
+def ranks_in_job(process_group: dist.ProcessGroup) -> list[int]:
+    """Return the number of each rank in the whole job; in a group that was built by hand, its number in the group."""
     try:
         return dist.get_process_group_ranks(process_group)
     except KeyError:  # torch does not know a group that was constructed by hand

@@ -39,7 +39,7 @@ from torchbagua import _concurrency
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms.base import Algorithm, bind
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.process_group import BaguaProcessGroup, ranks_in_job
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
 from torchbagua.runtime.gradient_runner import GradientRunner
@@ -516,7 +516,9 @@ def install(
     group = process_group or setup.process_group()
     refusal = warn_uncompressed(setup)
     if refusal is not None:
-        refusal += f"; the filter of rank {_rank_in_job(group)} makes this an error"
+        torch_group = group.process_group if isinstance(group, BaguaProcessGroup) else group
+        own_rank = ranks_in_job(torch_group)[torch_group.rank()]
+        refusal += f"; the filter of rank {own_rank} makes this an error"
     try:
         runner = bind(
             setup.algorithm,
@@ -534,15 +536,6 @@ def install(
                 BaguaProcessGroup(later_group, timeout=timeout, refusal=str(warning))
         raise
     return Attachment(setup, runner, summary)
-
-
-def _rank_in_job(group: dist.ProcessGroup | BaguaProcessGroup) -> int:
-    """Return this rank's number in the whole job. A group that was built by hand knows only its own rank numbers."""
-    torch_group = group.process_group if isinstance(group, BaguaProcessGroup) else group
-    try:
-        return dist.get_process_group_ranks(torch_group)[torch_group.rank()]
-    except KeyError:
-        return torch_group.rank()
 
 
 def _summary_among(
