@@ -100,6 +100,7 @@ class GradientRunner(Runner):
     _backward = -1
     _num_joined = 0
     _meeting: Meeting | None = None
+    _newest_job: Job[torch.Tensor] | None = None
     meetings: Meetings | None = None
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
@@ -263,6 +264,11 @@ class GradientRunner(Runner):
         """Return the meeting of the backward that has begun, once; None if an agreement has run it already."""
         meeting, self._meeting = self._meeting, None
         return meeting
+
+    def job_before(self, job: Job[torch.Tensor], *, is_first: bool, is_last: bool) -> Job[torch.Tensor] | None:
+        """Return the job of the bucket before that of `job` in this backward, if any. Call it for each bucket."""
+        before, self._newest_job = self._newest_job, None if is_last else job
+        return None if is_first else before
 
     def submit_agreement(self, run: Callable[[], T]) -> Job[T]:
         """Have the lane run an agreement of the ranks: in a backward, after the meeting of this backward.

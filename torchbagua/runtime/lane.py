@@ -62,12 +62,13 @@ class Overlappable(Protocol[R]):
 class Job(ABC, Generic[T]):
     """A unit of work for a lane. `Lane.submit` and `Lane.submit_overlapping` return one."""
 
+    _end: Any = None  # the position of the lane's stream after the job's work
+    _failure: BaseException | None = None
+
     def __init__(self, worker: "_Worker", side: LaneStream | None) -> None:
         self._worker = worker
         self._side = side
         self._ready = None if side is None else side.mark()
-        self._end: Any = None  # the position of the lane's stream after the job's work
-        self._failure: BaseException | None = None
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
     def future(self) -> "torch.futures.Future[T]":
@@ -152,10 +153,11 @@ class JobOfFunction(Job[T]):
 class OverlappingJob(Job[T]):
     """A job that may begin while the previous job is in progress; see `Job`."""
 
+    _begun: Generator[None, None, None] | None = None  # at its first yield, if the job began early
+
     def __init__(self, source: Overlappable[T], worker: "_Worker", side: LaneStream | None) -> None:
         super().__init__(worker, side)
         self._source = source
-        self._begun: Generator[None, None, None] | None = None  # at its first yield, if the job began early
 
     def begin(self) -> None:
         if self._side is None and self._begun is None and self._source.may_begin():
