@@ -282,16 +282,22 @@ def test_blocks_are_aligned_over_a_backend_only() -> None:
         tb.fsdp.align_blocks(sharded())
 
 
-def make_replicated(name: str) -> tuple[FSDPModule, dist.ProcessGroup]:
-    """Return a module replicated over a backend of this name, which stays registered, and its group of replicas."""
-    tb.fsdp.register_backend(tb.ByteGradAlgorithm(), name=name)
+@pytest.fixture
+def replicated(request: pytest.FixtureRequest) -> Iterator[tuple[FSDPModule, dist.ProcessGroup]]:
+    """A module replicated over a backend, which stays registered, and its group of replicas."""
+    backend = f"torchbagua_{request.node.name}"
+    tb.fsdp.register_backend(tb.ByteGradAlgorithm(), name=backend)
     names = ("replicas", "shards")
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names, backend_override={"replicas": name})
-    return sharded(mesh=mesh), mesh.get_group("replicas")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names, backend_override={"replicas": backend})
+    yield sharded(mesh=mesh), mesh.get_group("replicas")
+    for name in names:
+        dist.destroy_process_group(mesh.get_group(name))
 
 
-def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights() -> None:
-    module, _ = make_replicated("torchbagua_evaluated")
+def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights(
+    replicated: tuple[FSDPModule, dist.ProcessGroup],
+) -> None:
+    module, _ = replicated
     with torch.no_grad():
         module(torch.ones(2, 4))
     tb.fsdp.align_blocks(module)
@@ -300,8 +306,10 @@ def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights() -> Non
         module(torch.ones(2, 4)).sum().backward()
 
 
-def test_an_all_reduce_of_the_users_is_not_taken_for_gradients() -> None:
-    module, group = make_replicated("torchbagua_not_reduced")
+def test_an_all_reduce_of_the_users_is_not_taken_for_gradients(
+    replicated: tuple[FSDPModule, dist.ProcessGroup],
+) -> None:
+    module, group = replicated
     tb.fsdp.align_blocks(module)
     module.set_requires_all_reduce(False)
     module(torch.ones(2, 4)).sum().backward()
