@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from markers import fill
+from torchbagua.codecs import MinMaxUInt8, WireLayout
 from torchbagua.observe.events import Run, TraceError
 from torchbagua.observe.perfetto import RankFileWriter
-from torchbagua.testing.transports import check_transport
+from torchbagua.testing import check_codec, check_transport
 from torchbagua.transport import Members, Transport
 from torchbagua.transport.gloo import GlooTransport
 
@@ -151,6 +152,17 @@ def _transport_is_closed() -> None:
     transport.post_send(0, torch.ones(1), 0)
 
 
+class Clipped(MinMaxUInt8):
+    """A codec that changes the values that it encodes."""
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        super().encode(x_N.clamp_(-1, 1), layout, wire_W)
+
+
+def _codec_breaks_a_promise() -> None:
+    check_codec(Clipped())
+
+
 def _transport_breaks_a_promise() -> None:
     class LosesResultOfRank1(GlooTransport):
         def __init__(self, members: Members) -> None:
@@ -225,6 +237,12 @@ EXAMPLES: Sequence[Example] = (
         "`check_transport` found that a transport of yours breaks its contract.",
         "Fix the named operation.",
         _transport_breaks_a_promise,
+    ),
+    Example(
+        "torchbagua.testing.codecs.CodecFault",
+        "`check_codec` found that a codec of yours breaks its contract.",
+        "Fix the named operation.",
+        _codec_breaks_a_promise,
     ),
     Example(
         "torchbagua.observe.events.TraceError",

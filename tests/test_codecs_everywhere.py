@@ -24,20 +24,22 @@ from training import Tower, build
 
 @dataclass(frozen=True)
 class Sixteenths(Compressor):
-    """A user's own codec: multiples of 1/16 in a byte each."""
+    """A user's own codec: multiples of 1/16 in a byte each; -128 is NaN or Inf."""
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         return pad_bytes(num_elements)
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
         for elements, own_bytes in zip(layout.elements, layout.byte_slices, strict=True):
-            codes = (x_N[elements].float() * 16).round().clamp(-127, 127).to(torch.int8)
+            x_L = x_N[elements].float()
+            codes = (x_L * 16).round().clamp(-127, 127).where(x_L.isfinite(), -128).to(torch.int8)
             wire_W[own_bytes][: len(codes)] = codes.view(torch.uint8)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
         for elements, own_bytes in zip(layout.elements, layout.byte_slices, strict=True):
             x_L = x_N[elements]
-            x_L.copy_(wire_W[own_bytes][: len(x_L)].view(torch.int8) / 16)
+            codes = wire_W[own_bytes][: len(x_L)].view(torch.int8)
+            x_L.copy_((codes / 16).where(codes > -128, torch.nan))
 
 
 def sixteenths(x: oracle.Array) -> oracle.Array:

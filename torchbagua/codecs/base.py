@@ -270,7 +270,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        """Decode the bytes `wire_W` into `x_N`, and round to its dtype, which is any floating-point dtype."""
+        """Decode the bytes `wire_W` into `x_N`, and round to its dtype: one that is encoded, or `sum_dtype` of it."""
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
         """Decode R wires of one chunk, sum them in rank order, divide by `divisor`, and write the result to `x_N`.
