@@ -7,6 +7,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,8 @@ from markers import fill
 from torchbagua.codecs import MinMaxUInt8, WireLayout
 from torchbagua.observe.events import Run, TraceError
 from torchbagua.observe.perfetto import RankFileWriter
-from torchbagua.testing import check_codec, check_transport
+from torchbagua.testing import check_algorithm, check_codec, check_transport
+from torchbagua.testing.simulation import Subject
 from torchbagua.transport import Members, Transport
 from torchbagua.transport.gloo import GlooTransport
 
@@ -152,6 +154,25 @@ def _transport_is_closed() -> None:
     transport.post_send(0, torch.ones(1), 0)
 
 
+@dataclass(frozen=True)
+class Uneven(tb.Algorithm):
+    """An algorithm that gives each rank other gradients."""
+
+    def make_impl(self, runner: tb.extend.GradientRunner) -> tb.AlgorithmImpl:
+        return UnevenImpl(runner)
+
+
+class UnevenImpl(tb.AlgorithmImpl):
+    """Adds the rank to the gradients."""
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
+        bucket.append_python_op(lambda bucket, group: bucket.flat.add_(group.rank))
+
+
+def _algorithm_breaks_a_promise() -> None:
+    check_algorithm(Subject(lambda _: Uneven()))
+
+
 class Clipped(MinMaxUInt8):
     """A codec that changes the values that it encodes."""
 
@@ -237,6 +258,12 @@ EXAMPLES: Sequence[Example] = (
         "`check_transport` found that a transport of yours breaks its contract.",
         "Fix the named operation.",
         _transport_breaks_a_promise,
+    ),
+    Example(
+        "torchbagua.testing.algorithms.AlgorithmFault",
+        "`check_algorithm` found that an algorithm of yours breaks what `attach` promises.",
+        "See the message, and repeat the check after each change.",
+        _algorithm_breaks_a_promise,
     ),
     Example(
         "torchbagua.testing.codecs.CodecFault",

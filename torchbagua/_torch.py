@@ -220,6 +220,11 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def forget_active_ddp() -> None:
+    """Forget the DDP whose forward runs. Ranks that are threads of one process may leave one behind."""
+    DistributedDataParallel._active_ddp_module = None
+
+
 def has_learnt_graph(ddp: DistributedDataParallel) -> bool:
     """Return False until the first backward of a DDP with static_graph, which records the used parameters."""
     return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
