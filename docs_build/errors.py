@@ -155,22 +155,22 @@ def _transport_is_closed() -> None:
 
 
 @dataclass(frozen=True)
-class Uneven(tb.Algorithm):
-    """An algorithm that gives each rank other gradients."""
+class Still(tb.Algorithm):
+    """An algorithm that drops all gradients."""
 
     def make_impl(self, runner: tb.extend.GradientRunner) -> tb.AlgorithmImpl:
-        return UnevenImpl(runner)
+        return StillImpl(runner)
 
 
-class UnevenImpl(tb.AlgorithmImpl):
-    """Adds the rank to the gradients."""
+class StillImpl(tb.AlgorithmImpl):
+    """Writes zeros."""
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
-        bucket.append_python_op(lambda bucket, group: bucket.flat.add_(group.rank))
+        bucket.append_python_op(lambda bucket, group: bucket.flat.zero_())
 
 
 def _algorithm_breaks_a_promise() -> None:
-    check_algorithm(Subject(lambda _: Uneven()))
+    check_algorithm(Subject(lambda _: Still()))
 
 
 class Clipped(MinMaxUInt8):

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -176,8 +177,8 @@ class BrokenWeights(tb.Decentralized):
         (Averaged(forgets_what_it_has_counted), "resume", "weights after step 3 of a resumed training: expected"),
         (Averaged(impl=LeavesHook), "detach", "weights after step 0 of plain DDP after the attachment: expected"),
         (BrokenWeights(impl=NoLastMean), "training", "weights after detach, compared with rank 0: expected"),
-        (BrokenWeights(impl=NotRestored), "averaged weights", "weights after averaged_weights: expected"),
-        (BrokenWeights(impl=OwnWeights), "averaged weights", "weights within averaged_weights, compared with rank 0: "),
+        (BrokenWeights(impl=NotRestored), "averaged_weights", "weights after averaged_weights: expected"),
+        (BrokenWeights(impl=OwnWeights), "averaged_weights", "weights within averaged_weights, compared with rank 0: "),
         (Averaged(impl=LeavesThread), "training", r"expected all threads to end, got \['of the algorithm'"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -192,6 +193,34 @@ def test_algorithms_that_break_the_contract(
 
 def test_the_broken_algorithms_are_broken_by_their_changes_alone() -> None:
     check_algorithm(Subject(lambda _: Averaged()))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
+def test_more_ranks(name: str, size: int) -> None:
+    check_algorithm(SUBJECTS[name], size=size)
+
+
+class RaisesOnOneRank(AveragedImpl):
+    """Fails after the step, while rank 0 goes on."""
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        def fail(optimizer: torch.optim.Optimizer) -> None:
+            if self.runner.process_group.rank == 1:
+                raise ZeroDivisionError("in the impl")
+
+        return fail
+
+
+def test_the_error_that_came_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchbagua.testing.algorithms._TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(AlgorithmFault, match="check 'training' failed on rank 1: ZeroDivisionError: in the impl"):
+        check_algorithm(Subject(lambda _: Averaged(impl=RaisesOnOneRank)))
+
+
+def test_only_subjects_are_checked() -> None:
+    with pytest.raises(TypeError, match=r"subject must be a torchbagua.testing.simulation.Subject, got ByteGradAlgo"):
+        check_algorithm(tb.ByteGrad())  # type: ignore[arg-type]
 
 
 def test_a_number_of_ranks_that_the_subject_does_not_support() -> None:

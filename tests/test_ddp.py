@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import time
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oracle
@@ -226,3 +229,48 @@ def test_resume_continues_bit_for_bit() -> None:
 
     for straight, resumed in run_ranks(3, body):
         assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_means_become_gradients_while_the_last_bucket_is_in_flight() -> None:
+    """DDP copies the means of earlier buckets meanwhile, so the copies of all but the last cost no time."""
+
+    def body(group: dist.ProcessGroup) -> bool:
+        first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        ddp = DistributedDataParallel(nn.Sequential(first, last), process_group=group, bucket_cap_mb=1e-5)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        were_copied = list[bool]()
+        with tb.attach(ddp, optimizer, MarkedMean(first.weight, last.weight, were_copied)):
+            for _ in range(3):  # DDP makes one bucket in the first backward, and two later
+                optimizer.zero_grad()
+                ddp(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+        return were_copied == [True, True]
+
+    assert run_ranks(1, body) == [True]
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedMean(tb.Algorithm):
+    """Averages gradients to 7; the bucket of `first` waits until `last`, of an earlier bucket, has this gradient."""
+
+    first: torch.Tensor = dataclasses.field(repr=False)
+    last: torch.Tensor = dataclasses.field(repr=False)
+    were_copied: list[bool]
+
+    def make_impl(self, runner: tb.extend.GradientRunner) -> tb.AlgorithmImpl:
+        return MarkedMeanImpl(runner)
+
+
+class MarkedMeanImpl(tb.AlgorithmImpl):
+    algorithm: MarkedMean
+
+    def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
+        bucket.append_python_op(self.mark)
+
+    def mark(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        bucket.flat.fill_(7)
+        if [tensor.name for tensor in bucket.tensors] == ["0.weight"]:
+            deadline_s = time.monotonic() + 5
+            while not (is_copied := bool((self.algorithm.last.grad == 7).all())) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+            self.algorithm.were_copied.append(is_copied)

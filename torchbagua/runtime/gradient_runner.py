@@ -265,8 +265,8 @@ class GradientRunner(Runner):
         meeting, self._meeting = self._meeting, None
         return meeting
 
-    def job_before(self, job: Job[torch.Tensor], *, is_first: bool, is_last: bool) -> Job[torch.Tensor] | None:
-        """Return the job of the bucket before that of `job` in this backward, if any. Call it for each bucket."""
+    def note_job(self, job: Job[torch.Tensor], *, is_first: bool, is_last: bool) -> Job[torch.Tensor] | None:
+        """Note the job of a bucket, and return that of the bucket before it in this backward, if any."""
         before, self._newest_job = self._newest_job, None if is_last else job
         return None if is_first else before
 

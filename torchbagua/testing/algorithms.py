@@ -1,4 +1,4 @@
-"""check_algorithm: tests the life of an algorithm, from attach to detach, with ranks as threads of this process."""
+"""check_algorithm: tests an algorithm from attach to detach, with ranks as threads of this process."""
 
 import copy
 import gc
@@ -14,18 +14,19 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from torchbagua._torch import forget_active_ddp
 from torchbagua.testing.simulation.program import MakeOptimizer
 from torchbagua.testing.simulation.trial import Subject
-from torchbagua.testing.transports.member import OtherMemberFailed, SuiteThread
+from torchbagua.testing.transports.member import Mismatch, OtherMemberFailed, SuiteThread
 from torchbagua.transport.gloo import gloo_group
 
 Weights = dict[str, torch.Tensor]
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=20)
 
 _NUM_STEPS = 5
 _SAVED_AFTER = 3
@@ -39,7 +40,7 @@ class AlgorithmFault(AssertionError):
 
 
 def check_algorithm(subject: Subject, *, size: int = 2, has_fixed_results: bool = True) -> list[str]:
-    """Test the life of an algorithm: that it trains, stops, is saved, resumed, left and dropped as `attach` promises.
+    """Test an algorithm from `attach` to `detach`: that it trains, stops, is saved and is resumed as `attach` promises.
 
     Ranks are threads of this process, over gloo. They train a small module with gradient accumulation, several buckets
     and a GradScaler. `torchbagua.testing.simulation.check` tests the same algorithm with faults.
@@ -54,16 +55,17 @@ def check_algorithm(subject: Subject, *, size: int = 2, has_fixed_results: bool 
         the names of the checks.
 
     Raises:
+        TypeError: `subject` is not a Subject.
         ValueError: `subject` does not support `size` ranks.
         AlgorithmFault: the algorithm failed a check.
     """
+    if not isinstance(subject, Subject):
+        raise TypeError(f"check_algorithm: subject must be a torchbagua.testing.simulation.Subject, got {subject!r}")
     if size not in subject.sizes:
         raise ValueError(f"check_algorithm: size must be one of subject.sizes, {subject.sizes}, got {size!r}")
     suite = _Suite(subject, size, has_fixed_results)
     with _default_group():
-        for name, check in _CHECKS.items():
-            suite.run(name, check)
-    return list(_CHECKS)
+        return [suite.run(check) for check in _CHECKS]
 
 
 @contextmanager
@@ -86,7 +88,7 @@ class _Suite:
         self.subject = subject
         self.size = size
         self.has_fixed_results = has_fixed_results
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             # Several blocks of a codec, a layer of one element, buffers, and a frozen layer.
             self.module = nn.Sequential(
@@ -94,41 +96,53 @@ class _Suite:
             )
         self.module[4].requires_grad_(False)
 
-    def run(self, name: str, check: "Callable[[_Rank], object]") -> None:
-        """Run a check on all ranks. Raises AlgorithmFault if it fails on any, or if it leaves threads."""
+    def run(self, check: "Callable[[_Rank], object]") -> str:
+        """Run a check on all ranks, and return its name.
+
+        Raises AlgorithmFault if it fails on any rank, or if it leaves threads.
+        """
+        name = check.__name__.removeprefix("_check_")
         before = {*threading.enumerate()}
+        with warnings.catch_warnings():  # here, since filters belong to all threads
+            if check in _WITHOUT_DETACH:
+                warnings.simplefilter("ignore", RuntimeWarning)
+            try:
+                self._run_ranks(name, check)
+            finally:
+                forget_active_ddp()
+            deadline_s = time.monotonic() + _PATIENCE_S
+            while left := {*threading.enumerate()} - before:
+                if time.monotonic() > deadline_s:
+                    names = sorted(thread.name for thread in left)
+                    raise AlgorithmFault(f"torchbagua: check {name!r} failed: expected all threads to end, got {names}")
+                gc.collect()
+                time.sleep(0.01)
+        return name
+
+    def _run_ranks(self, name: str, check: "Callable[[_Rank], object]") -> None:
         store, groups = dist.HashStore(), dict[int, dist.ProcessGroup]()  # groups live until all ranks are done
+        errors: list[tuple[int, Exception]] = []  # in the order in which they were raised
 
         def run(rank: int) -> None:
-            groups[rank] = gloo_group(dist.PrefixStore(name, store), rank, self.size, _TIMEOUT)
-            check(_Rank(self, groups[rank]))
+            try:
+                groups[rank] = gloo_group(dist.PrefixStore(name, store), rank, self.size, _TIMEOUT)
+                check(_Rank(self, groups[rank]))
+            except Exception as error:
+                errors.append((rank, error))
 
         threads = [SuiteThread(partial(run, rank), f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
             thread.start()
-        for rank, thread in enumerate(threads):
-            thread.join(2 * _TIMEOUT.total_seconds())
-            if thread.is_alive():
-                raise AlgorithmFault(f"torchbagua: check {name!r} did not end on rank {rank}")
-        errors = [(rank, thread.error) for rank, thread in enumerate(threads) if thread.error is not None]
-        # An error on one rank ends the others.
+        for thread in threads:
+            thread.join(4 * _TIMEOUT.total_seconds())
+        late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        # An error on one rank ends the others, later.
         errors.sort(key=lambda failed: isinstance(failed[1], tb.CommunicationError | OtherMemberFailed))
         for rank, error in errors[:1]:
-            what = str(error) if isinstance(error, _Mismatch) else f"{type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
             raise AlgorithmFault(f"torchbagua: check {name!r} failed on rank {rank}: {what}") from error
-        groups.clear()
-        forget_active_ddp()
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while left := {*threading.enumerate()} - before:
-            if time.monotonic() > deadline_s:
-                names = sorted(thread.name for thread in left)
-                raise AlgorithmFault(f"torchbagua: check {name!r} failed: expected all threads to end, got {names}")
-            gc.collect()
-            time.sleep(0.01)
-
-
-class _Mismatch(Exception):
-    """A check failed on this rank. Names the expected and actual results."""
+        if late:
+            raise AlgorithmFault(f"torchbagua: check {name!r} did not end on ranks {late}")
 
 
 class _Rank:
@@ -139,40 +153,40 @@ class _Rank:
         self.group = group
         self.rank = group.rank()
 
-    def trainer(self) -> "_Trainer":
+    def new_trainer(self) -> "_Trainer":
         """Return a new training from the module's first weights."""
         return _Trainer(self)
 
     def expect_same(self, what: str, actual: Weights, expected: Weights) -> None:
-        """Raise _Mismatch unless the weights are bitwise equal, on this rank and on all others. Collective."""
+        """Raise Mismatch unless the weights are bitwise equal, on this rank and on all others. Collective."""
         problem = ""
         for name, weight in expected.items():
             if not problem and not torch.equal(actual[name], weight):
                 place = int((actual[name] != weight).flatten().nonzero()[0])
                 wanted, got = weight.flatten()[place].item(), actual[name].flatten()[place].item()
                 problem = f"{what}: expected element {place} of {name} to be {wanted!r}, got {got!r}"
-        self.expect(problem)
+        self.raise_on_all_ranks(problem)
 
     def expect_trained(self, what: str, after: Weights, before: Weights) -> None:
-        """Raise _Mismatch unless the weights are finite and have changed. Collective."""
+        """Raise Mismatch unless the weights are finite and have changed. Collective."""
         problem = ""
         if not all(weight.isfinite().all() for weight in after.values()):
             problem = f"{what}: expected finite values, got NaN or Inf"
         elif all(torch.equal(after[name], before[name]) for name in before):
             problem = f"{what}: expected other weights than before, got the same"
-        self.expect(problem)
+        self.raise_on_all_ranks(problem)
 
-    def expect(self, problem: str) -> None:
-        """Raise an error on all ranks, so that none waits for another, if a rank has a problem. Collective."""
+    def raise_on_all_ranks(self, problem: str) -> None:
+        """Raise an error on all ranks if one has a problem, so that none waits for another. Collective."""
         failed = torch.tensor([bool(problem)], dtype=torch.uint8)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         if problem:
-            raise _Mismatch(problem)
+            raise Mismatch(problem)
         if failed.item():
             raise OtherMemberFailed
 
     def expect_same_on_all_ranks(self, what: str, weights: Weights) -> None:
-        """Raise _Mismatch unless this rank's weights are those of rank 0. Collective."""
+        """Raise Mismatch unless this rank's weights are those of rank 0. Collective."""
         gathered = {}
         for name, weight in weights.items():
             gathered[name] = weight.clone()
@@ -180,14 +194,26 @@ class _Rank:
         self.expect_same(f"{what}, compared with rank 0", weights, gathered)
 
 
+_make_sgd: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
+
+
 class _Trainer:
     """A module with its DDP, optimizer, data, GradScaler and algorithm. Data differ by rank and step."""
 
-    def __init__(self, rank: _Rank, *, make_optimizer: MakeOptimizer | None = None) -> None:
+    def __init__(
+        self,
+        rank: _Rank,
+        *,
+        make_optimizer: MakeOptimizer | None = None,
+        around: tuple[nn.Module, DistributedDataParallel] | None = None,
+    ) -> None:
         subject = rank.suite.subject
         self.rank = rank
-        self.module = copy.deepcopy(rank.suite.module)
-        self.ddp = DistributedDataParallel(self.module, process_group=rank.group, bucket_cap_mb=0.005)
+        if around is None:
+            self.module: nn.Module = copy.deepcopy(rank.suite.module)
+            self.ddp = DistributedDataParallel(self.module, process_group=rank.group, bucket_cap_mb=0.005)
+        else:
+            self.module, self.ddp = around
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = (make_optimizer or subject.make_optimizer)(trained)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -252,7 +278,7 @@ class _Trainer:
 
 def _check_training(rank: _Rank) -> None:
     """Ranks train, and hold equal weights: after each step, or, with a weight algorithm, after `detach`."""
-    trainer = rank.trainer()
+    trainer = rank.new_trainer()
     before = trainer.weights()
     with trainer.attach() as attachment:
         for step in range(_NUM_STEPS):
@@ -271,7 +297,7 @@ def _check_repetition(rank: _Rank) -> None:
     """The same data give the same weights again."""
     runs = []
     for _ in range(2):
-        trainer = rank.trainer()
+        trainer = rank.new_trainer()
         with trainer.attach():
             runs.append([trainer.step() for _ in range(_NUM_STEPS)])
         runs[-1].append(trainer.weights())
@@ -282,7 +308,7 @@ def _check_repetition(rank: _Rank) -> None:
 
 def _check_overflow(rank: _Rank) -> None:
     """Gradients that overflow on one rank leave no NaN behind: the next step is a step as any other."""
-    trainer = rank.trainer()
+    trainer = rank.new_trainer()
     with trainer.attach():
         trainer.step()
         before = trainer.step(factor=torch.inf if rank.rank == 0 else 1.0)
@@ -298,7 +324,7 @@ def _check_averaged_weights(rank: _Rank) -> None:
     """`averaged_weights` gives all ranks the same weights, and afterwards training continues as without it."""
     runs: list[list[Weights]] = []
     for is_evaluated in (False, True):
-        trainer = rank.trainer()
+        trainer = rank.new_trainer()
         runs.append([])
         with trainer.attach() as attachment:
             for step in range(_NUM_STEPS):
@@ -316,7 +342,7 @@ def _check_averaged_weights(rank: _Rank) -> None:
 
 def _check_resume(rank: _Rank) -> None:
     """A training continues from a saved state as if it had never stopped."""
-    first = rank.trainer()
+    first = rank.new_trainer()
     expected = []
     with first.attach() as attachment:
         for step in range(_NUM_STEPS):
@@ -324,7 +350,7 @@ def _check_resume(rank: _Rank) -> None:
                 file = first.save(attachment)
             expected.append(first.step())
     expected.append(first.weights())
-    second = rank.trainer()
+    second = rank.new_trainer()
     with second.attach() as attachment:
         second.step()  # loading discards it
         second.load(attachment, file)
@@ -337,16 +363,18 @@ def _check_resume(rank: _Rank) -> None:
 
 def _check_refused_states(rank: _Rank) -> None:
     """States of something else raise ValueError before anything is changed."""
-    trainer = rank.trainer()
+    trainer = rank.new_trainer()
     with trainer.attach() as attachment:
         before = trainer.step()
         state = attachment.state_dict()
         other = '{"version": 1, "algorithm": "AnotherAlgorithm", "arguments": {}}'
         for what, wrong in (("an empty state", {}), ("a state of another algorithm", {**state, "algorithm": other})):
             problem = f"load_state_dict of {what}: expected ValueError, got no error"
-            with suppress(ValueError):
+            try:
                 attachment.load_state_dict(wrong)
-                rank.expect(problem)
+            except ValueError:
+                problem = ""
+            rank.raise_on_all_ranks(problem)
         if rank.suite.has_fixed_results:
             rank.expect_same("weights after a refused state", trainer.weights(), before)
         trainer.step()
@@ -354,62 +382,66 @@ def _check_refused_states(rank: _Rank) -> None:
 
 def _check_detach(rank: _Rank) -> None:
     """After `detach` the module is plain DDP again. A second call does nothing."""
-    trainer = rank.trainer()
-    attachment = trainer.attach()
-    trainer.step()
-    attachment.detach()
-    attachment.detach()
-    _expect_plain_ddp(rank, trainer)
+    trainer = rank.new_trainer()
+    with trainer.attach() as attachment:
+        trainer.step()
+        attachment.detach()
+        attachment.detach()
+    _expect_plain_ddp(rank, trainer.module, trainer.ddp)
 
 
-def _expect_plain_ddp(rank: _Rank, trainer: _Trainer) -> None:
-    """Raise _Mismatch unless the trainer's DDP trains as a new one does from its weights. Collective."""
-    plain = _Trainer(rank, make_optimizer=partial(torch.optim.SGD, lr=0.01))
-    plain.module.load_state_dict(trainer.module.state_dict())
-    # DDP gives its first forward the weights of rank 0 at construction only.
-    for tensor in plain.module.state_dict().values():
+def _expect_plain_ddp(rank: _Rank, module: nn.Module, ddp: DistributedDataParallel) -> None:
+    """Raise Mismatch unless `ddp` around `module` trains as a new DDP does. Collective."""
+    detached = _Trainer(rank, make_optimizer=_make_sgd, around=(module, ddp))
+    plain = _Trainer(rank, make_optimizer=_make_sgd)
+    plain.ddp.register_comm_hook(rank.group, allreduce_hook)  # a detached DDP has it too, and DDP rounds otherwise
+    for trainer in (detached, plain):  # the first step of a DDP has other buckets
+        trainer.step()
+    for tensor in module.state_dict().values():  # DDP broadcasts rank 0's weights only in its constructor
         dist.broadcast(tensor, group_src=0, group=rank.group)
-    trainer.module.load_state_dict(plain.module.state_dict())
-    trainer.optimizer = torch.optim.SGD([p for p in trainer.module.parameters() if p.requires_grad], lr=0.01)
-    trainer.scaler, plain.num_steps = plain.scaler, trainer.num_steps
+    plain.module.load_state_dict(module.state_dict())
     for step in range(2):
-        expected = plain.step()
-        trainer_weights = trainer.step()
-        rank.expect_same(f"weights after step {step} of plain DDP after the attachment", trainer_weights, expected)
+        expected, weights = plain.step(), detached.step()
+        rank.expect_same(f"weights after step {step} of plain DDP after the attachment", weights, expected)
+
+
+class _Left(Exception):
+    """The loop fails."""
 
 
 def _check_leave(rank: _Rank) -> None:
-    """An exception of the loop ends the attachment on all ranks, and they can attach again."""
-    trainer = rank.trainer()
-    with suppress(ArithmeticError), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # ranks hold different weights
-        with trainer.attach():
-            trainer.step()
-            raise ArithmeticError
-    again = rank.trainer()
-    with again.attach():
-        again.step()
+    """An exception of the loop ends the attachment on all ranks. They can attach again, or go on with plain DDP."""
+    trainer = rank.new_trainer()
+    with suppress(_Left), trainer.attach():
+        trainer.step()
+        rank.raise_on_all_ranks("")  # no rank leaves while another one still trains
+        raise _Left
+    with trainer.attach():
+        trainer.step()
+    _expect_plain_ddp(rank, trainer.module, trainer.ddp)
 
 
 def _check_drop(rank: _Rank) -> None:
     """An attachment that nobody refers to any more ends, with its threads."""
-    trainer = rank.trainer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # detach was not called
-        attachment = trainer.attach()
-        trainer.step()
-        del attachment, trainer
-        gc.collect()
+    trainer = rank.new_trainer()
+    attachment = trainer.attach()
+    trainer.step()
+    rank.raise_on_all_ranks("")
+    del attachment, trainer
+    gc.collect()
 
 
-_CHECKS: dict[str, Callable[[_Rank], object]] = {
-    "training": _check_training,
-    "repetition": _check_repetition,
-    "overflow": _check_overflow,
-    "averaged weights": _check_averaged_weights,
-    "resume": _check_resume,
-    "refused states": _check_refused_states,
-    "detach": _check_detach,
-    "leave": _check_leave,
-    "drop": _check_drop,
-}
+_CHECKS: tuple[Callable[[_Rank], object], ...] = (
+    _check_training,
+    _check_repetition,
+    _check_overflow,
+    _check_averaged_weights,
+    _check_resume,
+    _check_refused_states,
+    _check_detach,
+    _check_leave,
+    _check_drop,
+)
+
+# The package warns if an attachment ends without `detach`.
+_WITHOUT_DETACH = (_check_leave, _check_drop)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from torchbagua.codecs.base import Compressor, TensorSpec, WireLayout, divide, sum_dtype
+from torchbagua.testing.transports.member import Mismatch
 
 T = TypeVar("T")
 
@@ -53,14 +54,10 @@ def check_codec(codec: Compressor, *, device: torch.device | None = None) -> lis
         name = check.__name__.removeprefix("_check_")
         try:
             check(codec, device or torch.device("cpu"))
-        except _Mismatch as mismatch:
+        except Mismatch as mismatch:
             raise CodecFault(f"torchbagua: check {name!r} of {codec!r} failed: {mismatch}") from mismatch.__cause__
         names.append(name)
     return names
-
-
-class _Mismatch(Exception):
-    """A check failed. Names the operation, and the expected and actual results."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class _Sample:
         """Return the wire of `x_N`, encoded into memory that contains `fill`."""
         layout = layout or self.layout
         before = x_N.clone()
-        return self.written_wire(
+        return self.write_wire(
             f"encode of {self.what}", layout, fill, lambda wire_W: self.codec.encode(x_N, layout, wire_W), (x_N, before)
         )
 
@@ -106,14 +103,14 @@ class _Sample:
         _call(what, lambda: self.codec.decode(wire_W, layout, x_N))
         _expect_untouched(f"{what}: the memory around x_N", memory, fill)
         if not torch.equal(wire_W, before):
-            raise _Mismatch(f"{what}: expected wire_W not to change")
+            raise Mismatch(f"{what}: expected wire_W not to change")
         return x_N.clone()
 
     def wires(self, num_rows: int) -> torch.Tensor:
         """Return the wires of different values, one of each rank."""
         return torch.stack([self.encode(self.values(seed)) for seed in range(num_rows)])
 
-    def written_wire(
+    def write_wire(
         self,
         what: str,
         layout: WireLayout,
@@ -127,7 +124,7 @@ class _Sample:
         _call(what, lambda: write(wire_W))
         _expect_untouched(f"{what}: the memory around wire_W", memory, fill)
         if unchanged is not None and not _equal(*unchanged):
-            raise _Mismatch(f"{what}: expected x_N not to change")
+            raise Mismatch(f"{what}: expected x_N not to change")
         return wire_W.clone()
 
     def _memory(self, num_bytes: int, fill: int) -> torch.Tensor:
@@ -146,13 +143,13 @@ def _samples(
     codec: Compressor,
     device: torch.device,
     dtypes: Sequence[torch.dtype] = _DTYPES,
-    nums_chunks: Sequence[int] = (1, 3),
+    chunk_counts: Sequence[int] = (1, 3),
 ) -> Iterator[_Sample]:
     """Return samples whose blocks are full, short and of one element, and whose chunks may be empty."""
     block = min(codec.block_elements, _LONGEST_BLOCK)
     encoded = [dtype for dtype in dtypes if codec.encodes(dtype)]
     for segments in ((1,), (7, 2 * block + 3, 1, block), (block - 1, 40, 5)):
-        for dtype, num_chunks in itertools.product(encoded, nums_chunks):
+        for dtype, num_chunks in itertools.product(encoded, chunk_counts):
             spec = TensorSpec(segments, dtype, device, "a tensor of check_codec")
             chunks = f"{num_chunks} chunks" if num_chunks > 1 else "one chunk"
             what = f"parameters of {segments} elements of {dtype} in {chunks}"
@@ -163,17 +160,21 @@ def _layout(codec: Compressor, spec: TensorSpec, num_chunks: int) -> WireLayout:
     return codec.layout(spec, spec.even_cuts(num_chunks, codec.block_elements))
 
 
+def _cuts(layout: WireLayout) -> list[int]:
+    return [0, *(elements.stop for elements in layout.elements)]
+
+
 def _call(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except Exception as error:
-        raise _Mismatch(f"{what}: expected no error, got {type(error).__name__}: {error}") from error
+        raise Mismatch(f"{what}: expected no error, got {type(error).__name__}: {error}") from error
 
 
 def _expect_untouched(what: str, memory: torch.Tensor, fill: int) -> None:
     around = torch.cat([memory[:_GUARD_BYTES], memory[-_GUARD_BYTES:]])
     if (around != fill).any():
-        raise _Mismatch(f"{what}: expected it not to change")
+        raise Mismatch(f"{what}: expected it not to change")
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -187,24 +188,24 @@ def _expect_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> No
         return
     differs = (actual != expected) | (actual.signbit() != expected.signbit())
     place = int((differs & ~(actual.isnan() & expected.isnan())).nonzero()[0])
-    raise _Mismatch(f"{what}: expected {expected[place].item()!r} at element {place}, got {actual[place].item()!r}")
+    raise Mismatch(f"{what}: expected {expected[place].item()!r} at element {place}, got {actual[place].item()!r}")
 
 
 def _check_description(codec: Compressor, device: torch.device) -> None:
     """Ranks compare codecs by their text, and settings contain them: equal options give an equal codec."""
     other = copy.deepcopy(codec)
-    if other != codec or hash(other) != hash(codec) or repr(other) != repr(codec):
-        raise _Mismatch(
+    if not _call("hash", lambda: other == codec and hash(other) == hash(codec) and repr(other) == repr(codec)):
+        raise Mismatch(
             f"deepcopy: expected an equal codec with the same hash and repr, got {other!r}; make the class a frozen "
             "dataclass whose fields are its options"
         )
     if not any(codec.encodes(dtype) for dtype in _DTYPES):
-        raise _Mismatch(f"encodes: expected at least one of {', '.join(map(str, _DTYPES))}, got none")
+        raise Mismatch(f"encodes: expected at least one of {', '.join(map(str, _DTYPES))}, got none")
 
 
 def _check_sizes(codec: Compressor, device: torch.device) -> None:
     """Each chunk takes `wire_bytes` bytes, a multiple of 32."""
-    for sample in _samples(codec, device, nums_chunks=(1, 2, 3)):
+    for sample in _samples(codec, device, chunk_counts=(1, 2, 3)):
         for elements, own_bytes in zip(sample.layout.elements, sample.layout.byte_slices, strict=True):
             bounds = sample.spec.block_bounds(codec.block_elements).tolist()
             num_blocks = sum(elements.start <= start < elements.stop for start in bounds[:-1])
@@ -212,16 +213,19 @@ def _check_sizes(codec: Compressor, device: torch.device) -> None:
             num_bytes = codec.wire_bytes(num_elements, num_blocks, sample.spec.dtype)
             what = f"wire_bytes({num_elements}, {num_blocks}, {sample.spec.dtype})"
             if num_bytes < 0 or (num_bytes % 32 and not codec.wire_is_tensor):
-                raise _Mismatch(f"{what}: expected a multiple of 32, got {num_bytes}; round up with pad_bytes")
+                raise Mismatch(f"{what}: expected a multiple of 32, got {num_bytes}; round up with pad_bytes")
             if own_bytes.stop - own_bytes.start != num_bytes:
-                raise _Mismatch(f"layout: expected {num_bytes} bytes, as {what} returns, got {own_bytes}")
+                raise Mismatch(f"layout: expected {num_bytes} bytes, as {what} returns, got {own_bytes}")
 
 
 def _check_same_values(codec: Compressor, device: torch.device) -> None:
     """The same values give the same result, whatever the memory contained."""
     for sample in _samples(codec, device):
         x_N = sample.values()
-        decoded = sample.decode(sample.encode(x_N))
+        wire_W = sample.encode(x_N)
+        if not torch.equal(sample.encode(x_N), wire_W):
+            raise Mismatch(f"encode of {sample.what}, again: expected the same wire")
+        decoded = sample.decode(wire_W)
         for fill in _FILLS:
             again = sample.decode(sample.encode(x_N, fill), fill=fill)
             what = f"encode and decode of {sample.what}, again, into memory full of {fill:#04x}"
@@ -241,14 +245,15 @@ def _check_blocks(codec: Compressor, device: torch.device) -> None:
             expected[part] = actual[part]
             what = (
                 f"encode and decode of {sample.what}, with other values in elements {part.start} to {part.stop - 1} "
-                "alone; do the bytes of blocks overlap, because block_format.payload_bytes is too small?"
+                "alone; if block_format.payload_bytes is too small, blocks overlap; if blocks depend on each other, "
+                "blocks_are_independent must be False"
             )
             _expect_equal(what, actual, expected)
 
 
 def _check_chunks(codec: Compressor, device: torch.device) -> None:
     """A chunk has the same values whether it is encoded and decoded alone or together with others."""
-    for sample in _samples(codec, device, nums_chunks=(2, 3)):
+    for sample in _samples(codec, device, chunk_counts=(2, 3)):
         x_N = sample.values()
         wire_W = sample.encode(x_N)
         decoded = sample.decode(wire_W)
@@ -261,6 +266,10 @@ def _check_chunks(codec: Compressor, device: torch.device) -> None:
             for how, wire in (("encoded with all", wire_W[own_bytes].clone()), ("encoded alone", alone)):
                 expected = decoded[elements]
                 _expect_equal(f"{what}, {how} and decoded alone", sample.decode(wire, layout=layout), expected)
+        if not codec.wire_is_tensor:
+            padded = codec.layout(sample.spec, _cuts(sample.layout), equal_bytes=True)
+            equal = sample.decode(sample.encode(x_N, layout=padded), layout=padded)
+            _expect_equal(f"encode and decode of {sample.what}, with equal_bytes", equal, decoded)
         if codec.blocks_are_independent:
             whole = _layout(codec, sample.spec, 1)
             one = sample.decode(sample.encode(x_N, layout=whole), layout=whole)
@@ -268,11 +277,13 @@ def _check_chunks(codec: Compressor, device: torch.device) -> None:
 
 
 def _check_dtypes(codec: Compressor, device: torch.device) -> None:
-    """Values are decoded into each dtype that the codec encodes, rounded once."""
+    """Values are decoded into each dtype that the codec encodes and sums alike, rounded once."""
     for sample in _samples(codec, device):
         wire_W = sample.encode(sample.values())
         decoded = sample.decode(wire_W)
         for dtype in filter(codec.encodes, _DTYPES):
+            if sum_dtype(dtype) != sum_dtype(sample.spec.dtype):
+                continue
             what = f"decode of {sample.what} into {dtype}"
             _expect_equal(what, sample.decode(wire_W, dtype, fill=_FILLS[-1]), decoded.to(dtype))
 
@@ -295,7 +306,7 @@ def _check_not_finite(codec: Compressor, device: torch.device) -> None:
             actual = sample.decode(sample.encode(broken_N))
             what = f"encode and decode of {sample.what}, with {value} at element {part.stop - 1}"
             if actual[part].isfinite().all():
-                raise _Mismatch(f"{what}: expected NaN or Inf in elements {part.start} to {part.stop - 1}, got none")
+                raise Mismatch(f"{what}: expected NaN or Inf in elements {part.start} to {part.stop - 1}, got none")
             expected = decoded.clone()
             expected[part] = actual[part]
             _expect_equal(what, actual, expected)
@@ -303,7 +314,7 @@ def _check_not_finite(codec: Compressor, device: torch.device) -> None:
 
 def _check_mean(codec: Compressor, device: torch.device) -> None:
     """`decode_mean` sums in rank order and divides; `decode_mean_encode` encodes the same mean."""
-    for sample in _samples(codec, device, nums_chunks=(1,)):
+    for sample in _samples(codec, device, chunk_counts=(1,)):
         for num_rows, divisor in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 1.0)):
             _check_mean_of(sample, num_rows, divisor)
 
@@ -319,7 +330,7 @@ def _check_mean_of(sample: _Sample, num_rows: int, divisor: float) -> None:
     _call(f"decode_mean {wires}", lambda: codec.decode_mean(wires_RW, layout, divisor, own_N))
     _expect_equal(f"decode_mean {wires}", own_N, mean_N)
     what = f"decode_mean_encode {wires}"
-    wire_W = sample.written_wire(
+    wire_W = sample.write_wire(
         what, layout, _FILLS[-1], lambda wire_W: codec.decode_mean_encode(wires_RW, layout, divisor, wire_W)
     )
     _expect_equal(what, sample.decode(wire_W), sample.decode(sample.encode(mean_N)))
@@ -327,7 +338,7 @@ def _check_mean_of(sample: _Sample, num_rows: int, divisor: float) -> None:
 
 def _check_feedback(codec: Compressor, device: torch.device) -> None:
     """`encode_feedback` encodes the sum with the residual, and the new residual is what the wire leaves out."""
-    for sample in _samples(codec, device, dtypes=(torch.float32,), nums_chunks=(1,)):
+    for sample in _samples(codec, device, dtypes=(torch.float32,), chunk_counts=(1,)):
         residual_N = sample.values(7, scale=0.1)
         x_N, left_out_N = sample.values(), torch.full_like(residual_N, torch.nan)
         sum_N = x_N + residual_N
@@ -369,7 +380,7 @@ def _decode_mean_encode_feedback(
 def _expect_feedback(
     sample: _Sample, what: str, write: Callable[[torch.Tensor], None], sum_N: torch.Tensor, left_out_N: torch.Tensor
 ) -> None:
-    decoded = sample.decode(sample.written_wire(what, sample.layout, _FILLS[-1], write))
+    decoded = sample.decode(sample.write_wire(what, sample.layout, _FILLS[-1], write))
     _expect_equal(what, decoded, sample.decode(sample.encode(sum_N)))
     _expect_equal(f"{what}: left_out_N", left_out_N, sum_N - decoded)
 

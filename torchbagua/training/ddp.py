@@ -285,7 +285,7 @@ def comm_hook(state: GradientRunner, bucket: dist.GradBucket) -> torch.futures.F
             work if meeting is None else OpeningBucket(meeting, work, gradient_bucket.name)
         )
     future = job.future()
-    before = state.job_before(job, is_first=bucket.index() == 0, is_last=bucket.is_last())
+    before = state.note_job(job, is_first=bucket.index() == 0, is_last=bucket.is_last())
     if bucket.is_last() and not state.has_joined and flat.is_cpu:
         # Runs before DDP's callback, whose waits would delay signal handlers: DDP queues it after this hook returns. Of
         # several buckets, it leaves the last one to DDP, which copies the other means into the gradients meanwhile.
