@@ -151,19 +151,20 @@ def distance(path: Path, module: str, defined: set[str], above: frozenset[Path] 
 
 
 def files_in_stages(mutant: Mutant) -> tuple[list[str], list[str]]:
-    """Return the test files that use the broken module, those with its name and the nearest first, and all others."""
-    module, defined = "torchbagua.native", set[str]()
-    if mutant.path.suffix == ".py":
+    """Return the test files that use the broken module, those named after it and the nearest first, and all others."""
+    module, defined = "torchbagua.native", set[str]()  # tests call native operations by torch.ops
+    if mutant.package != "native":
         module = ".".join(mutant.path.with_suffix("").parts)
         tree = ast.parse((ROOT / mutant.path).read_text(encoding="utf-8"))
         defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     paths = set((ROOT / "tests").glob("test_*.py")) - {ROOT / "tests/test_mutants.py"}  # a mutant does not apply twice
+    namesakes = {path for path in paths if mutant.path.stem.replace("_", "") in path.stem.replace("_", "")}
     using: list[Path] = []
     while not using:  # no test imports some modules, so that those of their package come first
         distances = {path: distance(path, module, defined) for path in sorted(paths)}
-        using = [path for path in distances if distances[path] < math.inf]
+        using = [path for path in distances if distances[path] < math.inf or path in namesakes]
         module = module.rpartition(".")[0]
-    using.sort(key=lambda path: (mutant.path.stem not in path.stem, distances[path]))
+    using.sort(key=lambda path: (path not in namesakes, distances[path]))
     others = [path for path in distances if path not in using]
     return [str(path.relative_to(ROOT)) for path in using], [str(path.relative_to(ROOT)) for path in others]
 
