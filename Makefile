@@ -188,6 +188,10 @@ gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of 
 simulate: $(STAMPS)/dev ## run a thousand trainings with faults in a simulated network; ARGS='--seeds 10000'
 	PYTHONPATH=benchmarks $(BIN)/python -W ignore tests/simulate.py $(ARGS)
 
+.PHONY: mutants
+mutants: $(STAMPS)/dev ## break the package in 150 ways, one after the other, and print which test finds each; takes hours; ARGS='--only NAME'
+	$(BIN)/python tests/run_mutants.py $(ARGS)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## run the soak tests, which take minutes
 	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)
