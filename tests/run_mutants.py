@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from mutants import MUTANTS, ROOT, Mutant
+from programs import started
 
 NUM_SEEDS = 300
 TIMEOUT = "timeout"
@@ -61,24 +61,12 @@ class Run(NamedTuple):
 def run(folder: Path, longest_s: float, *arguments: str) -> Run:
     """Run Python in a copy of the repository; then end the processes that it has started and left."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'benchmarks'}"}
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": folder, "env": environment}
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         status = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                status = process.wait(longest_s)
-        finally:
-            with suppress(ProcessLookupError):  # it has left no process
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        command = [sys.executable, *arguments]
+        with started(command, stdout=output, **options) as process, suppress(subprocess.TimeoutExpired):
+            status = process.wait(longest_s)
         output.seek(0)
         return Run(status, output.read())
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 import torchbagua.native
 from ranks import gloo_group, init_default_group, run_ranks
+from torchbagua._torch import forget_active_ddp
 from transports import CollectivesAlone
 
 Body = Callable[[dist.ProcessGroup], None]
@@ -401,7 +402,7 @@ def test_no_thread_outlives_attach_or_impl() -> None:
 
     run_ranks(2, body)
     # The class attribute is set during a forward: if ranks are threads, a rank can leave another rank's module there.
-    DistributedDataParallel._active_ddp_module = None
+    forget_active_ddp()
     deadline = time.monotonic() + 5
     while lanes():
         gc.collect()

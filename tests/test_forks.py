@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua._torch import forget_active_ddp
 
 ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
     "bytegrad": tb.ByteGradAlgorithm,
@@ -103,7 +104,7 @@ def test_a_fork(algorithm: str) -> None:
         group.barrier().wait()
         if group.rank() == 0:
             # All threads share it: after forwards of two threads, it may refer to the DDP of this rank.
-            DistributedDataParallel._active_ddp_module = None
+            forget_active_ddp()
         group.barrier().wait()
         if group.rank() == 0:
             if algorithm != "async":

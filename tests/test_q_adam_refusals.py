@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from q_adam_life import NUM_WARM, Trainer
 from ranks import run_ranks
+from torchbagua._torch import forget_active_ddp
 from training import Tower, build
 
 
@@ -117,9 +118,7 @@ def test_nothing_keeps_the_impl_of_a_deleted_hook_alive() -> None:
         del ddp
         deadline_s = time.monotonic() + 20
         while optimizer.has_averager and time.monotonic() < deadline_s:  # until the lane's thread drops the last job
-            DistributedDataParallel._active_ddp_module = (
-                None  # shared by all ranks, which are threads here (torch 2.13)
-            )
+            forget_active_ddp()  # shared by all ranks, which are threads here (torch 2.13)
             gc.collect()
             time.sleep(0.01)
         return optimizer.has_averager

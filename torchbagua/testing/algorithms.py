@@ -21,7 +21,7 @@ import torchbagua as tb
 from torchbagua._torch import forget_active_ddp
 from torchbagua.testing.simulation.program import MakeOptimizer
 from torchbagua.testing.simulation.trial import Subject
-from torchbagua.testing.transports.member import Mismatch, OtherMemberFailed, SuiteThread
+from torchbagua.testing.transports.member import Mismatch, OtherMemberFailed
 from torchbagua.transport.gloo import gloo_group
 
 Weights = dict[str, torch.Tensor]
@@ -121,16 +121,18 @@ class _Suite:
 
     def _run_ranks(self, name: str, check: "Callable[[_Rank], object]") -> None:
         store, groups = dist.HashStore(), dict[int, dist.ProcessGroup]()  # groups live until all ranks are done
-        errors: list[tuple[int, Exception]] = []  # in the order in which they were raised
+        errors: list[tuple[int, BaseException]] = []  # in the order in which they were raised
 
         def run(rank: int) -> None:
             try:
                 groups[rank] = gloo_group(dist.PrefixStore(name, store), rank, self.size, _TIMEOUT)
                 check(_Rank(self, groups[rank]))
-            except Exception as error:
+            except BaseException as error:  # reported below
                 errors.append((rank, error))
 
-        threads = [SuiteThread(partial(run, rank), f"rank {rank}") for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
