@@ -8,11 +8,30 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from devices import CPU
+from torchbagua._torch import active_ddp, forget_active_ddp
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=60)
+INSIDE_DDP_FORWARD = DistributedDataParallel._inside_ddp_forward
+
+
+@contextmanager
+def _inside_ddp_forward(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Replace DDP's method of this name, which crashes, rarely, if ranks are threads (torch 2.13): see active_ddp."""
+    outer = active_ddp()
+    DistributedDataParallel._active_ddp_module = ddp
+    try:
+        yield
+    finally:
+        inner = active_ddp()  # frees it after it is replaced
+        DistributedDataParallel._active_ddp_module = outer
+        del inner
+
+
+DistributedDataParallel._inside_ddp_forward = _inside_ddp_forward
 
 
 def gloo_group(
@@ -79,6 +98,7 @@ def run_ranks(
     for thread in threads:
         thread.join(timeout.total_seconds() * 2)
         assert not thread.is_alive(), f"{thread.name} hangs"
+    forget_active_ddp()  # frees it while no thread runs a forward; see active_ddp
     if errors:
         raise errors[min(errors)]
     return [results[rank] for rank in range(size)]

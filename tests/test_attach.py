@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 import torchbagua.native
 from ranks import gloo_group, init_default_group, run_ranks
-from torchbagua._torch import forget_active_ddp
 from transports import CollectivesAlone
 
 Body = Callable[[dist.ProcessGroup], None]
@@ -401,8 +400,6 @@ def test_no_thread_outlives_attach_or_impl() -> None:
         hooked(torch.ones(1, 4)).sum().backward()
 
     run_ranks(2, body)
-    # The class attribute is set during a forward: if ranks are threads, a rank can leave another rank's module there.
-    forget_active_ddp()
     deadline = time.monotonic() + 5
     while lanes():
         gc.collect()

@@ -19,6 +19,7 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from averaging import RARELY
 from ranks import run_ranks
+from torchbagua._torch import forget_active_ddp
 from training import build
 
 NUM_MODELS = 3
@@ -102,8 +103,7 @@ def test_an_unreferenced_attachment_is_freed(attach: Any, algorithm: Any) -> Non
         for _ in range(NUM_MODELS):
             train(group)
             barrier.wait()
-            # The class attribute is set during a forward: if ranks are threads, it can keep another rank's module.
-            DistributedDataParallel._active_ddp_module = None
+            forget_active_ddp()  # shared by all ranks, which are threads here
             assert settle(lambda: num_lanes() <= lanes_before)
             barrier.wait()
             descriptors.append(num_descriptors())

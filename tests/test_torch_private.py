@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
 import torchbagua.native
-from ranks import init_default_group, run_ranks
+from ranks import INSIDE_DDP_FORWARD, init_default_group, run_ranks
 from torchbagua import _torch
 from torchbagua.compat.bagua import _torch as bagua_torch
 from torchbagua.compat.mlbench import _torch as mlbench_torch
@@ -453,7 +453,7 @@ def test_the_step_of_a_fused_optimizer() -> None:
 
 
 def test_the_ddp_that_is_running(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)  # threads of other tests may have left one
+    monkeypatch.setattr(DistributedDataParallel, "_inside_ddp_forward", INSIDE_DDP_FORWARD)
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     ddp = DistributedDataParallel(module, process_group=group)
     seen: list[DistributedDataParallel | None] = []
@@ -462,6 +462,20 @@ def test_the_ddp_that_is_running(group: dist.ProcessGroup, monkeypatch: pytest.M
     ddp(torch.ones(1, 2))
     module(torch.ones(1, 2))
     assert seen == [None, ddp, ddp, None, None]
+
+
+def test_a_ddp_that_is_freed_is_not_running() -> None:
+    """The cache of the class's attributes still refers to it then, and another thread would crash (CPython 3.11)."""
+    seen: list[object] = []
+
+    class Freed:
+        def __del__(self) -> None:
+            seen.append(_torch.active_ddp())
+
+    DistributedDataParallel._active_ddp_module = Freed()
+    DistributedDataParallel._get_active_ddp_module()  # fills the cache
+    DistributedDataParallel._active_ddp_module = None
+    assert seen == [None]
 
 
 def test_a_call_at_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

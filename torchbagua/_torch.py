@@ -217,12 +217,17 @@ def is_joining(ddp: DistributedDataParallel) -> bool:
 
 def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP whose forward is running. All threads share it: it may be another thread's."""
-    return DistributedDataParallel._active_ddp_module
+    # An attribute of a class is read from a cache without references (CPython 3.11): while another thread replaces and
+    # frees a DDP that only the class refers to, the cache returns the freed one.
+    running: DistributedDataParallel | None = vars(DistributedDataParallel)["_active_ddp_module"]
+    return running
 
 
 def forget_active_ddp() -> None:
     """Forget the DDP whose forward runs. Ranks that are threads of one process may leave one behind."""
+    running = active_ddp()  # frees it after it is replaced
     DistributedDataParallel._active_ddp_module = None
+    del running
 
 
 def has_learnt_graph(ddp: DistributedDataParallel) -> bool:
