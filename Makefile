@@ -40,9 +40,16 @@ test: lint ## lint and run the tests, one per core; takes a few minutes
 	$(PYTEST_PARALLEL) $(ARGS)
 
 .PHONY: test-all
-test-all: test ## run the tests, then the slow tests and the tests that must run alone: faults, tutorials, networks
-	$(PYTEST_PARALLEL) -m '(slow or docs) and not alone and not gpu' $(ARGS)
-	$(BIN)/pytest -m alone $(ARGS)
+test-all: test ## run the tests, then those that need processes, the tutorials, and the code blocks of the documentation
+	$(PYTEST_PARALLEL) -m '(slow or docs) and not release and not alone and not gpu' $(ARGS)
+	$(BIN)/pytest -m 'alone and not release' $(ARGS)
+
+# What a change rarely breaks. Horovod is built, and other versions of torch are installed, in environments of their own.
+.PHONY: test-release
+test-release: $(STAMPS)/dev soak test-browser test-horovod ## run what `make test-all` leaves out: other values and platforms, networks, soak, browser, Horovod, another torch
+	$(PYTEST_PARALLEL) -m 'release and not alone and not gpu' $(ARGS)
+	$(BIN)/pytest -m 'release and alone' $(ARGS)
+	$(MAKE) test-torch VERSION=$(OTHER_TORCH)
 
 .PHONY: test-docs
 test-docs: $(STAMPS)/dev ## run every code block of README and docs in isolation
@@ -61,6 +68,9 @@ test-horovod: $(STAMPS)/horovod ## build Horovod and run the tests that need it
 
 # The tests that depend on the torch version: private names of torch, DDP, FSDP2 and torch.compile.
 TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded.py sharded_weights.py compiled.py)
+
+# The version that `make test-release` tests.
+OTHER_TORCH ?= 2.12.0
 
 # What is installed: the working tree, built against that torch, or a wheel of `make wheels`.
 PACKAGE ?= .

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from devices import CPU, require_gpu
 from host_kernels import HostKernels, compile_kernels
 from made_once import made_once
+from processor_time import ProcessorTime
 
 # A deadline would measure how busy the machine is; the blob reproduces a failure that CI found.
 hypothesis.settings.register_profile("torchbagua", deadline=None, print_blob=True)
@@ -28,6 +29,10 @@ hypothesis.settings.load_profile("torchbagua")
 # Ranks are threads, and several tests run at once: with a thread pool for each they would wait for one another.
 # A test of such a pool's results sets its size.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTime())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,7 @@ def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
         [
             pytest.param(
                 *(values[index] for values, index in zip(axes.values(), case, strict=True)),
-                marks=() if case in chosen else pytest.mark.slow,
+                marks=() if case in chosen else pytest.mark.release,
             )
             for case in cases
         ],

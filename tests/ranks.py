@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -65,6 +66,34 @@ def without_default_group() -> Iterator[None]:
             dist.destroy_process_group()
 
 
+class Groups:
+    """Outer groups of ranks that are threads, which later tests use again: to close a socket takes gloo 10 ms."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, timedelta, torch.device], list[list[dist.ProcessGroup]]] = {}
+
+    def take(self, size: int, timeout: timedelta, device: torch.device) -> list[dist.ProcessGroup]:
+        """Return the groups of all ranks, in rank order."""
+        free = self._free.setdefault((size, timeout, device), [])
+        if free:
+            return free.pop()
+        store = dist.HashStore()
+        with ThreadPoolExecutor(size) as threads:
+            return [*threads.map(lambda rank: gloo_group(store, rank, size, timeout, device), range(size))]
+
+    def give_back(self, groups: list[dist.ProcessGroup], timeout: timedelta, device: torch.device) -> None:
+        """Keep the groups for another test, unless a collective of the last one is left on some ranks."""
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=1)
+        with suppress(RuntimeError):
+            for work in [group.barrier(options) for group in groups]:
+                work.wait()
+            self._free[len(groups), timeout, device].append(groups)
+
+
+_groups = Groups()
+
+
 def run_ranks(
     size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta = TIMEOUT, device: torch.device = CPU
 ) -> list[T]:
@@ -75,16 +104,14 @@ def run_ranks(
     Raises the error of the lowest rank that raised. Errors of other ranks follow from it, or resemble it.
     """
     init_default_group()
-    store = dist.HashStore()
     # Stored until all ranks are done: gloo can deadlock if a group's last reference is dropped, with the GIL held, just
     # after an all-reduce that backward has started (torch 2.13: its worker needs the GIL to free the work).
-    groups: dict[int, dist.ProcessGroup] = {}
+    groups = _groups.take(size, timeout, device)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            groups[rank] = gloo_group(store, rank, size, timeout, device)
             # Autograd has one thread per GPU. DDP's last callback blocks it to wait for other ranks, whose backward
             # would need it. So each rank's backward stays on the rank's own thread, as on the CPU.
             with torch.autograd.set_multithreading_enabled(device == CPU):
@@ -101,6 +128,7 @@ def run_ranks(
     forget_active_ddp()  # frees it while no thread runs a forward; see active_ddp
     if errors:
         raise errors[min(errors)]
+    _groups.give_back(groups, timeout, device)
     return [results[rank] for rank in range(size)]
 
 

@@ -133,7 +133,7 @@ def run_benchmark(results: Path, *arguments: str, **environment: str) -> "subpro
     return programs.run(command, env=environment, timeout_s=TIMEOUT_S, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_continues_from_its_file(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     first = run_benchmark(results, "--tasks", "gpt", "--only", "ddp")
@@ -171,7 +171,7 @@ def test_a_sweep_continues_from_its_file(tmp_path: Path) -> None:
     assert json.loads(results.read_text()) == document
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_failing_ranks_end_the_benchmark_with_their_message(tmp_path: Path) -> None:
     run = run_benchmark(tmp_path / "results.json", "--tasks", "digits", TORCHBAGUA_NATIVE="no such path")
 

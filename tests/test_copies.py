@@ -69,7 +69,7 @@ def saved(module: nn.Module) -> nn.Module:
     [
         *((name, True) for name in GRADIENTS | WEIGHTS),
         ("decentralized", False),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("low precision", "diloco", "async")),
+        *(pytest.param(name, False, marks=pytest.mark.release) for name in ("low precision", "diloco", "async")),
     ],
 )
 def test_a_copy_trains_without_an_algorithm(default_groups: threading.local, name: str, is_ddp: bool) -> None:

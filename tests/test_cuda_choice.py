@@ -149,7 +149,7 @@ class TestLoad:
         environment = pretend_cuda(tmp_path / "cuda", checkout)
         return {**environment, "CUDA_HOME": str(tmp_path), "TORCHBAGUA_CACHE": str(tmp_path / "cache")}
 
-    @pytest.mark.slow
+    @pytest.mark.release
     @needs_nvrtc
     def test_nvrtc_compiles_when_loaded(self, tmp_path: Path, environment: dict[str, str]) -> None:
         code = f"""{LOAD}

@@ -78,7 +78,7 @@ def needed_libraries(library: Path) -> set[str]:
     return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bindings_compile_without_a_warning_and_launch_kernels_that_give_the_bytes_of_the_reference(
     host_kernels: HostKernels, tmp_path: Path
 ) -> None:
@@ -112,7 +112,7 @@ def test_bindings_compile_without_a_warning_and_launch_kernels_that_give_the_byt
     assert other_error == "torchbagua::minmax_uint8_encode: some error of CUDA"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_library_compiled_at_first_use_loads_and_refuses_with_plain_torchs_messages(tmp_path: Path) -> None:
     environment = pretend_cuda(tmp_path / "cuda", REPOSITORY)
     environment["TORCHBAGUA_CACHE"] = str(tmp_path / "cache")
@@ -126,7 +126,7 @@ def test_library_compiled_at_first_use_loads_and_refuses_with_plain_torchs_messa
     assert "libtorch_cuda" in needed_libraries(Path(library))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_wheel_built_with_a_cuda_torch_contains_both_libraries(tmp_path: Path) -> None:
     checkout = copy_sources(tmp_path / "checkout")
     replace_cpu_sources(checkout / "csrc_cuda")

@@ -189,7 +189,7 @@ def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: floa
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.release)])
 def test_replicas_equal_their_originals_at_every_step(size: int, num_steps: int) -> None:
     model = build(Normed)
 

@@ -62,11 +62,11 @@ MODEL = build(Normed)
     [
         ("2 x 2", WAYS[0], {"delay": 1}),
         ("2 x 2", WAYS[1], {"fragments": 2, "delay": 1}),
-        pytest.param("2 x 2", WAYS[1], {"compression": None}, marks=pytest.mark.slow),
+        pytest.param("2 x 2", WAYS[1], {"compression": None}, marks=pytest.mark.release),
         ("uneven", WAYS[0], {"fragments": 2}),
-        pytest.param("uneven", WAYS[1], {"delay": 2}, marks=pytest.mark.slow),
-        pytest.param("2 x 4", WAYS[0], {"fragments": 3, "delay": 1}, marks=pytest.mark.slow),
-        pytest.param("2 x 4", WAYS[1], {"bucket_cap_mb": 0.001}, marks=pytest.mark.slow),
+        pytest.param("uneven", WAYS[1], {"delay": 2}, marks=pytest.mark.release),
+        pytest.param("2 x 4", WAYS[0], {"fragments": 3, "delay": 1}, marks=pytest.mark.release),
+        pytest.param("2 x 4", WAYS[1], {"bucket_cap_mb": 0.001}, marks=pytest.mark.release),
     ],
 )
 def test_nodes_are_the_workers(nodes: str, way: str, arguments: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def world_size_of(algorithm: str) -> int:
 
 def cases(faults: list[str], algorithms: list[str]) -> list[Any]:
     pairs = itertools.product(faults, algorithms)
-    return [pytest.param(*pair, marks=() if pair in TYPICAL else pytest.mark.slow) for pair in pairs]
+    return [pytest.param(*pair, marks=() if pair in TYPICAL else pytest.mark.release) for pair in pairs]
 
 
 @pytest.mark.parametrize(

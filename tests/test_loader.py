@@ -86,7 +86,7 @@ def test_processes_at_first_use_wait_for_the_compiling_process(empty_checkout: P
     assert (tmp_path / "calls").read_text() == "\n"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "counting-c++", f"echo >>{tmp_path}/calls")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler)}

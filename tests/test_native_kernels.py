@@ -177,7 +177,7 @@ def test_same_bytes_at_any_address(codec: Codec) -> None:
         assert_mean_feedback_is_both_in_turn(codec, wires[0].repeat(3, 1), values, table)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_instruction_set(name: str) -> None:
     best = torch.backends.cpu.get_cpu_capability().lower()

@@ -107,7 +107,7 @@ def test_nearly_dependent_vectors_stay_orthonormal() -> None:
     assert (products - torch.eye(6)).abs().max() < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
 def test_under_other_instruction_sets(instruction_set: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__]

@@ -163,7 +163,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(case.op(name), (*arguments, *case.numbers))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
 def test_under_other_instruction_sets(instruction_set: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__]

@@ -155,7 +155,7 @@ def test_forms_refuse(name: str) -> None:
         assert torch.equal(values[0], torch.ones(3))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
 def test_under_other_instruction_sets(instruction_set: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__]

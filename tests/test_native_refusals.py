@@ -164,7 +164,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_library_with_a_libstdcxx_of_its_own_refuses(tmp_path: Path) -> None:
     """A compiler without the shared libstdc++ links the static one: beside torch's, its streams crash."""
     csrc, library = loader.sources(), tmp_path / "library.so"

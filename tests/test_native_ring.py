@@ -70,7 +70,7 @@ def test_one_neighbour_has_the_bits_of_two_that_are_equal(length: int) -> None:
     assert same_bits(of_one, of_two)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
 def test_under_other_instruction_sets(instruction_set: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__]

@@ -63,7 +63,7 @@ def fuzz(library: Path, seconds: float, seed: int) -> "subprocess.CompletedProce
     return programs.run(command, env=environment, check=False, timeout_s=seconds + 120)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_fuzzer_finds_no_overrun_and_detects_a_planted_one(tmp_path: Path) -> None:
     if runtime_library("libasan.so") is None:
         pytest.skip("the C++ compiler has no libasan.so")

@@ -33,7 +33,7 @@ SMALL = [
     "--link-rates",
 ]
 LIMIT_S = 60
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 def namespaces_of(pid: int) -> list[str]:

@@ -46,7 +46,7 @@ class Counting(nvrtc.Compiler):
         return super().compile(target)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(target: str) -> None:
     image = compiler_of().compile(target)

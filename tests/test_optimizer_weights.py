@@ -201,7 +201,7 @@ HABITS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("cls", [SGDScheduleFree, pytest.param(ModeInAttribute, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cls", [SGDScheduleFree, pytest.param(ModeInAttribute, marks=pytest.mark.release)])
 @pytest.mark.parametrize("habit", HABITS)
 def test_eval_and_train_about_averaged_weights(cls: type[Interpolated], habit: str) -> None:
     """All ranks evaluate the same model, and training is bitwise the same as with these calls without the block.

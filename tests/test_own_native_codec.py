@@ -129,13 +129,13 @@ def add_cuda(checkout: Path) -> None:
     add(checkout / "csrc_cuda" / "kernels" / "all.cuh", line, f'#include "largest.cuh"\n{line}')
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_kernels_for_the_cpu_are_one_more_file(checkout: Path, tmp_path: Path) -> None:
     shutil.copy(OWN / "largest.cpp", checkout / "csrc_cuda" / "cpu")
     check(checkout, "jit", TORCHBAGUA_NATIVE="jit", TORCHBAGUA_CACHE=str(tmp_path / "cache"))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_with_kernels_for_cuda_it_is_one_more_of_each(checkout: Path) -> None:
     add_cuda(checkout)
     shutil.copytree(OWN.parent, checkout / "tests", ignore=shutil.ignore_patterns("data", "__pycache__"))
@@ -143,7 +143,7 @@ def test_with_kernels_for_cuda_it_is_one_more_of_each(checkout: Path) -> None:
     check(checkout, "reference", OF_CUDA, **variables)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_nvrtc_compiles_its_kernels_with_the_others(checkout: Path) -> None:
     bindings = pytest.importorskip("cuda.bindings.nvrtc")
     add_cuda(checkout)
@@ -152,7 +152,7 @@ def test_nvrtc_compiles_its_kernels_with_the_others(checkout: Path) -> None:
         assert f".text.{name}\0".encode() in image
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_nvcc_compiles_its_binding_without_a_warning(checkout: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc")

@@ -45,7 +45,7 @@ def assert_pure(wheel: zipfile.ZipFile) -> None:
     assert not libraries(wheel)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     programs.run([sys.executable, "-m", "venv", "--without-pip", environment])
@@ -70,7 +70,7 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
     assert fork_python(code, packages) == (0, f"{installed}\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_wheel_built_alongside_torch_contains_the_library(checkout: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     programs.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "wheels", "."])

@@ -208,9 +208,9 @@ def freeze(module: Normed, step: int, event: str) -> None:
     "event",
     [
         "unfreeze",
-        pytest.param("unfreeze late", marks=pytest.mark.slow),
-        pytest.param("freeze", marks=pytest.mark.slow),
-        pytest.param("freeze the next", marks=pytest.mark.slow),
+        pytest.param("unfreeze late", marks=pytest.mark.release),
+        pytest.param("freeze", marks=pytest.mark.release),
+        pytest.param("freeze the next", marks=pytest.mark.release),
     ],
 )
 @pytest.mark.parametrize(

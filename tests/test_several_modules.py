@@ -160,10 +160,10 @@ def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
     ("name", "kind"),
     [
         ("decentralized", "ddps"),
-        pytest.param("decentralized", "plain", marks=pytest.mark.slow),
+        pytest.param("decentralized", "plain", marks=pytest.mark.release),
         ("low precision", "mixed"),
         ("diloco", "mixed"),
-        pytest.param("async", "ddps", marks=pytest.mark.slow),
+        pytest.param("async", "ddps", marks=pytest.mark.release),
         ("async", "plain"),
     ],
 )

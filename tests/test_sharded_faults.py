@@ -81,7 +81,7 @@ def check(result: dict[str, Any]) -> None:
             Trial("decentralized", 4, "sleep", victim=2, place=("backward", 3, 3)),
             [3],
             "reduce_scatter of gradients",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
     ],
     ids=lambda value: value.way if isinstance(value, Trial) else "",

@@ -17,7 +17,7 @@ SIZE = 8
 
 
 @pytest.mark.parametrize(
-    "num_steps", [10, pytest.param(50, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+    "num_steps", [10, pytest.param(50, marks=pytest.mark.release), pytest.param(1000, marks=pytest.mark.soak)]
 )
 @pytest.mark.parametrize(
     ("algorithm", "nodes"),

@@ -42,7 +42,7 @@ def test_results_are_bitwise_equal_to_the_default_transport_with_four_ranks(name
     [
         ("kill", "bytegrad", "messages"),
         *(
-            pytest.param(fault, algorithm, calls, marks=pytest.mark.slow)
+            pytest.param(fault, algorithm, calls, marks=pytest.mark.release)
             for fault, algorithm, calls in (
                 ("stop", "bytegrad", "messages"),
                 ("raise", "bytegrad", "messages"),

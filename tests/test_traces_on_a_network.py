@@ -21,7 +21,7 @@ LIMIT_S = 120
 MOST_OVERHEAD = 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.network
 @pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
 def test_bytes_match_those_of_the_interface(tmp_path: Path, name: str) -> None:

@@ -31,14 +31,14 @@ def check(maker: TransportMaker, size: int = 3) -> set[str]:
 # Transports of the package
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.release), 3])
 def test_gloo(size: int) -> None:
     ran = check(GlooTransport, size)
     assert ran > MESSAGES | DEADLINES | ENDS | COLLECTIVES | {"deadline_of_collectives"}
     assert "all_to_all" not in ran
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_gloo_that_connects_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
     check(GlooTransport)
@@ -63,7 +63,7 @@ def test_collectives_in_stream_order() -> None:
     assert not ran & (MESSAGES | DEADLINES)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.release)])
 def test_the_queue_transport_of_the_docs(size: int) -> None:
     ran = check(QueueTransport, size)
     assert ran > MESSAGES | DEADLINES | ENDS
@@ -252,7 +252,7 @@ LONG = timedelta(seconds=2)
             DEADLINE,
             "deadline_of_messages",
             r"rank 0: wait_receive\(2, 7\): expected an end within 8 s",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
         (GivesUpEarly, LONG, "deadline_of_messages", r"rank 0: .*: expected no error before 1.6 s, got one after 1.4"),
         (ForgetsPeer, DEADLINE, "deadline_of_messages", "rank 0: .*: expected an error with peer 2, got peer None"),

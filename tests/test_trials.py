@@ -124,7 +124,7 @@ def test_faults(kind: str) -> None:
             assert violations(trial) == [], (name, trial.seed)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_more_faults(name: str, kind: str) -> None:
@@ -132,7 +132,7 @@ def test_more_faults(name: str, kind: str) -> None:
         assert violations(trial) == [], trial.seed
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "rows", "diloco", "async"])
 def test_each_operation_that_fails(name: str) -> None:
     """`make simulate ARGS=--every-operation` fails all of them, of all algorithms."""
@@ -161,7 +161,7 @@ BUGS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_of_the_past_is_found(bug: str) -> None:
     name, *kinds = BUGS[bug]
@@ -190,7 +190,7 @@ def test_the_error_of_one_operation_reaches_all_ranks() -> None:
     assert all(isinstance(outcome.error, RuntimeError) for outcome in report.outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_seed_determines_all_events_in_another_process() -> None:
     _, trial = case(1000)
     code = "from simulated import case; from torchbagua.testing.simulation.trial import run_trial; "

@@ -335,7 +335,7 @@ TIMED_KEYS = [key for key in CHECKS if key[0] == "03_async_on_a_slow_network" or
 
 def marks_of(key: tuple[str, str]) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.alone if key in TIMED_KEYS else pytest.mark.slow]
-    return [*marks, pytest.mark.network] if key[1] == "unshare" else marks
+    return [*marks, pytest.mark.network, pytest.mark.release] if key[1] == "unshare" else marks
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=marks_of(key), id="-".join(key)) for key in CHECKS])
