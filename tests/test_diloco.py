@@ -148,7 +148,9 @@ def test_one_rank_changes_nothing() -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.release), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(4, marks=pytest.mark.release), pytest.param(8, marks=pytest.mark.release)]
+)
 def test_ranks_with_the_same_batches_are_one_worker(size: int) -> None:
     """On dyadic data: on other data, sums of more than four equal numbers are not always exact."""
 
@@ -314,9 +316,11 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(
-    "stop", [3, 4, pytest.param(5, marks=pytest.mark.release), pytest.param(6, marks=pytest.mark.slow)]
+    "stop", [3, 4, pytest.param(5, marks=pytest.mark.release), pytest.param(6, marks=pytest.mark.release)]
 )
-@pytest.mark.parametrize("name", ["delay", *(pytest.param(n, marks=pytest.mark.release) for n in RESUMED if n != "delay")])
+@pytest.mark.parametrize(
+    "name", ["delay", *(pytest.param(n, marks=pytest.mark.release) for n in RESUMED if n != "delay")]
+)
 @pytest.mark.parametrize("nodes", [None, pytest.param([0, 0, 1, 1], marks=pytest.mark.release)], ids=["flat", "nodes"])
 def test_a_run_resumes_bit_for_bit(name: str, stop: int, nodes: list[int] | None) -> None:
     """Between rounds, after a round, and with a round in flight; also into other buckets."""
