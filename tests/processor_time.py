@@ -25,8 +25,11 @@ class ProcessorTime:
 
     def _add(self, name: str) -> None:
         now = os.times()
-        self._user_s[name] += now.user + now.children_user - self._last.user - self._last.children_user
-        self._system_s[name] += now.system + now.children_system - self._last.system - self._last.children_system
+        self._user_s[name] += now.user - self._last.user
+        self._system_s[name] += now.system - self._last.system
+        if name != _OTHER:  # the other processes that this one starts are workers, which report themselves
+            self._user_s[name] += now.children_user - self._last.children_user
+            self._system_s[name] += now.children_system - self._last.children_system
         self._last = now
 
     @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,11 @@ def gloo_group(
 ) -> dist.ProcessGroup:
     """Return a hand-made gloo group over `store`, for tensors on the CPU, and on `device` if it is another device."""
     prefixed = dist.PrefixStore("test", store)
-    group = dist.ProcessGroup(prefixed, rank, size)
-    backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    return _group(prefixed, rank, size, device, dist.ProcessGroupGloo(prefixed, rank, size, timeout))
+
+
+def _group(store: dist.Store, rank: int, size: int, device: torch.device, backend: Any) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     for device_type in dict.fromkeys(("cpu", device.type)):
         group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -66,32 +70,27 @@ def without_default_group() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-class Groups:
-    """Outer groups of ranks that are threads, which later tests use again: to close a socket takes gloo 10 ms."""
+_connected: dict[tuple[int, timedelta], list[list[Any]]] = {}
+"""Backends of all ranks that no test uses, by their number and timeout: to close a connection takes gloo 10 ms."""
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, timedelta, torch.device], list[list[dist.ProcessGroup]]] = {}
 
-    def take(self, size: int, timeout: timedelta, device: torch.device) -> list[dist.ProcessGroup]:
-        """Return the groups of all ranks, in rank order."""
-        free = self._free.setdefault((size, timeout, device), [])
-        if free:
-            return free.pop()
-        store = dist.HashStore()
+@contextmanager
+def _outer_groups(size: int, timeout: timedelta, device: torch.device) -> Iterator[list[dist.ProcessGroup]]:
+    """Return the groups of all ranks. If the block succeeds, a later test uses their connections."""
+    unused, store = _connected.setdefault((size, timeout), []), dist.HashStore()
+    if unused:
+        backends = unused.pop()
+    else:
         with ThreadPoolExecutor(size) as threads:
-            return [*threads.map(lambda rank: gloo_group(store, rank, size, timeout, device), range(size))]
-
-    def give_back(self, groups: list[dist.ProcessGroup], timeout: timedelta, device: torch.device) -> None:
-        """Keep the groups for another test, unless a collective of the last one is left on some ranks."""
-        options = dist.BarrierOptions()
-        options.timeout = timedelta(seconds=1)
-        with suppress(RuntimeError):
-            for work in [group.barrier(options) for group in groups]:
-                work.wait()
-            self._free[len(groups), timeout, device].append(groups)
-
-
-_groups = Groups()
+            connect = partial(dist.ProcessGroupGloo, dist.PrefixStore("connections", store))
+            backends = [*threads.map(lambda rank: connect(rank, size, timeout), range(size))]
+    yield [_group(store, rank, size, device, backend) for rank, backend in enumerate(backends)]
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=1)
+    with suppress(RuntimeError):  # a collective that only some ranks called
+        for work in [backend.barrier(options) for backend in backends]:
+            work.wait()
+        unused.append(backends)
 
 
 def run_ranks(
@@ -104,31 +103,33 @@ def run_ranks(
     Raises the error of the lowest rank that raised. Errors of other ranks follow from it, or resemble it.
     """
     init_default_group()
-    # Stored until all ranks are done: gloo can deadlock if a group's last reference is dropped, with the GIL held, just
-    # after an all-reduce that backward has started (torch 2.13: its worker needs the GIL to free the work).
-    groups = _groups.take(size, timeout, device)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
-    def run(rank: int) -> None:
+    def run(rank: int, group: dist.ProcessGroup) -> None:
         try:
             # Autograd has one thread per GPU. DDP's last callback blocks it to wait for other ranks, whose backward
             # would need it. So each rank's backward stays on the rank's own thread, as on the CPU.
             with torch.autograd.set_multithreading_enabled(device == CPU):
-                results[rank] = body(groups[rank])
+                results[rank] = body(group)
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout.total_seconds() * 2)
-        assert not thread.is_alive(), f"{thread.name} hangs"
-    forget_active_ddp()  # frees it while no thread runs a forward; see active_ddp
-    if errors:
-        raise errors[min(errors)]
-    _groups.give_back(groups, timeout, device)
+    # Referenced until all ranks are done: gloo can deadlock if a group's last reference is dropped, with the GIL held,
+    # just after an all-reduce that backward has started (torch 2.13: its worker needs the GIL to free the work).
+    with _outer_groups(size, timeout, device) as groups:
+        threads = [
+            threading.Thread(target=run, args=(rank, group), name=f"rank {rank}", daemon=True)
+            for rank, group in enumerate(groups)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout.total_seconds() * 2)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+        forget_active_ddp()  # frees it while no thread runs a forward; see active_ddp
+        if errors:
+            raise errors[min(errors)]
     return [results[rank] for rank in range(size)]
 
 
