@@ -17,6 +17,7 @@ from torchbagua.compat.mlbench.compressed import AlgorithmAggregation
 from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
 from training import build
 
+NUM_STEPS = 4
 Make = Callable[[nn.Module, dist.ProcessGroup], AlgorithmAggregation]
 
 
@@ -52,10 +53,10 @@ def network() -> nn.Module:
     return build(lambda: nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 10)))
 
 
-def train(model: nn.Module, rank: int, num_steps: int, before_step: Callable[[], None]) -> torch.Tensor:
+def train(model: nn.Module, rank: int, before_step: Callable[[], None]) -> torch.Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.Generator().manual_seed(rank)
-    for _ in range(num_steps):
+    for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 20, generator=data)).square().sum().backward()
         before_step()
@@ -79,7 +80,7 @@ def test_it_equals_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         data = torch.Generator().manual_seed(group.rank())
         with tb.attach(ddp, optimizer, algorithm):
-            for _ in range(6):
+            for _ in range(NUM_STEPS):
                 optimizer.zero_grad()
                 ddp(torch.randn(8, 20, generator=data)).square().sum().backward()
                 optimizer.step()
@@ -89,7 +90,7 @@ def test_it_equals_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
             before = torch.random.get_rng_state()
             with make(model, group) as aggregation:
                 function = aggregation.agg_grad(by_layer)
-                found.append(train(model, group.rank(), 6, lambda: function(model, op_of(aggregation))))  # noqa: B023
+                found.append(train(model, group.rank(), lambda: function(model, op_of(aggregation))))  # noqa: B023
             assert torch.equal(torch.random.get_rng_state(), before), "torch's random numbers are left alone"
         return found
 
@@ -186,7 +187,7 @@ def test_dtypes_devices_and_storage_stay(device: torch.device, make: Make) -> No
     assert all(torch.equal(gradient, expected) for gradient, expected in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("make", [sparsified, randomk, power])
+@pytest.mark.parametrize("make", [sparsified, randomk])
 def test_resumed_bit_for_bit(make: Make) -> None:
     template = network()
 
@@ -244,8 +245,7 @@ def test_what_is_refused() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("make", [sparsified, power])
-def test_nodes_of_a_group(make: Make) -> None:
+def test_nodes_of_a_group() -> None:
     """Messages are compressed between nodes and in full precision within them; the given group stays open."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -254,7 +254,7 @@ def test_nodes_of_a_group(make: Make) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, group.rank() + 1.0)
         recorder = tb.observe.Recorder()
-        with make(model, own, observers=[recorder]) as aggregation:
+        with sparsified(model, own, observers=[recorder]) as aggregation:
             aggregation.agg_grad()(model, op_of(aggregation))
         assert {"intra_node", "inter_node"} <= {event.scope for event in recorder.events}
         own.all_reduce(torch.ones(3))
@@ -263,7 +263,7 @@ def test_nodes_of_a_group(make: Make) -> None:
 
     first, *of_other_ranks = run_ranks(4, body)
     assert all(torch.equal(first, gradients) for gradients in of_other_ranks)
-    # Rounded to 8 bits, or to a product of rounded factors.
+    # Rounded to 8 bits.
     torch.testing.assert_close(first[first != 0], torch.full_like(first[first != 0], 2.5), rtol=1e-2, atol=0)
 
 

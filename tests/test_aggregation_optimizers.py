@@ -60,8 +60,16 @@ def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, *arguments.get(name, ()))
 
 
-@pytest.mark.parametrize("make", [centralized_sgd, averaged_sgd, centralized_adam, power_sgd, decentralized_sgd])
-@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize(
+    ("make", "by_closure"),
+    [
+        (centralized_sgd, True),
+        (averaged_sgd, False),
+        (centralized_adam, False),
+        (power_sgd, True),
+        (decentralized_sgd, True),
+    ],
+)
 def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: bool) -> None:
     """With a scheduler and a closure: bitwise equal to torch's optimizer with an aggregation that is called by hand."""
     template = network()
@@ -71,6 +79,8 @@ def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: 
         found = []
         for is_plain in (False, True):
             model = copy.deepcopy(template)
+            if make is averaged_sgd:  # its constructor averages the weights
+                nn.init.constant_(model[0].bias, group.rank())
             optimizer = plain(make.__name__, model)  # from now on torch calls hooks in its class's step too
             lr = optimizer.param_groups[0]["lr"]
             if not is_plain:
@@ -79,6 +89,8 @@ def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: 
             hooked: list[Any] = []
             optimizer.register_step_post_hook(lambda stepped, *_: hooked.append(stepped))  # noqa: B023
             aggregation = AllReduceAggregation(2, process_group=group)
+            if make is averaged_sgd and is_plain:
+                aggregation.agg_model()(model, "avg_world")
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             data = torch.Generator().manual_seed(group.rank())
 
@@ -114,8 +126,9 @@ def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: 
         assert torch.equal(own, expected)
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("make", [centralized_sgd, decentralized_sgd])
+@pytest.mark.parametrize(
+    ("make", "unscales"), [(centralized_sgd, False), (centralized_sgd, True), (decentralized_sgd, False)]
+)
 def test_a_grad_scaler_that_overflows_on_one_rank(make: Make, unscales: bool) -> None:
     """No rank waits for another. If gradients are averaged all ranks skip the step, otherwise only that rank."""
     template = network()

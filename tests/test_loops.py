@@ -19,8 +19,15 @@ from training import build
 NUM_MICRO_STEPS = 2
 
 
-@pytest.mark.parametrize("name", RARELY)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in RARELY),
+        ("decentralized", {"find_unused_parameters": True}),
+        ("decentralized", {"static_graph": True}),
+    ],
+    ids=str,
+)
 def test_a_loop_that_sets_require_backward_grad_sync_itself(name: str, options: dict[str, Any]) -> None:
     """As nanoGPT does. DDP stays silent, and gradients are the rank's own, summed over its micro-steps."""
     model = build(Normed)
@@ -56,8 +63,7 @@ def test_a_loop_that_sets_require_backward_grad_sync_itself(name: str, options: 
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", RARELY)
-def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(name: str) -> None:
+def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward() -> None:
     """As accelerate's trigger_sync_in_backward does: gradients stay the rank's own."""
     model = build(Normed)
 
@@ -71,7 +77,7 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(name: str) 
             ddp.reducer.prepare_for_backward([])
             loss.backward()
 
-        with tb.attach(ddp, optimizer, RARELY[name]):
+        with tb.attach(ddp, optimizer, RARELY["decentralized"]):
             loss = ddp(batch).square().sum()
             alone(group, backward)
             twin(batch).square().sum().backward()
@@ -81,11 +87,13 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(name: str) 
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", RARELY)
 @pytest.mark.parametrize(
-    ("wrap", "options"),
-    [(nn.Sequential, {}), (lambda module: module, {"static_graph": True})],
-    ids=["deeper", "static"],
+    ("name", "wrap", "options"),
+    [
+        *((name, nn.Sequential, {}) for name in RARELY),
+        ("decentralized", lambda module: module, {"static_graph": True}),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("forwards_in_turn")
 def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> None:
@@ -164,19 +172,18 @@ def test_a_part_of_the_module_that_a_ddp_trains_is_refused(forwards_in_turn: Non
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", RARELY)
-def test_join_is_refused(name: str) -> None:
+def test_join_is_refused() -> None:
     """At the first forward within Join, or at attach."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with tb.attach(ddp, optimizer, RARELY[name]):
+        with tb.attach(ddp, optimizer, "decentralized"):
             # As Join([ddp]) does, which needs a group in torch's registry.
             ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
             with pytest.raises(RuntimeError, match=r"does not support .*Join"):
                 ddp(torch.ones(1, 3))
         with pytest.raises(ValueError, match=r"does not support .*Join"):
-            tb.attach(ddp, optimizer, RARELY[name])
+            tb.attach(ddp, optimizer, "decentralized")
 
     run_ranks(2, body)

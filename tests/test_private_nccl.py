@@ -4,7 +4,7 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import TIMEOUT, run_ranks
+from ranks import TIMEOUT, gloo_group, run_ranks
 from torchbagua.collectives import process_group
 from torchbagua.collectives.process_group import PrivateGroups
 from torchbagua.compat.bagua.node_mean import LowPrecisionDecentralizedAlgorithm as NodeMeanAlgorithm
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime import lane as lane_module
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lane import Job, Lane
 from torchbagua.runtime.parameters import BaguaTensor
 from torchbagua.transport import communicator
 from torchbagua.transport import nccl as private_nccl
@@ -193,42 +193,35 @@ def attach_small_model(
     return step, attachment
 
 
-WEIGHTS = ["decentralized", "low_precision_decentralized", "diloco", "async"]
-
-
-@pytest.mark.parametrize("algorithm", WEIGHTS)
-def test_groups_are_connected_at_attach_and_shut_down_in_order(nccl: Nccl, algorithm: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attach_small_model(group, algorithm)
-        calls = nccl.calls[threading.current_thread().name]
-        assert calls == ["connect on cuda:0"], "before the first step"
-        assert set(nccl.collectives) == COLLECTIVES, "NCCL opens a connection at its first use"
-        for _ in range(2):
-            step()
-        attachment.detach()
-        assert calls == ["connect on cuda:0", "shutdown"]
-
-    run_ranks(2, body)
-    assert min(nccl.timeouts) > TIMEOUT, "NCCL's watchdog, which ends the process, comes after ours"
-
-
 @pytest.mark.parametrize(
-    "algorithm", [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)], ids=str
+    ("algorithm", "size"),
+    [
+        ("decentralized", 2),
+        ("diloco", 2),
+        ("async", 2),
+        ("bytegrad", 3),  # over nodes; rank 1 owns no shard
+        (tb.GradientAllReduceAlgorithm(hierarchical=True), 3),
+    ],
+    ids=str,
 )
-def test_groups_in_nodes_are_connected_at_attach_too(nccl: Nccl, algorithm: tb.Algorithm) -> None:
+def test_groups_are_connected_at_attach_and_shut_down_in_order(
+    nccl: Nccl, algorithm: tb.Algorithm | str, size: int
+) -> None:
     def body(group: dist.ProcessGroup) -> None:
         step, attachment = attach_small_model(group, algorithm)
-        num_groups = 1 if group.rank() == 1 else 2  # rank 1 owns no shard
+        num_groups = 2 if size == 3 and group.rank() != 1 else 1
         calls = nccl.calls[threading.current_thread().name]
-        assert calls == ["connect on cuda:0"] * num_groups
+        assert calls == ["connect on cuda:0"] * num_groups, "before the first step"
+        assert set(nccl.collectives) == COLLECTIVES, "NCCL opens a connection at its first use"
         step()
         attachment.detach()
         assert calls[num_groups:] == ["shutdown"] * num_groups
 
-    run_ranks(3, body)
+    run_ranks(size, body)
+    assert min(nccl.timeouts) > TIMEOUT, "NCCL's watchdog, which ends the process, comes after ours"
 
 
-@pytest.mark.parametrize("algorithm", ["decentralized", "async", "bytegrad"])
+@pytest.mark.parametrize("algorithm", ["async", "bytegrad"])
 def test_if_one_rank_raises_all_ranks_abort_without_waiting(nccl: Nccl, algorithm: str) -> None:
     """The other ranks end in order, if the error has not reached them, or with the error that they get."""
     nccl.hangs = {"shutdown"}
@@ -267,11 +260,8 @@ def test_the_standalone_hook_shuts_down_the_groups_that_it_has_used(nccl: Nccl) 
         assert [call for call in calls if "connect" not in call] == ["shutdown"] * num_groups + ["abort"] * num_groups
 
 
-@pytest.mark.parametrize("hangs", [("shutdown",), ("shutdown", "abort")], ids=str)
-def test_detach_takes_bounded_time_whatever_nccl_does(
-    nccl: Nccl, hangs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nccl.hangs = set(hangs)
+def test_detach_takes_bounded_time_whatever_nccl_does(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl.hangs = {"shutdown", "abort"}
     monkeypatch.setattr(private_nccl, "LONGEST_ABORT_S", 1.0)
 
     def body(group: dist.ProcessGroup) -> float:
@@ -288,9 +278,8 @@ def test_detach_takes_bounded_time_whatever_nccl_does(
         assert calls == ["connect on cuda:0", "shutdown", "abort"]
 
 
-@pytest.mark.parametrize("call", ["connect on cuda:0", "all_to_all"])
-def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl, call: str) -> None:
-    nccl.hangs = {call}
+def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl) -> None:
+    nccl.hangs = {"all_to_all"}
     with pytest.raises(
         tb.CommunicationError,
         match=r"^torchbagua: connecting NCCL over the world group failed on rank 0: NCCL did not connect within 1 s$",
@@ -299,13 +288,27 @@ def test_connecting_to_a_missing_rank_raises_within_the_timeout(nccl: Nccl, call
     assert all(calls == ["connect on cuda:0", "abort"] for calls in nccl.calls.values())
 
 
-def make_watched_lane(group: dist.ProcessGroup, nccl: Nccl) -> tuple[tb.BaguaProcessGroup, Lane]:
-    """Return the group and the lane of a weight algorithm."""
-    own = tb.BaguaProcessGroup(group, timeout=SHORT)
+@pytest.fixture
+def own(nccl: Nccl) -> Iterator[tb.BaguaProcessGroup]:
+    """The group of a weight algorithm on one rank."""
+    own = tb.BaguaProcessGroup(gloo_group(dist.HashStore(), 0, 1), timeout=SHORT)
     own.launch_on_lane()
+    yield own
+    own.close()
+
+
+@pytest.fixture
+def lane(nccl: Nccl, own: tb.BaguaProcessGroup) -> Iterator[Lane]:
+    """The lane of this group."""
     lane = Lane("watched", on_failure=own.close, group=own)
     nccl.use_gpu(lane, GPU)
-    return own, lane
+    yield lane
+    nccl.end()
+    lane.close()
+
+
+def launch_in_job(lane: Lane, own: tb.BaguaProcessGroup, bucket: int = 0) -> Job[None]:
+    return lane.submit(lambda: launch(own.world, f"all_to_all of weight bucket {bucket}"))
 
 
 OVERDUE = (
@@ -314,28 +317,21 @@ OVERDUE = (
 )
 
 
-def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl) -> None:
+def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane) -> None:
     """A job launched it and returned; the error is raised by the result of that job, and of later jobs."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
-
-        good = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
-        good.result()
-        nccl.finish()
-        bad = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
-        bad.result()  # the host does not wait for the GPU
-        lane.submit(lambda: None).result()
-        time.sleep(SHORT.total_seconds() + 0.5)
-        assert nccl.calls["rank 0"] == ["abort"]
-        for job in (bad, lane.submit(lambda: None)):
-            with pytest.raises(tb.CommunicationError, match=OVERDUE):
-                job.result()
-        with pytest.raises(tb.CommunicationError, match="failed on rank 0: the group is closed"):
-            launch(own.world, "all_to_all of weight bucket 1")
-        lane.close()
-
-    run_ranks(1, body)
+    good = launch_in_job(lane, own, 1)
+    good.result()
+    nccl.finish()
+    bad = launch_in_job(lane, own)
+    bad.result()  # the host does not wait for the GPU
+    lane.submit(lambda: None).result()
+    time.sleep(SHORT.total_seconds() + 0.5)
+    assert nccl.calls["MainThread"] == ["abort"]
+    for job in (bad, lane.submit(lambda: None)):
+        with pytest.raises(tb.CommunicationError, match=OVERDUE):
+            job.result()
+    with pytest.raises(tb.CommunicationError, match="failed on rank 0: the group is closed"):
+        launch(own.world, "all_to_all of weight bucket 1")
 
 
 class Stream:
@@ -362,56 +358,47 @@ class Stream:
         pass
 
 
-def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(nccl: Nccl) -> None:
+def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(
+    nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane
+) -> None:
     """Before it reads what a job computes. An abort that does not return changes nothing."""
     nccl.hangs = {"abort"}
 
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
-        good = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 1"))
-        threading.Timer(0.2, nccl.finish).start()
-        start_s = time.monotonic()
-        good.finish()
-        assert time.monotonic() - start_s > 0.1
-        bad = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
-        with pytest.raises(tb.CommunicationError, match=OVERDUE):
-            bad.finish()
-        assert time.monotonic() - start_s < 5
-
-    run_ranks(1, body)
+    good = launch_in_job(lane, own, 1)
+    threading.Timer(0.2, nccl.finish).start()
+    start_s = time.monotonic()
+    good.finish()
+    assert time.monotonic() - start_s > 0.1
+    bad = launch_in_job(lane, own)
+    with pytest.raises(tb.CommunicationError, match=OVERDUE):
+        bad.finish()
+    assert time.monotonic() - start_s < 5
 
 
-def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl) -> None:
+def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane) -> None:
     """While it forbids to ask whether an operation has ended, this is unknown; it is no failure of the GPU."""
+    job = launch_in_job(lane, own, 1)
+    job.result()
+    for event in nccl.events:
+        event.is_forbidden = True
 
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
-        job = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
-        job.result()
+    def end_capture() -> None:
+        nccl.finish()
         for event in nccl.events:
-            event.is_forbidden = True
+            event.is_forbidden = False
 
-        def end_capture() -> None:
-            nccl.finish()
-            for event in nccl.events:
-                event.is_forbidden = False
-
-        threading.Timer(0.3, end_capture).start()
-        job.finish()
-        lane.submit(lambda: None).result()
-        assert not lane.has_failed
-        assert not own.private.poll()
-        lane.close()
-
-    run_ranks(1, body)
+    threading.Timer(0.3, end_capture).start()
+    job.finish()
+    lane.submit(lambda: None).result()
+    assert not lane.has_failed
+    assert not own.private.poll()
 
 
-@pytest.mark.parametrize("algorithm", WEIGHTS)
-def test_a_step_within_a_capture_is_refused(nccl: Nccl, algorithm: str) -> None:
+def test_a_step_within_a_capture_is_refused(nccl: Nccl) -> None:
     """A replay would not call the hooks of the step, so ranks would silently train apart."""
 
     def body(group: dist.ProcessGroup) -> None:
-        step, attachment = attach_small_model(group, algorithm)
+        step, attachment = attach_small_model(group, "decentralized")
         step()
         stepped.wait()
         with suppress(ZeroDivisionError), attachment:
@@ -424,23 +411,25 @@ def test_a_step_within_a_capture_is_refused(nccl: Nccl, algorithm: str) -> None:
     run_ranks(2, body)
 
 
-def test_an_aborted_operation_counts_as_failed_although_it_ends(nccl: Nccl) -> None:
-    """A later job closes the groups, which aborts the operations in flight, long before its error ends the lane."""
+@pytest.mark.parametrize("closes", [True, False])
+def test_another_failure_also_fails_launched_operations(own: tb.BaguaProcessGroup, lane: Lane, closes: bool) -> None:
+    """As when gloo reports that a rank died, while NCCL still waits for it.
 
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
+    Or a later job closes the groups, which aborts the operations in flight, long before its error ends the lane.
+    """
 
-        def fail() -> None:
+    def fail() -> None:
+        if closes:
             own.close()
             time.sleep(0.3)
-            raise ValueError("why")
+        raise tb.CommunicationError("rank 1 is gone")
 
-        launched = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
-        lane.submit(fail)
-        with pytest.raises(ValueError, match="why"):
-            launched.finish()
-
-    run_ranks(1, body)
+    launched = launch_in_job(lane, own)
+    launched.result()
+    failing = lane.submit(fail)
+    for wait in (launched.finish, failing.result, *([] if closes else [launched.result])):
+        with pytest.raises(tb.CommunicationError, match="rank 1 is gone"):
+            wait()
 
 
 # In these, a round begins and a round ends in a few steps.
@@ -545,25 +534,6 @@ def spoil_messages(monkeypatch: pytest.MonkeyPatch, nccl: Nccl) -> None:
     monkeypatch.setattr(communicator, "GlooTransport", Spoiling)
 
 
-def test_another_failure_also_fails_launched_operations(nccl: Nccl) -> None:
-    """Gloo reports that a rank died, while NCCL still waits for it."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
-
-        def fail() -> None:
-            raise tb.CommunicationError("rank 1 is gone")
-
-        launched = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
-        launched.result()
-        for job in (lane.submit(fail), launched):
-            with pytest.raises(tb.CommunicationError, match="rank 1 is gone"):
-                job.result()
-        lane.close()
-
-    run_ranks(1, body)
-
-
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_a_rank_that_raises_is_named_to_ranks_that_wait_for_it_on_the_users_group(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
@@ -612,61 +582,47 @@ def test_ranks_that_end_in_order_leave_no_reason_for_a_failure(nccl: Nccl) -> No
     def body(group: dist.ProcessGroup) -> None:
         step, attachment = attach_small_model(group, "bytegrad")
         step()
-        own = attachment.runner.process_group
-        assert own.launches_on_users_group
         attachment.detach()
-        ends.wait()
-        own.look_for_failed_rank(lambda: False)
-
-    def standalone(group: dist.ProcessGroup) -> None:
         runner = tb.ByteGradAlgorithm().reify(group)
         ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
         ddp.register_comm_hook(runner, tb.comm_hook)
         ddp(torch.ones(1, 2)).sum().backward()
-        assert runner.process_group.launches_on_users_group
         runner.close()
         ends.wait()
-        runner.process_group.look_for_failed_rank(lambda: False)
+        for own in (attachment.runner.process_group, runner.process_group):
+            assert own.launches_on_users_group
+            own.look_for_failed_rank(lambda: False)
 
     run_ranks(2, body)
-    run_ranks(2, standalone)
 
 
 @pytest.mark.parametrize("has_finished", [True, False])
-def test_a_job_whose_lane_and_groups_were_closed_by_an_exception(nccl: Nccl, has_finished: bool) -> None:
+def test_a_job_whose_lane_and_groups_were_closed_by_an_exception(
+    nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane, has_finished: bool
+) -> None:
     """A program may save its state after the exception: with what the GPU had computed by then, or an error."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
-        job = lane.submit(lambda: 5)
-        job.result()
-        nccl.is_stuck = not has_finished
-        lane.close()
-        own.close()
-        nccl.finish()  # the abort ends all work
-        if has_finished:
-            assert job.finish() == 5
-        else:
-            with pytest.raises(RuntimeError, match="the groups were closed while a GPU was working"):
-                job.finish()
-
-    run_ranks(1, body)
+    job = lane.submit(lambda: 5)
+    job.result()
+    nccl.is_stuck = not has_finished
+    lane.close()
+    own.close()
+    nccl.finish()  # the abort ends all work
+    if has_finished:
+        assert job.finish() == 5
+    else:
+        with pytest.raises(RuntimeError, match="the groups were closed while a GPU was working"):
+            job.finish()
 
 
-def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        own, lane = make_watched_lane(group, nccl)
-        with pytest.raises(tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU did not finish within 1 s"):
-            own.private.wait_for_gpu(GPU, "averaging round 3")
-        launch(own.world, "all_to_all of weight bucket 0")
-        with pytest.raises(tb.CommunicationError, match=OVERDUE):
-            own.private.wait_for_gpu(GPU, "averaging round 3")
-        nccl.finish()
-        threading.Timer(0.1, lambda: setattr(nccl.events[-1], "is_done", True)).start()
-        own.private.wait_for_gpu(GPU, "averaging round 4")
-        lane.close()
-
-    run_ranks(1, body)
+def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl, own: tb.BaguaProcessGroup) -> None:
+    with pytest.raises(tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU did not finish within 1 s"):
+        own.private.wait_for_gpu(GPU, "averaging round 3")
+    launch(own.world, "all_to_all of weight bucket 0")
+    with pytest.raises(tb.CommunicationError, match=OVERDUE):
+        own.private.wait_for_gpu(GPU, "averaging round 3")
+    nccl.finish()
+    threading.Timer(0.1, lambda: setattr(nccl.events[-1], "is_done", True)).start()
+    own.private.wait_for_gpu(GPU, "averaging round 4")
 
 
 def test_messages_that_the_gpu_never_reaches_raise(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,13 @@ def right(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "ranks"),
     [
-        pytest.param("nccl", marks=pytest.mark.gpu),
-        pytest.param("gloo", marks=pytest.mark.slow),  # tests the program
+        pytest.param("nccl", 2, marks=pytest.mark.gpu),
+        pytest.param("nccl", 4, marks=pytest.mark.gpu),
+        pytest.param("gloo", 4, marks=pytest.mark.slow),  # tests the program
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_averages_equal_the_oracle(backend: str, ranks: int) -> None:
     if backend == "nccl":
         require_gpu()
@@ -74,13 +74,12 @@ def run_survivor(folder: Path, fault: str, algorithm: str, *more: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "algorithm"),
     [
-        pytest.param("nccl", marks=pytest.mark.gpu),
-        pytest.param("gloo", marks=pytest.mark.slow),  # tests the program
+        *(pytest.param("nccl", name, marks=pytest.mark.gpu) for name in ("all", "low_precision", "diloco")),
+        pytest.param("gloo", "all", marks=pytest.mark.slow),  # tests the program
     ],
 )
-@pytest.mark.parametrize("algorithm", ["all", "low_precision", "diloco"])
 def test_survivor_keeps_its_weights(backend: str, algorithm: str, tmp_path: Path) -> None:
     """A rank is killed after all have compared their progress: what an aborted NCCL operation leaves is not written."""
     if backend == "nccl":

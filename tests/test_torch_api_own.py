@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torchbagua.compat.bagua.data_parallel import DistributedDataParallel
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 from training import Branches, build
 
-NUM_STEPS = 5
+NUM_STEPS = 4
 
 
 class Own(Algorithm):
@@ -83,17 +82,19 @@ class Aligned(Mean):
         return self.stepped.append
 
 
-class Doubled(Mean):
-    """Averages gradients with a Python operation that halves each bucket, followed by a sum."""
+class Broadcast(Mean):
+    """Averages gradients with a Python operation that zeroes the mean on all ranks but one, followed by a sum."""
 
     def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
-        def halve(name: str) -> None:
+        share = float(self.process_group.get_global_communicator().rank() == 0)
+
+        def scale(name: str) -> None:
             assert name == bucket.name
             for tensor in bucket.tensors:
-                tensor.bagua_getter_closure().mul_(0.5)
+                tensor.bagua_getter_closure().mul_(share)
 
         super().init_operations(bagua_ddp, bucket)
-        bucket.append_python_op(halve, group=self.process_group)
+        bucket.append_python_op(scale, group=self.process_group)
         bucket.append_centralized_synchronous_op(average=False, group=self.process_group)
 
 
@@ -245,13 +246,27 @@ for _name in (
     )
 
 
-def make_model() -> nn.Module:
-    return build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
+MODEL = build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
 
 
-def optimizers_of(module: nn.Module, several: bool = False) -> list[torch.optim.Optimizer]:
+def optimizers_of(module: nn.Module, *, several: bool = False, fused: bool = False) -> list[torch.optim.Optimizer]:
     groups = [child.parameters() for child in module.children() if list(child.parameters())]
-    return [torch.optim.SGD(group, lr=0.1) for group in (groups if several else [module.parameters()])]
+    return [torch.optim.SGD(group, lr=0.1, fused=fused) for group in (groups if several else [module.parameters()])]
+
+
+def attach_own(
+    group: dist.ProcessGroup,
+    impl: Callable[[Any], AlgorithmImpl],
+    *,
+    several: bool = False,
+    fused: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Return a copy of the model with an attached algorithm, and its optimizers."""
+    module = copy.deepcopy(MODEL)
+    optimizers = optimizers_of(module, several=several, fused=fused)
+    module.with_bagua(optimizers, Own(impl), bagua.from_torch_group(group), **options)
+    return module, optimizers
 
 
 def take_steps(
@@ -271,18 +286,20 @@ def weights(module: nn.Module) -> torch.Tensor:
 
 
 def run_own(
-    impl: Callable[[Any], AlgorithmImpl], *, size: int = 2, do_flatten: bool = True, several: bool = False
+    impl: Callable[[Any], AlgorithmImpl],
+    *,
+    size: int = 2,
+    do_flatten: bool = True,
+    several: bool = False,
+    num_buckets: int = 1,
 ) -> list[list[torch.Tensor]]:
     """Return each rank's weights before and after `detach`."""
-    model = make_model()
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        module = copy.deepcopy(model)
-        optimizers = optimizers_of(module, several)
-        module.with_bagua(optimizers, Own(impl), bagua.from_torch_group(group), do_flatten=do_flatten)
+        module, optimizers = attach_own(group, impl, several=several, do_flatten=do_flatten)
         assert isinstance(module.bagua_algorithm, AlgorithmImpl)
         assert all(isinstance(bucket, BaguaBucket) for bucket in module.bagua_buckets)
-        assert (len(module.bagua_buckets) > 1) == ("BAGUA_DEFAULT_BUCKET_SIZE" in os.environ)
+        assert len(module.bagua_buckets) == num_buckets
         take_steps(group.rank(), module, optimizers)
         before = weights(module)
         module.bagua_ddp.attachment.detach()
@@ -293,10 +310,8 @@ def run_own(
 
 @functools.cache
 def weights_with_ddp() -> torch.Tensor:
-    model = make_model()
-
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        module = copy.deepcopy(model)
+        module = copy.deepcopy(MODEL)
         ddp = parallel.DistributedDataParallel(module, process_group=group)
         take_steps(group.rank(), ddp, optimizers_of(module))
         return weights(module)
@@ -304,69 +319,61 @@ def weights_with_ddp() -> torch.Tensor:
     return run_ranks(2, body)[0]
 
 
-@pytest.mark.parametrize("do_flatten", [True, False])
-@pytest.mark.parametrize(("impl", "bucket_bytes"), [(Mean, 200), (Aligned, 200), (Doubled, None)])
+@pytest.mark.parametrize(
+    ("impl", "num_buckets", "do_flatten"),
+    [(Mean, 4, False), (Aligned, 2, True), (Aligned, 2, False), (Broadcast, 4, True), (Broadcast, 4, False)],
+)
 def test_gradients(
-    impl: type[AlgorithmImpl], do_flatten: bool, bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+    impl: type[AlgorithmImpl], num_buckets: int, do_flatten: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two ranks the mean, halving and doubling are exact, so the weights are equal to DDP's."""
-    if bucket_bytes is not None:
-        monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(bucket_bytes))
-    for before, after in run_own(impl, do_flatten=do_flatten):
+    """With two ranks the mean is exact, so the weights are equal to DDP's."""
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "135")  # a weight of 132 bytes, without the bias of 4
+    for before, after in run_own(impl, do_flatten=do_flatten, num_buckets=num_buckets):
         assert torch.equal(before, weights_with_ddp())
         assert torch.equal(after, weights_with_ddp())
 
 
-def test_gradients_are_views_of_the_buckets_with_do_flatten() -> None:
-    """With `do_flatten`, also after zero_grad has set gradients to None; not without it."""
-    for do_flatten in (True, False):
-        model = make_model()
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_gradients_are_views_of_the_buckets_with_do_flatten(do_flatten: bool) -> None:
+    """Also after zero_grad has set gradients to None."""
 
-        def body(group: dist.ProcessGroup, do_flatten: bool = do_flatten, model: nn.Module = model) -> bool:
-            module = copy.deepcopy(model)
-            optimizers = optimizers_of(module)
-            module.with_bagua(optimizers, Own(Mean), group, do_flatten=do_flatten)
-            take_steps(group.rank(), module, optimizers, 2)
-            (bucket,) = module.bagua_buckets
-            assert bucket.bytes() == 4 * weights(module).numel()
-            assert torch.equal(
-                bucket.flattened_tensor(), torch.cat([tensor.grad.flatten() for tensor in bucket.tensors])
-            )
-            is_flat = bool(bucket.check_flatten())
-            module.bagua_ddp.attachment.detach()
-            return is_flat
+    def body(group: dist.ProcessGroup) -> bool:
+        module, optimizers = attach_own(group, Mean, do_flatten=do_flatten)
+        take_steps(group.rank(), module, optimizers, 2)
+        (bucket,) = module.bagua_buckets
+        assert bucket.bytes() == 4 * weights(module).numel()
+        assert torch.equal(bucket.flattened_tensor(), torch.cat([tensor.grad.flatten() for tensor in bucket.tensors]))
+        is_flat = bool(bucket.check_flatten())
+        module.bagua_ddp.attachment.detach()
+        return is_flat
 
-        assert run_ranks(2, body) == [do_flatten] * 2
+    assert run_ranks(2, body) == [do_flatten] * 2
 
 
-@pytest.mark.parametrize(
-    ("impl", "do_flatten"),
-    [(Gossip, True), (Gossip, False), (AfterStep, False), (InRing, True), (InRingOfNodes, True)],
-)
-def test_weights(impl: type[AlgorithmImpl], do_flatten: bool) -> None:
-    ranks = run_own(impl, size=3, do_flatten=do_flatten)
-    before, after = zip(*ranks, strict=True)
+@pytest.mark.parametrize(("impl", "do_flatten"), [(Gossip, True), (Gossip, False), (InRing, True)])
+def test_weights_are_averaged_at_the_end(impl: type[AlgorithmImpl], do_flatten: bool) -> None:
+    before, after = zip(*run_own(impl, size=3, do_flatten=do_flatten), strict=True)
     assert all(torch.equal(tensor, after[0]) for tensor in after)
-    assert all(torch.equal(tensor, before[0]) for tensor in before[1:]) == (impl in (AfterStep, InRingOfNodes))
+    assert not any(torch.equal(tensor, before[0]) for tensor in before[1:])
     torch.testing.assert_close(after[0], torch.stack(before).mean(0))
 
 
 def test_hierarchical_ring_on_a_single_node_is_the_mean() -> None:
-    def train(impl: type[AlgorithmImpl]) -> list[list[torch.Tensor]]:
-        return run_own(impl, size=3, do_flatten=True)
-
-    for found, expected in zip(train(InRingOfNodes), train(AfterStep), strict=True):
+    ring, mean = run_own(InRingOfNodes, size=3), run_own(AfterStep, size=3)
+    for found, expected in zip(ring, mean, strict=True):
         assert all(map(torch.equal, found, expected))
+        assert torch.equal(found[0], ring[0][0]), "equal on all ranks before detach"
 
 
 def test_ranks_skip_steps_together_and_averaged_weights_is_temporary() -> None:
-    model = make_model()
+    """A fused optimizer is called after an overflow too, and then skips its step."""
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        module = copy.deepcopy(model)
-        (optimizer,) = optimizers_of(module)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        module.with_bagua([optimizer], Own(InRing), group, grad_scaler=scaler)
+        module, (optimizer,) = attach_own(group, InRing, fused=True, grad_scaler=scaler)
+        runner = module.bagua_ddp.attachment.runner
+        assert (runner.name, runner.ended_by) == ("InRing", "model.bagua_ddp.attachment.detach()"), "as users know it"
+        assert not runner.needs_grad_scaler
         for size in (1.0, float("inf") if group.rank() == 1 else 1.0):
             optimizer.zero_grad()
             scaler.scale(size * module(torch.randn(6, 10)).square().sum()).backward()
@@ -387,24 +394,9 @@ def test_ranks_skip_steps_together_and_averaged_weights_is_temporary() -> None:
     assert torch.equal(mean, last)
 
 
-def test_the_runner_has_the_names_that_the_user_knows_and_needs_no_scaler() -> None:
-    model = make_model()
-
-    def body(group: dist.ProcessGroup) -> tuple[str, str, bool]:
-        module = copy.deepcopy(model)
-        module.with_bagua(list(optimizers_of(module)), Own(InRing), group)
-        runner = module.bagua_ddp.attachment.runner
-        found = runner.name, runner.ended_by, runner.needs_grad_scaler
-        module.bagua_ddp.attachment.detach()
-        return found
-
-    assert run_ranks(2, body) == [("InRing", "model.bagua_ddp.attachment.detach()", False)] * 2
-
-
 def test_gossip_is_d_psgd() -> None:
     """A step yields the mean of the weights before it, minus each rank's update by the gradient at its own weights."""
-    model = make_model()
-    replicas = [copy.deepcopy(model) for _ in range(2)]
+    replicas = [copy.deepcopy(MODEL) for _ in range(2)]
     data = [torch.Generator().manual_seed(1000 + rank) for rank in range(2)]
     for _ in range(NUM_STEPS):
         for replica, generator in zip(replicas, data, strict=True):
@@ -424,7 +416,7 @@ def test_closures_that_access_a_momentum(do_flatten: bool) -> None:
     (first, _), (second, _) = run_own(Momentum, do_flatten=do_flatten)
     assert torch.equal(first, second)
     assert first.isfinite().all()
-    assert not torch.equal(first, weights(make_model()))
+    assert not torch.equal(first, weights(MODEL))
 
 
 def test_several_optimizers() -> None:
@@ -434,13 +426,9 @@ def test_several_optimizers() -> None:
 
 
 def test_the_hook_is_called_after_each_step_of_each_optimizer() -> None:
-    model = make_model()
-
     def body(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        first, second = optimizers = optimizers_of(module, several=True)
-        module.with_bagua(optimizers, Own(Aligned), group)
-        take_steps(group.rank(), module, optimizers, 1)
+        module, (first, second) = attach_own(group, Aligned, several=True)
+        take_steps(group.rank(), module, [first, second], 1)
         second.step()
         assert module.bagua_algorithm.stepped == [first, second, second]
         assert module.bagua_ddp.bagua_train_step_counter == 1
@@ -456,12 +444,8 @@ def test_need_reset_restarts_from_equal_weights() -> None:
 
 
 def test_evaluation_is_not_a_step() -> None:
-    model = make_model()
-
     def body(group: dist.ProcessGroup) -> int:
-        module = copy.deepcopy(model)
-        optimizers = optimizers_of(module)
-        module.with_bagua(optimizers, Own(Gossip), group)
+        module, optimizers = attach_own(group, Gossip)
         for _ in range(2):
             module.eval()(torch.randn(2, 10))
             with torch.no_grad():
@@ -475,11 +459,8 @@ def test_evaluation_is_not_a_step() -> None:
 
 def test_a_separate_group_for_an_operation() -> None:
     """The impl uses a group besides the algorithm's, as Bagua's asynchronous impl does."""
-    model = make_model()
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        module = copy.deepcopy(model)
-        optimizers = optimizers_of(module)
         store = dist.PrefixStore("other", group.get_group_store())
         separate = bagua.from_torch_group(gloo_group(store, group.rank(), group.size()))
 
@@ -487,13 +468,12 @@ def test_a_separate_group_for_an_operation() -> None:
             def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
                 bucket.append_centralized_synchronous_op(group=separate)
 
-        module.with_bagua(optimizers, Own(Impl), group)
+        module, optimizers = attach_own(group, Impl)
         take_steps(group.rank(), module, optimizers)
         module.bagua_ddp.attachment.detach()
         return weights(module)
 
-    first, second = run_ranks(2, body)
-    assert torch.equal(first, second)
+    assert all(torch.equal(found, weights_with_ddp()) for found in run_ranks(2, body))
 
 
 @pytest.mark.parametrize("find_unused_parameters", [True, False])
@@ -529,34 +509,37 @@ def test_parameters_without_a_gradient(find_unused_parameters: bool, monkeypatch
 
 def test_no_sync() -> None:
     """Gradients that two micro-batches accumulate are averaged once, as with DDP."""
-    model = make_model()
+    runs: list[str] = []
 
-    def train(ddp: Any, module: nn.Module, rank: int) -> torch.Tensor:
-        (optimizer,) = ddp.bagua_optimizers or optimizers_of(module)
-        data = torch.Generator().manual_seed(rank)
+    class Counted(Mean):
+        def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+            super().init_operations(bagua_ddp, bucket)
+            bucket.append_python_op(runs.append)
+
+    def train(group: dist.ProcessGroup, wrap: Callable[..., Any], **options: Any) -> torch.Tensor:
+        module = copy.deepcopy(MODEL)
+        (optimizer,) = optimizers = optimizers_of(module)
+        if options:
+            options["optimizers"] = optimizers
+        ddp = wrap(module, process_group=group, **options)
+        data = torch.Generator().manual_seed(group.rank())
         for _ in range(2):
             optimizer.zero_grad()
             with ddp.no_sync():
                 ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
             ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
             optimizer.step()
-        return weights(module)
-
-    def train_bagua(group: dist.ProcessGroup) -> torch.Tensor:
-        module = copy.deepcopy(model)
-        ddp = DistributedDataParallel(
-            module, process_group=group, optimizers=optimizers_of(module), algorithm=Own(Mean)
-        )
-        found = train(ddp, module, group.rank())
-        ddp.inner.attachment.detach()
+        found = weights(module)
+        if options:
+            ddp.inner.attachment.detach()
         return found
 
-    def train_ddp(group: dist.ProcessGroup) -> torch.Tensor:
-        module = copy.deepcopy(model)
-        ddp = parallel.DistributedDataParallel(module, process_group=group)
-        return train(ddp, module, group.rank())
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        own = train(group, DistributedDataParallel, algorithm=Own(Counted))
+        return [own, train(group, parallel.DistributedDataParallel)]
 
-    assert all(torch.equal(a, b) for a, b in zip(run_ranks(2, train_bagua), run_ranks(2, train_ddp), strict=True))
+    assert all(torch.equal(*results) for results in run_ranks(2, body))
+    assert runs == ["0"] * 2 * 2, "once in each step of each rank"
 
 
 class Twice(Mean):

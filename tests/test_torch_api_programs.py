@@ -112,38 +112,15 @@ elif rank == 1:
     bagua.recv(ours, 0, comm=comm)
 assert torch.equal(theirs, ours)
 
-theirs, ours = (sent.clone(), sent.clone())
-dist.broadcast(theirs, 0)
-bagua.broadcast(ours, 0, comm=comm)
+theirs, ours = sent.clone(), sent.clone()
+dist.all_reduce(theirs)
+bagua.allreduce_inplace(ours)
 assert torch.equal(theirs, ours)
 
-theirs, ours, result = sent.clone(), sent.clone(), torch.zeros(4)
-dist.all_reduce(theirs)
-bagua.allreduce(ours, result, comm=comm)
-bagua.allreduce_inplace(ours, comm=comm)
-assert torch.equal(theirs, result) and torch.equal(theirs, ours)
-
-theirs, ours, result = sent.clone(), sent.clone(), torch.zeros(4)
+theirs, ours = sent.clone(), sent.clone()
 dist.reduce(theirs, 1)
-bagua.reduce(ours, result, dst=1, comm=comm)
 bagua.reduce_inplace(ours, dst=1, comm=comm)
 assert torch.equal(theirs, ours)  # as Bagua's example has it, on every rank
-assert rank != 1 or torch.equal(ours, result)
-
-theirs, result = [torch.zeros(4) for _ in range(size)], torch.zeros(4 * size)
-dist.all_gather(theirs, sent)
-bagua.allgather(sent, result, comm=comm)
-assert torch.equal(torch.cat(theirs), result)
-
-parts, theirs, result = [torch.rand(4) for _ in range(size)], torch.zeros(4), torch.zeros(4)
-dist.reduce_scatter(theirs, parts)
-bagua.reduce_scatter(torch.cat(parts), result, comm=comm)
-assert torch.equal(theirs, result)
-
-theirs, result = [torch.zeros(4) for _ in range(size)], torch.zeros(4 * size)
-dist.all_to_all(theirs, parts)
-bagua.alltoall(torch.cat(parts), result, comm=comm)
-assert torch.equal(torch.cat(theirs), result)
 
 values, result = torch.arange(2.0 * size) + 100 * rank, torch.zeros(2 * size)
 counts, places = [2] * 8, list(range(0, 18, 2))  # longer than needed, as in Bagua's example

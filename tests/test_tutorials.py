@@ -16,7 +16,13 @@ ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
-def rows_of_your_own_loop(output: str) -> dict[str, dict[str, float]]:
+def rows_of(output: str, *names: str) -> dict[str, list[float]]:
+    """Return the numbers of the rows that begin with these names."""
+    rows = re.findall(rf"^({'|'.join(map(re.escape, names))}) +([\d. ]+)$", output, re.MULTILINE)
+    return {name: [float(number) for number in numbers.split()] for name, numbers in rows}
+
+
+def check_your_own_loop(output: str) -> dict[str, dict[str, float]]:
     """Return loss, megabytes and milliseconds of both runs; check the claims that hold on any network."""
     held_out = [float(loss) for loss in re.findall(r"held-out loss (\S+),", output)]
     assert len(held_out) == 4 + 4 + 2, "the third run evaluates only after the checkpoint"
@@ -25,8 +31,8 @@ def rows_of_your_own_loop(output: str) -> dict[str, dict[str, float]]:
     assert held_out[8:] == held_out[6:8], "the resumed run is bitwise equal"
     assert "ends with the same weights: True" in output
     rows = {
-        name: dict(zip(("loss", "sent_mb", "step_ms"), map(float, numbers.split()), strict=True))
-        for name, numbers in re.findall(r"^(plain DDP|8-bit gradients) +([\d. ]+)$", output, re.MULTILINE)
+        name: dict(zip(("loss", "sent_mb", "step_ms"), numbers, strict=True))
+        for name, numbers in rows_of(output, "plain DDP", "8-bit gradients").items()
     }
     plain, bytegrad = rows["plain DDP"], rows["8-bit gradients"]
     assert bytegrad["loss"] == pytest.approx(plain["loss"], rel=0.02)
@@ -36,12 +42,8 @@ def rows_of_your_own_loop(output: str) -> dict[str, dict[str, float]]:
     return rows
 
 
-def check_your_own_loop(output: str) -> None:
-    rows_of_your_own_loop(output)
-
-
 def check_your_own_loop_on_an_emulated_network(output: str) -> None:
-    rows = rows_of_your_own_loop(output)
+    rows = check_your_own_loop(output)
     # Both ranks send through one interface of 1 Gbit/s; the rest of a step does not change.
     saved_ms = 2 * 8 * (rows["plain DDP"]["sent_mb"] - rows["8-bit gradients"]["sent_mb"])
     assert rows["plain DDP"]["step_ms"] - rows["8-bit gradients"]["step_ms"] > 0.5 * saved_ms
@@ -63,10 +65,7 @@ def check_ddp_to_bytegrad(output: str) -> None:
 
 def check_decentralized(output: str) -> None:
     ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
-    rows = {
-        name: [float(number) for number in numbers.split()]
-        for name, numbers in re.findall(r"^(DDP|all|shift_one|low precision) +([\d. ]+)$", output, re.MULTILINE)
-    }
+    rows = rows_of(output, "DDP", "all", "shift_one", "low precision")
     bytes_per_parameter = {name: 1000 * row[0] / num_parameters for name, row in rows.items()}
     losses = {name: row[-1] for name, row in rows.items()}
 
@@ -87,7 +86,7 @@ def check_decentralized(output: str) -> None:
     assert "shift_one, from the checkpoint: ends with the same weights: True" in output
 
 
-def rows_of_async(output: str) -> dict[str, list[float]]:
+def check_async_on_a_slow_network(output: str) -> dict[str, list[float]]:
     """Return steps per second of both ranks, and the loss; check the claims that hold on any network."""
     rows = {
         name: [float(number) for number in numbers.split()]
@@ -113,12 +112,8 @@ def rows_of_async(output: str) -> dict[str, list[float]]:
     return rows
 
 
-def check_async_on_a_slow_network(output: str) -> None:
-    rows_of_async(output)
-
-
 def check_async_on_an_emulated_network(output: str) -> None:
-    rows = rows_of_async(output)
+    rows = check_async_on_a_slow_network(output)
 
     # 100 Mbit/s carry the 0.8 MB that each of two ranks sends 7.8 times a second; bursts exceed the limit.
     assert max(rows["DDP, ranks alike"][:2]) < 10
@@ -127,10 +122,7 @@ def check_async_on_an_emulated_network(output: str) -> None:
 
 
 def check_qadam(output: str) -> None:
-    rows = {
-        name: [float(number) for number in numbers.split()]
-        for name, numbers in re.findall(r"^(Adam|QAdam) +([\d. ]+)$", output, re.MULTILINE)
-    }
+    rows = rows_of(output, "Adam", "QAdam")
     assert rows["QAdam"][0] == pytest.approx(rows["Adam"][0], rel=0.01), (
         "in its warm-up it averages gradients in float32"
     )
@@ -187,10 +179,7 @@ def check_read_a_trace_on_an_emulated_network(output: str) -> None:
 
 def check_aggregation(output: str) -> None:
     ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
-    rows = {
-        name: [float(number) for number in numbers.split()]
-        for name, numbers in re.findall(r"^(all-reduce|sparsified|power|neighbors) +([\d. ]+)$", output, re.MULTILINE)
-    }
+    rows = rows_of(output, "all-reduce", "sparsified", "power", "neighbors")
     kilobytes = {name: row[0] for name, row in rows.items()}
     whole = 8 * (num_ranks - 1) / num_ranks * num_parameters / 1e3
     assert kilobytes["all-reduce"] == pytest.approx(whole, rel=0.01)
@@ -205,12 +194,9 @@ def check_aggregation(output: str) -> None:
     )
 
 
-def rows_of_diloco(output: str) -> dict[str, list[float]]:
+def check_diloco(output: str) -> dict[str, list[float]]:
     """Return loss, megabytes and seconds of each run; check the claims that hold on any network."""
-    rows = {
-        name: [float(number) for number in numbers.split()]
-        for name, numbers in re.findall(r"^(DDP|DiLoCo|local SGD) +([\d. ]+)$", output, re.MULTILINE)
-    }
+    rows = rows_of(output, "DDP", "DiLoCo", "local SGD")
     assert len(re.findall(r"^  step +\d+: loss", output, re.MULTILINE)) == 3 * 10
     # 4 bits instead of 32, and a scale for each block, once in 30 steps; chunks of whole blocks are not quite equal.
     saved = 30 * 32 / 4.25
@@ -222,12 +208,8 @@ def rows_of_diloco(output: str) -> dict[str, list[float]]:
     return rows
 
 
-def check_diloco(output: str) -> None:
-    rows_of_diloco(output)
-
-
 def check_diloco_on_an_emulated_network(output: str) -> None:
-    rows = rows_of_diloco(output)
+    rows = check_diloco(output)
     # A rank sends at 20 Mbit/s; bursts exceed the limit.
     assert rows["DDP"][2] > 0.95 * 8 * rows["DDP"][1] / 20
     assert rows["DiLoCo"][2] < rows["DDP"][2] / 3
@@ -256,15 +238,10 @@ def check_muon_diloco(output: str) -> None:
     assert rows["DDP, AdamW"][0] < 2.4
 
 
-def rows_of_fsdp(output: str) -> dict[str, list[float]]:
+def check_fsdp(output: str) -> dict[str, list[float]]:
     """Return loss, megabytes and milliseconds a step, and speed-up of each run; check the claims for any network."""
     ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
-    rows = {
-        name: [float(number) for number in numbers.split()]
-        for name, numbers in re.findall(
-            r"^(float32|8-bit gradients|8-bit weights too) +([\d. ]+)$", output, re.MULTILINE
-        )
-    }
+    rows = rows_of(output, "float32", "8-bit gradients", "8-bit weights too")
     assert len(re.findall(r"^  step +\d+: loss", output, re.MULTILINE)) == 3 * 10
     # Weights are gathered twice; gloo's reduce-scatter sends twice the minimum. In 8 bits a block has a range.
     to_others = (num_ranks - 1) / num_ranks * num_parameters
@@ -276,12 +253,8 @@ def rows_of_fsdp(output: str) -> dict[str, list[float]]:
     return rows
 
 
-def check_fsdp(output: str) -> None:
-    rows_of_fsdp(output)
-
-
 def check_fsdp_on_an_emulated_network(output: str) -> None:
-    rows = rows_of_fsdp(output)
+    rows = check_fsdp(output)
     # A rank sends at 200 Mbit/s; bursts exceed the limit.
     assert rows["float32"][2] > 0.95 * 8 * rows["float32"][1] / 0.2
     # The rest of a step, which includes the codec, does not change.
