@@ -10,27 +10,30 @@ from typing import Any
 
 import pytest
 
+import warm_python
+
 _NUM_FILES = 10
 _OTHER = "imports and collection"
 
 
 class ProcessorTime:
-    """Adds up the processor time of this process and of those that it starts, by test file."""
+    """Adds up the processor time of this process, and of those that its tests start, by test file."""
 
     def __init__(self) -> None:
         self._user_s: Counter[str] = Counter()
         self._system_s: Counter[str] = Counter()
-        self._last = os.times()
-        self._user_s[_OTHER], self._system_s[_OTHER] = self._last[0], self._last[1]
+        self._own, self._started = (0.0, 0.0), (0.0, 0.0)
+        self._add(_OTHER)
 
     def _add(self, name: str) -> None:
-        now = os.times()
-        self._user_s[name] += now.user - self._last.user
-        self._system_s[name] += now.system - self._last.system
-        if name != _OTHER:  # the other processes that this one starts are workers, which report themselves
-            self._user_s[name] += now.children_user - self._last.children_user
-            self._system_s[name] += now.children_system - self._last.children_system
-        self._last = now
+        now, forks = os.times(), warm_python.processor_times()
+        own, started = (now.user, now.system), (now.children_user + forks.user_s, now.children_system + forks.system_s)
+        used = [now - last for now, last in zip(own, self._own, strict=True)]
+        if name != _OTHER:  # outside of tests this process starts only workers, which report themselves
+            used = [used_s + now - last for used_s, now, last in zip(used, started, self._started, strict=True)]
+        self._user_s[name] += used[0]
+        self._system_s[name] += used[1]
+        self._own, self._started = own, started
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -9,6 +9,7 @@ Run as a program, this file is the process that forks. It reads requests from st
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -32,6 +33,22 @@ import programs
 
 # Modules that programs would import from torch sooner or later: the first DDP imports _dynamo.
 _IMPORTED = ("torch", "torch._dynamo")
+
+
+@dataclasses.dataclass
+class ProcessorTimes:
+    """The processor time of all programs that were waited for."""
+
+    user_s: float = 0.0
+    system_s: float = 0.0
+
+
+_times = ProcessorTimes()
+
+
+def processor_times() -> ProcessorTimes:
+    """Returns the processor time of all programs so far."""
+    return dataclasses.replace(_times)
 
 
 class Fork:
@@ -72,7 +89,8 @@ class Fork:
             is_done, _, _ = select.select([server.stdout], [], [], timeout_s)
             if not is_done:
                 os.kill(self.pid, signal.SIGKILL)
-            self._status = int(server.stdout.readline())
+            status, _times.user_s, _times.system_s = json.loads(server.stdout.readline())
+            self._status = int(status)
             if not is_done:
                 return None
         return self._status
@@ -164,7 +182,8 @@ def _server() -> "subprocess.Popen[bytes]":
 def _next_start() -> dict[str, Any] | None:
     """Forks for each request to start a program. Returns it in the fork; in this process None, after the last request.
 
-    Answers with the fork's process number; to a request to wait for it, with its exit status.
+    Answers with the fork's process number; to a request to wait for it, with its exit status, and the user and system
+    time in seconds of all forks that were waited for.
     """
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
@@ -181,7 +200,8 @@ def _next_start() -> dict[str, Any] | None:
             # Kill the processes that it has forked. Its number is not reused until its status is collected.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            status, times = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.times()
+            print(json.dumps([status, times.children_user, times.children_system]), flush=True)
     return None
 
 
