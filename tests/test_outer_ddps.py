@@ -29,9 +29,24 @@ WRAPPED: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
-@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped", "options", "is_later"),
+    [
+        (wrapped, options, is_later)
+        for wrapped, (options, is_later) in zip(
+            [*WRAPPED.values(), WRAPPED["the module"], WRAPPED["its parts"]],
+            [
+                (OPTIONS[0], False),
+                (OPTIONS[1], True),
+                (OPTIONS[2], False),
+                (OPTIONS[2], True),
+                (OPTIONS[2], True),
+                (OPTIONS[0], False),
+            ],
+            strict=True,
+        )
+    ],
+)
 def test_a_module_whose_ddps_attach_was_not_given_trains_alone(
     wrapped: Callable[[nn.Module], list[nn.Module]], options: dict[str, Any], is_later: bool
 ) -> None:
@@ -201,8 +216,9 @@ def test_a_ddp_around_a_compiled_module_is_silent(way: str) -> None:
         assert num_graphs == num_graphs_at_first > 0
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize(
+    ("options", "is_later"), [(OPTIONS[0], False), (OPTIONS[1], True), (OPTIONS[2], False), (OPTIONS[2], True)]
+)
 def test_another_ddp_around_the_same_module_is_silent(options: dict[str, Any], is_later: bool) -> None:
     """From its first forward on, no matter when it was created."""
     model = build(Normed)
