@@ -387,32 +387,6 @@ def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
     run_ranks(2, body)
 
 
-def test_detached_ddp_averages_as_plain_ddp() -> None:
-    model = nn.Linear(10, 3)
-
-    def gradient(group: dist.ProcessGroup, ddp: DistributedDataParallel) -> torch.Tensor:
-        x = torch.randn(5, 10, generator=torch.Generator().manual_seed(group.rank()))
-        ddp.zero_grad()
-        ddp(x).square().sum().backward()
-        return ddp.module.weight.grad.clone()
-
-    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        ddp = wrap(group, copy.deepcopy(model))
-        expected = gradient(group, wrap(group, copy.deepcopy(model)))
-        with attach(ddp):
-            quantised = gradient(group, ddp)
-        detached = gradient(group, ddp)
-        with attach(ddp, "gradient_allreduce"):
-            full = gradient(group, ddp)
-        return expected, quantised, detached, full
-
-    for expected, quantised, detached, full in run_ranks(2, body):
-        assert torch.equal(detached, expected)
-        assert torch.equal(full, expected)
-        assert not torch.equal(quantised, expected)
-        torch.testing.assert_close(quantised, expected, rtol=0, atol=float(expected.abs().max()) / 50)
-
-
 def test_a_copy_of_an_attached_module_is_independent() -> None:
     """Averaged models (EMA, SWA) are such copies. DDP can be copied over the default group only."""
 

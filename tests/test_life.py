@@ -462,6 +462,15 @@ def num_lanes() -> int:
     return sum(thread.name.startswith("torchbagua lane") for thread in threading.enumerate())
 
 
+def wait_for_lanes(most: int) -> None:
+    """Collect garbage until there are at most so many."""
+    deadline_s = time.monotonic() + 10
+    while num_lanes() > most:
+        assert time.monotonic() < deadline_s
+        gc.collect()
+        time.sleep(0.01)
+
+
 def attach_ddp(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
     ddp = DistributedDataParallel(module, process_group=group)
     tb.attach(ddp, optimizer, algorithm)
@@ -493,8 +502,7 @@ def test_an_unreferenced_attachment_works_and_is_freed(attach: Any, algorithm: A
     """With its lane and its groups, as soon as the module is."""
     model = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     barrier = threading.Barrier(2, timeout=60)
-    gc.collect()
-    lanes_before = num_lanes()
+    wait_for_lanes(0)  # of earlier tests
 
     def train(group: dist.ProcessGroup) -> None:
         module = copy.deepcopy(model)
@@ -507,7 +515,7 @@ def test_an_unreferenced_attachment_works_and_is_freed(attach: Any, algorithm: A
             optimizer.zero_grad()
             called(torch.ones(4, 4)).square().sum().backward()
             optimizer.step()
-        assert num_lanes() > lanes_before
+        assert num_lanes() > 0
         barrier.wait()
 
     def body(group: dist.ProcessGroup) -> int:
@@ -516,11 +524,7 @@ def test_an_unreferenced_attachment_works_and_is_freed(attach: Any, algorithm: A
             train(group)
             barrier.wait()
             forget_active_ddp()  # shared by all ranks, which are threads here
-            deadline_s = time.monotonic() + 10
-            while num_lanes() > lanes_before:
-                assert time.monotonic() < deadline_s
-                gc.collect()
-                time.sleep(0.01)
+            wait_for_lanes(0)
             barrier.wait()
             descriptors.append(len(os.listdir("/proc/self/fd")))
         return descriptors[-1] - descriptors[0]
