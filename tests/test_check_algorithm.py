@@ -41,7 +41,11 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+# LocalSGD is DiLoCo without an outer momentum.
+RARE = {"local_sgd": pytest.mark.release}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=RARE.get(name, ())) for name in SUBJECTS])
 def test_algorithms_that_keep_the_contract(name: str) -> None:
     assert len(check_algorithm(SUBJECTS[name], has_fixed_results=name != "async")) == 9
 
