@@ -163,7 +163,7 @@ def test_running_variances_stay_positive(name: str) -> None:
                 largest = max(largest, module[0].running_var.max().item())
         return min(smallest, module[0].running_var.min().item()), largest
 
-    results = run_ranks(4 if name == "low precision" else 2, body)
+    results = run_ranks(4, body)  # a mean of two is never small enough
     assert all(smallest > 0 for smallest, _ in results)
     assert results[0][1] > 100
 
