@@ -1,13 +1,15 @@
-"""attach and the standalone hook: the arguments that they refuse, and the state after detach."""
+"""attach and the standalone hook: what they refuse, that a failed attach can be retried, and that detach undoes all."""
 
 import copy
 import gc
-import io
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,192 +25,299 @@ import torchbagua.native
 from ranks import gloo_group, init_default_group, run_ranks
 from transports import CollectivesAlone
 
-Body = Callable[[dist.ProcessGroup], None]
+Called = nn.Module | list[nn.Module]
+Call = Callable[[dist.ProcessGroup], Any]
 
 
-def wrap(group: dist.ProcessGroup, module: nn.Module | None = None, **options: object):
-    ddp = DistributedDataParallel(module or nn.Linear(4, 2), process_group=group, **options)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+def wrap(group: dist.ProcessGroup, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module or nn.Linear(4, 2), process_group=group, **options)
 
 
-def attach_plain_module(group: dist.ProcessGroup) -> None:
-    module = nn.Linear(4, 2)
-    own_group = tb.BaguaProcessGroup(group)
-    tb.attach(module, torch.optim.SGD(module.parameters()), "bytegrad", process_group=own_group)
+def sgd(called: Called) -> torch.optim.Optimizer:
+    modules = [module for module in called if isinstance(module, nn.Module)] if isinstance(called, list) else [called]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return torch.optim.SGD(parameters or [nn.Parameter(torch.ones(1))], lr=0.1)
 
 
-def attach_with_foreign_optimizer(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrap(group)
-    tb.attach(ddp, torch.optim.SGD(nn.Linear(3, 3).parameters()), "bytegrad")
+def attach(called: Any, algorithm: Any = "bytegrad", *, optimizer: Any = None, **options: Any) -> tb.Attachment:
+    return tb.attach(called, sgd(called) if optimizer is None else optimizer, algorithm, **options)
 
 
-def attach_with_partly_foreign_optimizer(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrap(group)
-    tb.attach(ddp, torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(5))]), "decentralized")
-
-
-def attach_with_no_optimizer(group: dist.ProcessGroup) -> None:
-    tb.attach(wrap(group)[0], ["sgd"], "bytegrad")
-
-
-def attach_with_a_name_for_an_optimizer(group: dist.ProcessGroup) -> None:
-    tb.attach(wrap(group)[0], "sgd", "bytegrad")
-
-
-def attach_python_reducer(group: dist.ProcessGroup) -> None:
+def python_reducer(group: dist.ProcessGroup) -> DistributedDataParallel:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        tb.attach(*wrap(group), "bytegrad")
+        return wrap(group)
 
 
-def attach_with_optimizer_in_backward(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrap(group)
+def delayed(group: dist.ProcessGroup) -> DistributedDataParallel:
+    module = nn.Linear(4, 2)
+    names = {"delay_all_reduce_named_params": [("weight", module.weight)], "param_to_hook_all_reduce": module.bias}
+    return wrap(group, module, **names)
+
+
+def stepped_in_backward(group: dist.ProcessGroup) -> DistributedDataParallel:
+    ddp = wrap(group)
     _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
-    tb.attach(ddp, optimizer, "decentralized")
+    return ddp
 
 
-def attach_after_own_hook(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrap(group)
+def with_own_hook(group: dist.ProcessGroup) -> DistributedDataParallel:
+    ddp = wrap(group)
     ddp.register_comm_hook(group, allreduce_hook)
-    tb.attach(ddp, optimizer, "bytegrad")
+    return ddp
 
 
-def attach_twice(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrap(group)
-    with tb.attach(ddp, optimizer, "bytegrad"):
-        tb.attach(ddp, optimizer, "gradient_allreduce")
+def twice(group: dist.ProcessGroup) -> None:
+    ddp = wrap(group)
+    with attach(ddp):
+        attach(ddp, "gradient_allreduce")
 
 
-def attach_unknown_name(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrap(group), "bitegrad")
+def inside_of_the_wrapper(group: dist.ProcessGroup) -> None:
+    ddp = wrap(group)
+    with attach(ddp, "decentralized"):
+        attach(ddp.module, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
 
-def attach_inside_of_the_wrapper(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrap(group)
-    with tb.attach(ddp, optimizer, "decentralized"):
-        tb.attach(ddp.module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
-
-
-def attach_around_an_attached_module(group: dist.ProcessGroup) -> None:
+def around_an_attached_module(group: dist.ProcessGroup) -> None:
     module = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(module.parameters())
-    with tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)):
-        tb.attach(DistributedDataParallel(nn.Sequential(module), process_group=group), optimizer, "bytegrad")
+    with attach(module, "decentralized", process_group=tb.BaguaProcessGroup(group)):
+        attach(wrap(group, nn.Sequential(module)))
 
 
-def attach_sharded_optimizer(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrap(group)
-    sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-    tb.attach(ddp, sharded, "decentralized")
+def to_one_of_a_list(group: dist.ProcessGroup) -> None:
+    modules = [wrap(group), nn.Linear(2, 3)]
+    with attach(modules, "async"):
+        attach(modules[1], "decentralized")
 
 
-def attach_class_instead_of_instance(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrap(group), tb.ByteGradAlgorithm)
+class Hookless(torch.optim.Optimizer):
+    """An optimizer without torch's step hooks, which may wrap another one."""
+
+    def __init__(self, parameters: Any, inner: Any = None) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self._inner = inner
 
 
-def attach_with_a_number_for_a_timeout(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrap(group), "bytegrad", timeout=5)
+def with_optimizer(group: dist.ProcessGroup, make: Callable[[DistributedDataParallel], Any], name: str = "bytegrad"):
+    ddp = wrap(group)
+    attach(ddp, name, optimizer=make(ddp))
 
 
-def attach_delayed_all_reduce(group: dist.ProcessGroup) -> None:
-    module = nn.Linear(4, 2)
-    delayed = [("weight", module.weight)]
-    ddp = DistributedDataParallel(
-        module, process_group=group, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.bias
-    )
-    tb.attach(ddp, torch.optim.SGD(module.parameters()), "bytegrad")
+def copies(size: int) -> torch.optim.Optimizer:
+    return tb.QAdamOptimizer([nn.Parameter(torch.ones(size))])
 
 
-def attach_sparse(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrap(group, nn.Sequential(nn.Embedding(5, 2, sparse=True))), "bytegrad")
+def of_sharded_parameters(algorithm: str) -> Call:
+    """The parameters of FSDP2 in another module."""
+
+    def call(group: dist.ProcessGroup) -> None:
+        parts, sharded = nn.Module(), fully_shard(nn.Linear(4, 2))
+        parts.weight = sharded.weight
+        attach(parts, algorithm, optimizer=sgd(sharded))
+
+    return call
 
 
-def attach_with_group_of_other_ranks(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrap(gloo_group(dist.HashStore(), 0, 1))
-    tb.attach(ddp, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group))
+def of_fsdp1(group: dist.ProcessGroup) -> None:
+    """An imitation, which needs no GPU."""
+    module = nn.Sequential(nn.Linear(4, 2))
+    module[0].__class__ = FullyShardedDataParallel
+    attach(module, "decentralized", optimizer=sgd(nn.Linear(1, 1)))
 
 
-def attach_with_a_class_as_observer(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrap(group), "bytegrad", observers=[tb.observe.Recorder])
+def copies_of_a_sharded_module(group: dist.ProcessGroup) -> None:
+    sharded = fully_shard(nn.Linear(3, 1))
+    attach(sharded, optimizer=torch.optim.SGD([nn.Parameter(each.detach().clone()) for each in sharded.parameters()]))
 
 
-def attach_with_one_observer(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrap(group), "bytegrad", observers=tb.observe.Recorder())
+def contained(group: dist.ProcessGroup) -> Called:
+    module = nn.Sequential(nn.Linear(2, 2))
+    return [nn.ModuleList([module]), wrap(group, module[0])]
 
 
-def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrap(group)
-    ddp.register_comm_hook(tb.ByteGradAlgorithm(), tb.comm_hook)
-    ddp(torch.ones(1, 4)).sum().backward()
+def wrapped_twice(group: dist.ProcessGroup) -> Called:
+    module = nn.Linear(2, 2)
+    return [wrap(group, module), wrap(group, module)]
 
 
-def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrap(group, nn.Embedding(5, 2, sparse=True))
-    ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
-    ddp(torch.tensor([1])).sum().backward()
+def tied(group: dist.ProcessGroup) -> Called:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    return [wrap(group, first), wrap(group, second)]
 
 
-def hook_with_python_reducer(group: dist.ProcessGroup) -> None:
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp, _ = wrap(group)
-    ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
-    ddp(torch.ones(1, 4)).sum().backward()
+def of_two_groups(group: dist.ProcessGroup) -> Called:
+    return [wrap(group), wrap(gloo_group(dist.HashStore(), 0, 1))]
+
+
+def of_one_of_two_modules(group: dist.ProcessGroup) -> None:
+    ddps = [wrap(group), wrap(group)]
+    attach(ddps[0], "diloco", optimizer=sgd(list(ddps)))
+
+
+def hook(group: dist.ProcessGroup, ddp: DistributedDataParallel, x: torch.Tensor, state: Any = None) -> None:
+    """Run a backward with the standalone hook."""
+    ddp.register_comm_hook(state or tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
+    ddp(x).sum().backward()
+
+
+def reify(group: dist.ProcessGroup, optimizer: Any) -> None:
+    tb.ByteGradAlgorithm().reify(group, optimizer=optimizer)
+
+
+X = torch.ones(1, 4)
+OUTSIDE: Any = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on ranks that are not members
+REFUSED: list[tuple[Call, type[Exception], str]] = [
+    # The module.
+    (lambda group: attach(nn.Linear(4, 2), process_group=tb.BaguaProcessGroup(group)), TypeError,
+     "attach: module must be a .*DistributedDataParallel, got Linear: ByteGradAlgorithm"),
+    (lambda group: attach(python_reducer(group)), ValueError, "attach: the module .* = \"python_reducer\""),
+    (lambda group: attach(stepped_in_backward(group), "decentralized"), ValueError,
+     "attach: weight has an optimizer that steps it in backward"),
+    (lambda group: attach(with_own_hook(group)), ValueError,
+     "attach: the module has the communication hook allreduce_hook already"),
+    (lambda group: attach(delayed(group)), ValueError, "attach: the module was created with delay_all_reduce_named_pa"),
+    (lambda group: attach(wrap(group, nn.Sequential(nn.Embedding(5, 2, sparse=True)))), ValueError,
+     "attach: 0 of Sequential has sparse=True; create it with sparse=False"),
+    (twice, ValueError, "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
+    (inside_of_the_wrapper, ValueError, "DecentralizedAlgorithm is attached to the module already"),
+    (around_an_attached_module, ValueError, "Algorithm is attached to the module's module.0 already"),
+    (to_one_of_a_list, ValueError, "AsyncModelAverageAlgorithm is attached to the module already"),
+    (of_sharded_parameters("bytegrad"), TypeError, "attach: weight is sharded .*which is not supported"),
+    (of_sharded_parameters("decentralized"), TypeError, "attach: weight is sharded .*which is not supported"),
+    (of_fsdp1, TypeError, "attach: 0 is sharded .*ranks hold different parts of the weights, which is not supported"),
+    (copies_of_a_sharded_module, ValueError, "SGD has 2 parameters that are not the module's"),
+    (lambda group: attach(nn.ModuleList([wrap(group)]), "decentralized"), TypeError,
+     "pass the DistributedDataParallel, or a list of modules if there are several"),
+    # Several modules.
+    (lambda group: attach([]), ValueError, "module must be at least one torch.nn.Module, got an empty sequence"),
+    (lambda group: attach([nn.Linear(2, 2), "x"]), TypeError, "a torch.nn.Module, or a list of them, got str"),
+    (lambda group: attach([nn.Linear(2, 2)] * 2, optimizer=copies(1)), ValueError,
+     "module 0 of the list, Linear, is also in module 1, Lin"),
+    (lambda group: attach(contained(group), optimizer=copies(1)), ValueError,
+     "module 1 of the list, DistributedDataParallel, is also in module 0, ModuleList"),
+    (lambda group: attach(wrapped_twice(group), optimizer=copies(1)), ValueError,
+     "module 0 of the list, DistributedDataParallel, is also in module 1"),
+    (lambda group: attach(modules := tied(group), optimizer=sgd(nn.ModuleList(modules))), ValueError,
+     "modules 0 and 1 of the list both average the gradient of weight"),
+    (lambda group: attach([wrap(group), nn.Sequential(fully_shard(nn.Linear(2, 2)))]), TypeError,
+     "module 1 of the list, Sequential, is sharded by fully_shard; attach to it alone"),
+    (lambda group: attach(of_two_groups(group)), ValueError, "process_group must be given if several .* have diff"),
+    (lambda group: attach([wrap(group), nn.Linear(2, 2)]), TypeError,
+     "module must be a torch.nn.parallel.DistributedDataParallel, got Linear: ByteGradAlgorithm"),
+    # The optimizer.
+    (lambda group: with_optimizer(group, lambda ddp: sgd(nn.Linear(3, 3))), ValueError,
+     r"SGD has 2 parameters that are not the .* \(3, 3\)"),
+    (lambda group: with_optimizer(
+        group, lambda ddp: torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(5))]), "decentralized"
+     ), ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
+    (of_one_of_two_modules, ValueError, r"2 parameters that are not .*, pass both modules: attach\(\[module, other\]"),
+    (lambda group: with_optimizer(group, lambda ddp: ["sgd"]), TypeError, "attach: optimizer must be a .*, got 'sgd'"),
+    (lambda group: with_optimizer(group, lambda ddp: "sgd"), TypeError, "must be a torch.optim.Optimizer, got 'sgd'"),
+    (lambda group: with_optimizer(
+        group, lambda ddp: ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1), "decentralized"
+     ), ValueError, "steps all weights on every rank, got ZeroRedundancyOptimizer"),
+    (lambda group: with_optimizer(group, lambda ddp: Hookless(ddp.parameters())), ValueError,
+     r"step hooks, got a Hookless without .* Pass the optimizer that it wraps"),
+    (lambda group: with_optimizer(group, lambda ddp: Hookless(ddp.parameters(), sgd(ddp))), ValueError,
+     r"got a Hookless without .*: pass its attribute _inner, a SGD, if"),
+    (lambda group: with_optimizer(group, lambda ddp: SimpleNamespace(lr=0.1, opt=sgd(ddp))), TypeError,
+     r"(?s)got a SimpleNamespace.*: pass its attribute opt, a SGD, if a step of"),
+    # Master copies of 10 parameters; for a weight algorithm, for QAdam, and of another size.
+    (lambda group: with_optimizer(group, lambda ddp: copies(10), "decentralized"), ValueError,
+     r"attach\(torch.nn.ParameterList\(masters\), ...\), and call the module without Dist"),
+    (lambda group: with_optimizer(group, lambda ddp: copies(10), "qadam"), ValueError,
+     r"QAdamOptimizer has 1 parameters that are not the module's, the first of shape \(10,\)"),
+    (lambda group: with_optimizer(group, lambda ddp: copies(11)), ValueError,
+     r"QAdamOptimizer has 1 parameters .* was created before the model was moved or copied"),
+    (lambda group: reify(group, 3), TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.optim.Opt.*, got 3"),
+    (lambda group: reify(group, [None]), TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.*, got None"),
+    (lambda group: reify(group, Hookless([])), ValueError, "reify: optimizer must have torch's step hooks, got a Hook"),
+    # The other arguments.
+    (lambda group: attach(wrap(group), "bitegrad"), KeyError,
+     "no algorithm is named 'bitegrad'; the registered names are .*'bytegrad'"),
+    (lambda group: attach(wrap(group), tb.ByteGradAlgorithm), TypeError,
+     r"an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
+    (lambda group: attach(wrap(group), timeout=5), TypeError, "attach: timeout must be a datetime.timedelta, got 5"),
+    (lambda group: attach(wrap(group), grad_scaler=8.0), TypeError,
+     r"grad_scaler must be a torch\.amp\.GradScaler, got float"),
+    (lambda group: attach(wrap(group), process_group=OUTSIDE), TypeError,
+     r"process_group must be .*, got a group of which this rank is not a member"),
+    (lambda group: attach(wrap(group), observers=[tb.observe.Recorder]), TypeError,
+     "an observer must be an object with .* on_comm.*got <class"),
+    (lambda group: attach(wrap(group), observers=tb.observe.Recorder()), TypeError,
+     "observers must be a list of objects .* got <torchbagua.observe"),
+    # The standalone hook.
+    (lambda group: hook(group, wrap(group), X, tb.ByteGradAlgorithm()), TypeError,
+     "comm_hook: state must be what .* reify returned, got Byte"),
+    (lambda group: hook(group, python_reducer(group), X), TypeError, "got a tuple .* = \"python_reducer\", with which"),
+    (lambda group: hook(group, wrap(group, nn.Embedding(5, 2, sparse=True)), torch.tensor([1])), ValueError,
+     "gradients must be dense, got a torch.sparse_coo tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[message[:40] for _, _, message in REFUSED])
+def test_refused(call: Call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_ranks(1, call)
+
+
+class Fewer(DistributedDataParallel):
+    """DDP compares parameters itself; this class shows attach fewer parameters than DDP has."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        yield from list(super().parameters(recurse))[:1]
+
+
+def of_fewer_parameters(group: dist.ProcessGroup) -> None:
+    ddp = (Fewer if group.rank() == 1 else DistributedDataParallel)(nn.Linear(4, 2), process_group=group)
+    attach(ddp, optimizer=torch.optim.SGD([ddp.module.weight]))
+
+
+def of_another_layout(group: dist.ProcessGroup) -> None:
+    """Without DDP, which compares strides itself."""
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(4, 4))
+    if group.rank() == 1:
+        module.to(memory_format=torch.channels_last)
+    attach(module, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+
+def over_other_ranks(group: dist.ProcessGroup, several: bool) -> None:
+    other = wrap(gloo_group(dist.HashStore(), 0, 1))
+    attach([wrap(group), other] if several else other, process_group=tb.BaguaProcessGroup(group))
 
 
 @pytest.mark.parametrize(
-    ("body", "error", "message"),
+    ("call", "message"),
     [
-        (attach_plain_module, TypeError, "attach: module must be a .*DistributedDataParallel, got Linear"),
-        (attach_with_foreign_optimizer, ValueError, r"SGD has 2 parameters that are not the .* \(3, 3\)"),
-        (attach_with_partly_foreign_optimizer, ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
-        (attach_with_no_optimizer, TypeError, "attach: optimizer must be a torch.optim.Optimizer, got 'sgd'"),
-        (attach_with_a_name_for_an_optimizer, TypeError, "must be a torch.optim.Optimizer, got 'sgd'"),
-        (attach_python_reducer, ValueError, "attach: the module was created with .* = \"python_reducer\""),
-        (attach_with_optimizer_in_backward, ValueError, "attach: weight has an optimizer that steps it in backward"),
-        (attach_after_own_hook, ValueError, "attach: the module has the communication hook allreduce_hook already"),
-        (attach_twice, ValueError, "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
-        (attach_inside_of_the_wrapper, ValueError, "DecentralizedAlgorithm is attached to the module already"),
-        (attach_around_an_attached_module, ValueError, "Algorithm is attached to the module's module.0 already"),
-        (attach_sharded_optimizer, ValueError, "steps all weights on every rank, got ZeroRedundancyOptimizer"),
-        (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; the registered names are .*'bytegrad'"),
-        (attach_class_instead_of_instance, TypeError, r"an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
-        (attach_with_a_number_for_a_timeout, TypeError, "attach: timeout must be a datetime.timedelta, got 5"),
-        (attach_delayed_all_reduce, ValueError, "attach: the module was created with delay_all_reduce_named_params"),
-        (attach_sparse, ValueError, "attach: 0 of Sequential has sparse=True; create it with sparse=False"),
-        (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
-        (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.observe"),
-        (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
-        (hook_with_python_reducer, TypeError, "got a tuple .* = \"python_reducer\", with which"),
-        (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
+        (partial(over_other_ranks, several=False),
+         "process_group must have the module's ranks: rank 0 of 1, got rank 0 of 2"),
+        (partial(over_other_ranks, several=True),
+         r"process_group must have the module's ranks: rank 0 of 1, got rank . of 2"),
+        (of_fewer_parameters, "disagree on the number of parameters: rank 0 has 2, rank 1 has 1"),
+        (of_another_layout,
+         r"the memory layout of parameters: rank 0 has 'all contiguous', rank 1 has '1 of .*0\.weight with"),
+        (lambda group: attach(
+            wrap(group), "decentralized", grad_scaler=torch.amp.GradScaler("cpu") if group.rank() else None
+         ), "disagree on whether attach was given a grad_scaler: rank 0 has False"),
     ],
+    ids=["other ranks", "other ranks of one of several", "fewer parameters", "another layout", "grad_scaler"],
 )  # fmt: skip
-def test_refused(body: Body, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        run_ranks(1, body)
-
-
-@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])
-def test_sharded_modules_are_refused(algorithm: str) -> None:
-    """Parameters of FSDP2 in another module, and an imitated FSDP1 module, which cannot be created without a GPU."""
-    init_default_group()
-    sharded = fully_shard(nn.Linear(4, 2))
-    parts = nn.Module()
-    parts.weight = sharded.weight
-    flat = nn.Sequential(nn.Linear(4, 2))
-    flat[0].__class__ = FullyShardedDataParallel
-    for module, name in ((parts, "weight"), (flat, "0")):
-        message = f"attach: {name} is sharded .*ranks hold different parts of the weights, which is not supported"
-        with pytest.raises(TypeError, match=message):
-            tb.attach(module, torch.optim.SGD(sharded.parameters()), algorithm)
+def test_ranks_that_differ_are_refused(call: Call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_ranks(2, call)
 
 
 @pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(error_feedback=True)], ids=str)
 def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algorithm: tb.Algorithm) -> None:
-    """For example, the parameters of a head outside the module, which every rank trains locally."""
+    """For example, a head that every rank trains locally, or tables that are divided among the ranks."""
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        ddp, head = DistributedDataParallel(nn.Linear(4, 2), process_group=group), nn.Linear(2, 1)
+        ddp, head = wrap(group), nn.Linear(2, 1)
         torch.nn.init.ones_(head.weight)
-        optimizer = torch.optim.SGD([*ddp.parameters(), *head.parameters()], lr=0.1)
+        tables = [nn.Parameter(torch.ones(3)) for _ in range(group.rank())]
+        optimizer = torch.optim.SGD([*tables, *ddp.parameters(), *head.parameters()], lr=0.1)
         with tb.attach(ddp, optimizer, algorithm) as attachment:
             for _ in range(2):
                 optimizer.zero_grad()
@@ -223,34 +332,21 @@ def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algo
     assert not torch.equal(first_head, second_head)
 
 
-def test_group_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="process_group must have the module's ranks: rank 0 of 1, got rank 0 of 2"):
-        run_ranks(2, attach_with_group_of_other_ranks)
-
-
-def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
-    module = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(module.parameters())
-    outside = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on ranks that are not members
-    with pytest.raises(TypeError, match=r"process_group must be .*, got a group of which this rank is not a member"):
-        tb.attach(module, optimizer, "decentralized", process_group=outside)
-
-
 def test_attach_can_be_retried_after_a_failure_on_one_rank() -> None:
     """The other ranks time out with an error that names the failed rank; then all ranks attach."""
     arrived = threading.Barrier(3)
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrap(group)
+        ddp = wrap(group)
         if group.rank() == 1:
             with pytest.raises(TypeError, match="got 'sgd'"):
-                tb.attach(ddp, ["sgd"], "bytegrad")
+                attach(ddp, optimizer=["sgd"])
         else:
             with pytest.raises(TimeoutError, match=r"timed out after 1 s waiting for ranks \[1\] of 3"):
-                tb.attach(ddp, optimizer, "bytegrad", timeout=timedelta(seconds=1))
+                attach(ddp, timeout=timedelta(seconds=1))
         arrived.wait()
-        with tb.attach(ddp, optimizer, "bytegrad"):
-            ddp(torch.ones(1, 4)).sum().backward()
+        with attach(ddp):
+            ddp(X).sum().backward()
 
     run_ranks(3, body)
 
@@ -275,11 +371,12 @@ def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypat
 
 def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrap(group)
+        ddp = wrap(group)
+        optimizer = sgd(ddp)
         group_recorder, attachment_recorder = tb.observe.Recorder(), tb.observe.Recorder()
         bagua_group = tb.BaguaProcessGroup(group, observers=[group_recorder])
         with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[attachment_recorder]):
-            ddp(torch.ones(1, 4)).sum().backward()
+            ddp(X).sum().backward()
         with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
             optimizer.step()
         assert attachment.summary().figures.num_steps == 1, "the group's observers suffice for a summary"
@@ -288,71 +385,6 @@ def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
         assert group_recorder.events == attachment_recorder.events
 
     run_ranks(2, body)
-
-
-def test_number_of_parameters_is_compared() -> None:
-    class Fewer(DistributedDataParallel):
-        """DDP compares parameters itself; this class shows attach fewer parameters than DDP has."""
-
-        def parameters(self, recurse: bool = True):
-            yield from list(super().parameters(recurse))[:1]
-
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = (Fewer if group.rank() == 1 else DistributedDataParallel)(nn.Linear(4, 2), process_group=group)
-        tb.attach(ddp, torch.optim.SGD([ddp.module.weight]), "bytegrad")
-
-    with pytest.raises(ValueError, match="disagree on the number of parameters: rank 0 has 2, rank 1 has 1"):
-        run_ranks(2, body)
-
-
-def test_detached_ddp_averages_as_plain_ddp() -> None:
-    model = nn.Linear(10, 3)
-
-    def gradient(group: dist.ProcessGroup, ddp: DistributedDataParallel) -> torch.Tensor:
-        x = torch.randn(5, 10, generator=torch.Generator().manual_seed(group.rank()))
-        ddp.zero_grad()
-        ddp(x).square().sum().backward()
-        return ddp.module.weight.grad.clone()
-
-    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters())
-        expected = gradient(group, plain)
-        with tb.attach(ddp, optimizer, "bytegrad") as attachment:
-            quantised = gradient(group, ddp)
-        attachment.detach()  # a second call has no effect
-        detached = gradient(group, ddp)
-        with tb.attach(ddp, optimizer, "gradient_allreduce"):
-            full = gradient(group, ddp)
-        return expected, quantised, detached, full
-
-    for expected, quantised, detached, full in run_ranks(2, body):
-        assert torch.equal(detached, expected)
-        assert torch.equal(full, expected)
-        assert not torch.equal(quantised, expected)
-        torch.testing.assert_close(quantised, expected, rtol=0, atol=float(expected.abs().max()) / 50)
-
-
-def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrap(group)
-        with tb.attach(ddp, optimizer, "bytegrad") as attachment:
-            file = io.BytesIO()
-            torch.save(attachment.state_dict(), file)
-            file.seek(0)
-            attachment.load_state_dict(torch.load(file, weights_only=True))
-            with pytest.raises(ValueError, match=r"must be what Attachment.state_dict returned.*got \[\]"):
-                attachment.load_state_dict({})
-        with (
-            tb.attach(ddp, optimizer, "gradient_allreduce") as other,
-            pytest.raises(
-                ValueError, match=r"the state was saved by ByteGradAlgorithm.*GradientAllReduceAlgorithm is attached"
-            ),
-        ):
-            other.load_state_dict(attachment.state_dict())
-
-    run_ranks(1, body)
 
 
 def test_a_copy_of_an_attached_module_is_independent() -> None:
@@ -374,10 +406,10 @@ def test_a_copy_of_an_attached_module_is_independent() -> None:
 
     init_default_group()
     ddp = DistributedDataParallel(nn.Linear(4, 2))
-    with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), Counting()) as attachment:
+    with attach(ddp, Counting()) as attachment:
         twin = copy.deepcopy(ddp)
-        with tb.attach(twin, torch.optim.SGD(twin.parameters()), Counting()) as twin_attachment:
-            twin(torch.ones(1, 4)).sum().backward()
+        with attach(twin, Counting()) as twin_attachment:
+            twin(X).sum().backward()
     assert (attachment.impl.num_buckets, twin_attachment.impl.num_buckets) == (0, 1)
 
 
@@ -389,15 +421,12 @@ def test_no_thread_outlives_attach_or_impl() -> None:
     assert not lanes()
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp, optimizer = wrap(group)
-        assert not [lane for lane in lanes() if lane is threading.current_thread()]
-        with tb.attach(ddp, optimizer, "bytegrad"):
-            ddp(torch.ones(1, 4)).sum().backward()
+        ddp = wrap(group)
+        with attach(ddp):
+            ddp(X).sum().backward()
             assert lanes()
         # The standalone hook, which is never closed.
-        hooked, _ = wrap(group)
-        hooked.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
-        hooked(torch.ones(1, 4)).sum().backward()
+        hook(group, wrap(group), X)
 
     run_ranks(2, body)
     deadline = time.monotonic() + 5
@@ -408,7 +437,7 @@ def test_no_thread_outlives_attach_or_impl() -> None:
 
 
 def test_a_plain_module_over_a_transport_without_messages() -> None:
-    """It starts from rank 0's weights and optimizer state, and ends with the same weights on all ranks."""
+    """It ends with the same weights on all ranks."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         module = nn.Linear(4, 3)  # different weights on each rank

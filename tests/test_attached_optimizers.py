@@ -1,10 +1,8 @@
 """Optimizers in users' loops: wrapped, several at once, or attached but never stepped."""
 
 import copy
-import re
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +30,14 @@ def keep(optimizer: torch.optim.Optimizer) -> None:
     nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 1.0)
 
 
-@pytest.mark.parametrize("name", RARELY)
 @pytest.mark.parametrize(
-    ("between", "trains", "is_error"),
-    [(clear, True, True), (zero, True, True), (keep, True, False), (clear, False, False)],
+    ("name", "between", "trains", "is_error"),
+    [
+        *((name, clear, True, True) for name in RARELY),
+        ("decentralized", zero, True, True),
+        ("decentralized", keep, True, False),
+        ("decentralized", clear, False, False),
+    ],
 )
 def test_an_attached_optimizer_that_is_never_stepped(
     name: str, between: Callable[[torch.optim.Optimizer], None], trains: bool, is_error: bool
@@ -130,7 +132,7 @@ class SharedHooks:
 
 
 @pytest.mark.parametrize("wrapper", [Forwarding, SharedHooks])
-@pytest.mark.parametrize("name", ["bytegrad", "qadam", "decentralized", "async"])
+@pytest.mark.parametrize("name", ["qadam", "decentralized"])
 def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
     """With observers: the weights are the same as with the bare optimizer."""
     model = build(lambda: nn.Linear(10, 3))
@@ -151,8 +153,7 @@ def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
 
     direct = run_ranks(2, lambda group: body(group, lambda optimizer: optimizer))
     wrapped = run_ranks(2, lambda group: body(group, wrapper))
-    if name != "async":  # its rounds end at no fixed step
-        assert_same_weights([*direct, *wrapped])
+    assert_same_weights([*direct, *wrapped])
 
 
 def test_an_optimizer_whose_step_calls_its_parents_step() -> None:
@@ -215,29 +216,7 @@ def test_an_optimizer_with_a_state_of_another_form() -> None:
     assert run_ranks(2, body) == [1.0, 1.0]
 
 
-def test_an_optimizer_without_hooks_is_refused() -> None:
-    class Hookless(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            self.param_groups = [{"params": list(parameters)}]
-            self._inner: Any = None
-
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        hookless = Hookless(ddp.parameters())
-        with pytest.raises(ValueError, match=r"step hooks, got a Hookless without .* Pass the optimizer that it wraps"):
-            tb.attach(ddp, hookless, "bytegrad")
-        hookless._inner = torch.optim.SGD(ddp.parameters())
-        with pytest.raises(ValueError, match=r"got a Hookless without .*: pass its attribute _inner, a SGD, if"):
-            tb.attach(ddp, hookless, "bytegrad")
-        with pytest.raises(
-            TypeError, match=r"(?s)got a SimpleNamespace.*: pass its attribute opt, a SGD, if a step of"
-        ):
-            tb.attach(ddp, SimpleNamespace(lr=0.1, opt=hookless._inner), "bytegrad")
-
-    run_ranks(1, body)
-
-
-@pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 0, 1]], ids=str)
+@pytest.mark.parametrize("order", [[1, 0], [0, 0, 1], [1, 0, 0, 1]], ids=str)
 def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
     """In any order, and with repeats: each step ends with x += mean(x at its start) - x at its start, as in D-PSGD."""
     model = build(lambda: nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3)))
@@ -276,7 +255,7 @@ def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
                 assert torch.equal(starts[step + 1][name], tensor + (mean - starts[step][name]))
 
 
-@pytest.mark.parametrize("options", [[{}, {}], [{}, {"fused": True}], [{"fused": True}, {"fused": True}]], ids=str)
+@pytest.mark.parametrize("options", [[{}, {"fused": True}]], ids=str)
 def test_a_step_ends_when_a_grad_scaler_skips_one_optimizer(options: list[dict[str, Any]]) -> None:
     """On one rank the gradient of one half overflows: all ranks skip that half, and the step still ends."""
     model = build(lambda: nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3)))
@@ -371,17 +350,6 @@ def test_a_state_that_is_saved_between_the_steps_of_two_optimizers() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("algorithm", ["decentralized", "bytegrad"])
-def test_a_parameter_of_two_optimizers(algorithm: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.01), torch.optim.Adam([ddp.module.bias])]
-        tb.attach(ddp, optimizers, algorithm).detach()
-
-    with pytest.warns(RuntimeWarning, match="bias is a parameter of both SGD and Adam"):
-        run_ranks(1, body)
-
-
 def test_one_of_two_optimizers_never_steps() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
@@ -391,41 +359,4 @@ def test_one_of_two_optimizers_never_steps() -> None:
                 optimizers[0].step()
 
     with pytest.warns(RuntimeWarning, match="SGD has stepped 200 times, but Adam never: nothing is averaged"):
-        run_ranks(2, body)
-
-
-def test_parameters_in_no_attached_optimizer() -> None:
-    """Weights would be averaged between the steps of two optimizers; gradients are averaged before both."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        for algorithm in (RARELY["decentralized"], tb.ByteGradAlgorithm()):
-            ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-            tb.attach(ddp, torch.optim.SGD([ddp.module.weight], lr=0.01), algorithm).detach()
-        ddp.module.bias.requires_grad_(False)
-        tb.attach(ddp, torch.optim.SGD([ddp.module.weight], lr=0.01), RARELY["decentralized"]).detach()
-
-    with pytest.warns(RuntimeWarning, match="attached") as caught:
-        run_ranks(1, body)
-    expected = "no attached optimizer steps bias, although it requires gradients. If another optimizer steps it, "
-    assert [expected in str(warning.message) for warning in caught] == [True]
-
-
-@pytest.mark.parametrize(("num_stepped", "names"), [(2, "1.weight (and 1 more)"), (1, "0.bias (and 2 more)")])
-def test_several_parameters_in_no_attached_optimizer(num_stepped: int, names: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), process_group=group)
-        stepped = list(ddp.parameters())[:num_stepped]
-        tb.attach(ddp, torch.optim.SGD(stepped, lr=0.01), RARELY["decentralized"]).detach()
-
-    expected = f"steps {names}, although they require gradients. If another optimizer steps them, "
-    with pytest.warns(RuntimeWarning, match=re.escape(expected)):
-        run_ranks(1, body)
-
-
-def test_lbfgs_warns_what_its_closure_must_do() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        tb.attach(ddp, torch.optim.LBFGS(ddp.parameters()), "bytegrad").detach()
-
-    with pytest.warns(RuntimeWarning, match="LBFGS calls its closure as often .* mean of the loss over the ranks"):
         run_ranks(2, body)

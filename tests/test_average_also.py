@@ -129,20 +129,3 @@ def test_refused() -> None:
             attachment.average_also(loop.ema())
 
     run_ranks(2, body)
-
-
-def test_a_gradient_algorithm_needs_nothing() -> None:
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        loop = Loop(group, model)
-        ema = loop.ema()
-        with loop.attach("bytegrad") as attachment:
-            attachment.average_also(ema)
-            for _ in range(3):
-                loop.step()
-                ema.update_parameters(loop.ddp.module)
-        return torch.cat([parameter.detach().flatten() for parameter in ema.module.parameters()])
-
-    first, second = run_ranks(2, body)
-    assert torch.equal(first, second)

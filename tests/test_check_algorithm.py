@@ -14,7 +14,7 @@ import torch
 import torchbagua as tb
 from documentation import names_in
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl
-from torchbagua.testing import AlgorithmFault, check_algorithm
+from torchbagua.testing import AlgorithmFault, algorithms, check_algorithm
 from torchbagua.testing.simulation import Subject
 
 SignSGDAlgorithm = names_in("extend/algorithm.md", "class SignSGDAlgorithm", module=__name__)["SignSGDAlgorithm"]
@@ -41,7 +41,11 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+# LocalSGD is DiLoCo without an outer momentum.
+RARE = {"local_sgd": pytest.mark.release}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=RARE.get(name, ())) for name in SUBJECTS])
 def test_algorithms_that_keep_the_contract(name: str) -> None:
     assert len(check_algorithm(SUBJECTS[name], has_fixed_results=name != "async")) == 9
 
@@ -186,7 +190,9 @@ class BrokenWeights(tb.Decentralized):
 def test_algorithms_that_break_the_contract(
     algorithm: tb.Algorithm, check: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchbagua.testing.algorithms._PATIENCE_S", 0.5)
+    monkeypatch.setattr(algorithms, "_PATIENCE_S", 0.5)
+    alone = [each for each in algorithms._CHECKS if each.__name__ == f"_check_{check}"]  # the others take long
+    monkeypatch.setattr(algorithms, "_CHECKS", alone)
     with pytest.raises(AlgorithmFault, match=f"^torchbagua: check '{check}' failed.*{message}"):
         check_algorithm(Subject(lambda _: algorithm))
 
@@ -195,8 +201,10 @@ def test_the_broken_algorithms_are_broken_by_their_changes_alone() -> None:
     check_algorithm(Subject(lambda _: Averaged()))
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("decentralized", 3), pytest.param("gradient_allreduce", 4, marks=pytest.mark.release)],
+)
 def test_more_ranks(name: str, size: int) -> None:
     check_algorithm(SUBJECTS[name], size=size)
 
@@ -213,7 +221,7 @@ class RaisesOnOneRank(AveragedImpl):
 
 
 def test_the_error_that_came_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchbagua.testing.algorithms._TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(algorithms, "_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(AlgorithmFault, match="check 'training' failed on rank 1: ZeroDivisionError: in the impl"):
         check_algorithm(Subject(lambda _: Averaged(impl=RaisesOnOneRank)))
 

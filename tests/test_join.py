@@ -102,11 +102,15 @@ def train_with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) 
 
 
 @pytest.mark.parametrize(
-    ("is_attached", "is_observed"),
-    [(False, False), (False, True), (True, True)],
-    ids=["standalone hook", "observed standalone hook", "observed"],
+    ("name", "is_attached", "is_observed"),
+    [
+        ("gradient_allreduce", False, False),
+        ("gradient_allreduce over nodes", True, True),
+        ("bytegrad", False, True),
+        ("bytegrad", True, True),
+        ("bytegrad over nodes", False, False),
+    ],
 )
-@pytest.mark.parametrize("name", ALGORITHMS)
 def test_joined_ranks_take_part_with_zeros(name: str, is_attached: bool, is_observed: bool) -> None:
     model = build(Tower)
     options = {"nodes": [0, 0, 1] if "nodes" in name else None, "is_attached": is_attached, "is_observed": is_observed}

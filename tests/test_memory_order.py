@@ -22,7 +22,6 @@ AVERAGED_WEIGHTS: dict[str, Callable[[Any], tb.Algorithm]] = {
     "decentralized": lambda _: tb.DecentralizedAlgorithm(),
     "low precision": lambda _: tb.LowPrecisionDecentralizedAlgorithm(),
     "diloco": lambda _: tb.DiLoCoAlgorithm(2),
-    "local sgd": lambda _: tb.LocalSGDAlgorithm(2),
     "streaming": lambda _: tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
     "async": lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=0),
     "async warm-up": lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100),
@@ -107,8 +106,9 @@ class Constant(nn.Module):
         return self.used(x) + 0 * self.unused.weight.sum()
 
 
-@pytest.mark.parametrize("name", AVERAGED_WEIGHTS)
-@pytest.mark.parametrize("wraps_first", [False, True])
+@pytest.mark.parametrize(
+    ("name", "wraps_first"), [("decentralized", True), ("low precision", False), ("streaming", True), ("async", False)]
+)
 def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> None:
     """Averaging does not change weights that are equal on all ranks and have no gradient."""
     model = build(Constant)
@@ -128,7 +128,7 @@ def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> No
 
     expected = model.unused.weight.detach()
     for weight in run_ranks(2, body):
-        if name in ("low precision", "diloco", "local sgd", "streaming"):
+        if name in ("low precision", "streaming"):
             # Codecs round, but must not move elements: elements differ by 0.1.
             torch.testing.assert_close(weight, expected, rtol=0, atol=2e-3)
         else:
@@ -136,7 +136,7 @@ def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> No
 
 
 # Without powersgd, because the columns of its matrix are permuted.
-@pytest.mark.parametrize("name", [name for name in AVERAGED_GRADIENTS if name != "powersgd"])
+@pytest.mark.parametrize("name", ["bytegrad", "error feedback", "topk", "qadam"])
 def test_gradients_averaged_after_a_conversion(name: str) -> None:
     """The weights equal those of a contiguous run, because all operations are elementwise."""
     model = build(Pictures)
@@ -160,7 +160,7 @@ def test_gradients_averaged_after_a_conversion(name: str) -> None:
 
 
 @ALL_ALGORITHMS
-@pytest.mark.parametrize("num_steps_before", [0, 3])
+@pytest.mark.parametrize("num_steps_before", [0, pytest.param(3, marks=pytest.mark.release)])
 def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -> None:
     model = build(Pictures)
 
@@ -180,7 +180,7 @@ def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -
         assert "attach" in message.split(". ")[-1]
 
 
-@ALL_ALGORITHMS
+@pytest.mark.parametrize("name", ["decentralized", "low precision", "streaming", "async", "error feedback", "qadam"])
 def test_converted_after_attach_on_one_rank(name: str) -> None:
     """Every rank raises within a step or two. If ranks compare progress, all name the parameter and the rank."""
     model = build(Pictures)
@@ -226,7 +226,7 @@ def test_a_rank_whose_peers_do_not_arrive_still_names_the_parameter() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", ["decentralized", "diloco", "streaming", "low precision"])
+@pytest.mark.parametrize("name", ["decentralized", "streaming", "low precision"])
 def test_detach_after_a_conversion_works_if_no_step_follows(name: str) -> None:
     """The round in flight, the last mean and a saved state have their elements in the right order."""
     model = build(Constant)
@@ -271,9 +271,10 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", ["gradients", "error feedback", "qadam"])
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("num_steps_before", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "as_view", "num_steps_before"),
+    [("gradients", False, 0), ("error feedback", True, 3), ("qadam", False, 3), ("gradients", True, 0)],
+)
 def test_ddp_created_before_the_conversion(name: str, as_view: bool, num_steps_before: int) -> None:
     """DDP's buckets keep the layout of their creation, even after detach: a new DDP is needed."""
     model = build(Pictures)
@@ -329,22 +330,6 @@ def test_a_conversion_with_the_standalone_hook() -> None:
         convert(loop.module)
         with pytest.raises(RuntimeError, match=r"the memory layout of parameter .* has changed on rank"):
             loop.step()
-
-    run_ranks(2, body)
-
-
-def test_ranks_that_attach_different_layouts() -> None:
-    """Without DDP, because DDP compares strides itself."""
-    model = build(Pictures)
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        if group.rank() == 1:
-            convert(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        message = r"the memory layout of parameters: rank 0 has 'all contiguous', rank 1 has '2 of .*0\.weight with"
-        with pytest.raises(ValueError, match=message):
-            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
     run_ranks(2, body)
 

@@ -160,8 +160,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("cls", [SGDScheduleFree, Interpolated])
+@pytest.mark.parametrize(
+    ("name", "cls"), [*((name, SGDScheduleFree) for name in ALGORITHMS), ("decentralized", Interpolated)]
+)
 def test_evaluation_weights_after_detach_are_the_mean_of_the_ranks(name: str, cls: type[Interpolated]) -> None:
     """For a class that is known by name, or with a call."""
     model = build(mlp)
@@ -313,8 +314,10 @@ def train(loop: Loop, algorithm: tb.Algorithm | str, num_steps: int) -> None:
         loop.step(num_steps)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(("make", "state"), [(Interpolated, "z"), (Lookahead, "slow"), (LookaheadAround, "slow")])
+@pytest.mark.parametrize(
+    ("name", "make", "state"),
+    [("decentralized", Interpolated, "z"), ("async", Lookahead, "slow"), ("diloco", LookaheadAround, "slow")],
+)
 def test_weights_in_the_state_that_are_not_averaged_give_one_warning(
     name: str, make: Callable[[Any], Any], state: str
 ) -> None:
@@ -493,7 +496,7 @@ class Learner(torch.optim.SGD):
                 parameter.sub_(parameter.grad, alpha=group["d"])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["decentralized", "async"])
 def test_learnt_numbers_of_groups_are_rank_0s_after_detach_and_stay_equal_with_ddp(name: str) -> None:
     model = build(mlp)
 

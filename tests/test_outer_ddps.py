@@ -29,11 +29,20 @@ WRAPPED: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
-@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped", "options", "is_later"),
+    [
+        ("the module", OPTIONS[0], False),
+        ("the module", OPTIONS[2], True),
+        ("its parts", OPTIONS[1], True),
+        ("its parts", OPTIONS[2], True),
+        ("a container", OPTIONS[2], False),
+        ("another of its parts", OPTIONS[0], True),
+        ("another of its parts", OPTIONS[1], False),
+    ],
+)
 def test_a_module_whose_ddps_attach_was_not_given_trains_alone(
-    wrapped: Callable[[nn.Module], list[nn.Module]], options: dict[str, Any], is_later: bool
+    wrapped: str, options: dict[str, Any], is_later: bool
 ) -> None:
     """Bitwise as without a DDP, from the first step on, no matter whether DDPs were created before or after attach."""
     model = build(Normed)
@@ -42,7 +51,7 @@ def test_a_module_whose_ddps_attach_was_not_given_trains_alone(
         module, alone = copy.deepcopy(model), copy.deepcopy(model)
 
         def wrap() -> list[DistributedDataParallel]:
-            return [DistributedDataParallel(part, process_group=group, **options) for part in wrapped(module)]
+            return [DistributedDataParallel(part, process_group=group, **options) for part in WRAPPED[wrapped](module)]
 
         def forward(batch: torch.Tensor) -> torch.Tensor:
             if len(ddps) == 1:
@@ -201,8 +210,9 @@ def test_a_ddp_around_a_compiled_module_is_silent(way: str) -> None:
         assert num_graphs == num_graphs_at_first > 0
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize(
+    ("options", "is_later"), [(OPTIONS[0], False), (OPTIONS[1], True), (OPTIONS[2], False), (OPTIONS[2], True)]
+)
 def test_another_ddp_around_the_same_module_is_silent(options: dict[str, Any], is_later: bool) -> None:
     """From its first forward on, no matter when it was created."""
     model = build(Normed)

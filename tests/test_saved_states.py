@@ -28,10 +28,9 @@ LESS_THAN_A_TENSOR_MB = 1e-6
 # Arguments on which a state does not depend, with values that differ from the saved ones.
 HARMLESS: dict[str, list[dict[str, Any]]] = {
     "bytegrad": [{"hierarchical": False, "block": 64}],
-    "all": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
-    "shift_one": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}],
-    "low_precision": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
-    "diloco": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
+    "all": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB, "hierarchical": False, "final_average": False}],
+    "low_precision": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB, "hierarchical": False, "final_average": False}],
+    "diloco": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB, "hierarchical": False, "final_average": False}],
     "qadam": [{"hierarchical": False, "compression": Sign1Bit(64)}],
 }
 assert HARMLESS.keys() <= MAKE_ALGORITHM.keys()
@@ -102,7 +101,9 @@ def test_an_earlier_release_s_asynchronous_state_is_loaded(label: str, arguments
     run_ranks(2, resume_with(label, "async", use, **arguments, final_average=False))
 
 
-@pytest.mark.parametrize(("label", "name"), [saved for saved in SAVED if saved[1] not in ("async", "bytegrad", "all")])
+@pytest.mark.parametrize(
+    ("label", "name"), [saved for saved in SAVED if saved[1] in ("fragments", "powersgd", "qadam")]
+)
 def test_an_earlier_release_s_distributed_checkpoint_continues(tmp_path: Path, label: str, name: str) -> None:
     """It is loaded into the keys of a current state, and must contain all of them."""
     states = {rank: state["attachment"] for rank, state in load_saved(label, name).items()}
@@ -117,7 +118,7 @@ def test_an_earlier_release_s_distributed_checkpoint_continues(tmp_path: Path, l
     run_ranks(2, resume_with(label, name, use))
 
 
-AVERAGING = [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm(), tb.AsyncModelAverageAlgorithm()]
+AVERAGING = [tb.DecentralizedAlgorithm(), tb.AsyncModelAverageAlgorithm()]
 WITHOUT_BUFFERS = [dataclasses.replace(algorithm, average_buffers=False) for algorithm in AVERAGING]
 ONE_BIT = {"compression": "sign1bit", "error_feedback": True}
 EIGHT_BITS = {"compression": "minmax_uint8", "error_feedback": True}
@@ -182,7 +183,6 @@ def test_arguments_on_which_a_state_depends_must_not_differ(before: Described, a
         (LOW(), LOW(bucket_cap_mb=1), (NODES, NODES), "bucket_cap_mb=8.0, .* has bucket_cap_mb=1;"),
         (LOW(), LOW(hierarchical=False), (NODES, NODES), "hierarchical=True, .* has hierarchical=False;"),
         (LOW(), LOW(), (NODES, [0, 1, 0, 1]), r"nodes=\[0, 0, 1, 1\], .* has nodes=\[0, 1, 0, 1\];"),
-        (LOW(), LOW(), (NODES, [0, 0, 0, 0]), r"nodes=\[0, 0, 1, 1\], .* has nodes=None;"),
     ],
 )
 def test_replicas_of_nodes_depend_on_the_nodes(
@@ -196,13 +196,10 @@ def test_replicas_of_nodes_depend_on_the_nodes(
     ("before", "after", "nodes"),
     [
         (LOW(hierarchical=False), LOW(hierarchical=False, bucket_cap_mb=1), (NODES, [0, 1, 0, 1])),
-        (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(bucket_cap_mb=1), (NODES, [0, 1, 0, 1])),
         (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(True, "shift_one", 2), (None, None)),
-        (tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(False, False, block=64), (None, None)),
         (FEEDBACK(), FEEDBACK(False, False, block=64), (NODES, [0, 1, 0, 1])),
         (DILOCO(3, delay=2), DILOCO(5, compression="minmax_uint8", bucket_cap_mb=1), (None, None)),
         ({"hierarchical": False, **ONE_BIT}, {**ONE_BIT, "compression": Sign1Bit(64)}, (NODES, NODES)),
-        ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
     ],
 )
 def test_arguments_on_which_a_state_does_not_depend_may_differ(
@@ -211,8 +208,9 @@ def test_arguments_on_which_a_state_does_not_depend_may_differ(
     load_into_another(before, after, nodes, steps=4)
 
 
-@pytest.mark.parametrize(("num_warm", "is_refused"), [(0, False), (2, False), (4, False), (5, True)])
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize(
+    ("steps", "num_warm", "is_refused"), [(2, 5, True), (4, 0, False), (4, 4, False), (4, 5, True)]
+)
 def test_a_warm_up_that_is_over_does_not_begin_again(steps: int, num_warm: int, is_refused: bool) -> None:
     def algorithm(warmup_steps: int) -> tb.Algorithm:
         return tb.AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=warmup_steps)

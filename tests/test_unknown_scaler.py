@@ -43,8 +43,7 @@ def warnings_of(train: Callable[[Training], None], **options: Any) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("scaled", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(("scaled", "fused"), [((0,), True), ((1,), False), ((0, 1), True), ((0, 1), False)])
 def test_a_scaler_of_one_or_of_several_optimizers(scaled: Sequence[int], fused: bool) -> None:
     def train(training: Training) -> None:
         for _ in range(3):

@@ -21,24 +21,16 @@ from torchbagua.testing.simulation.run import Rank, Simulation
 from training import build
 
 DiLoCo = tb.DiLoCoAlgorithm
-SYNCHRONOUS = {
+ALGORITHMS = {
     "diloco": DiLoCo(2, compression=None),
     "diloco in 4 bits": DiLoCo(3),
     "streaming diloco": DiLoCo(6, fragments=2, delay=2),
-    "local sgd": tb.LocalSGDAlgorithm(2),
-    "decentralized": tb.DecentralizedAlgorithm(),
     "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2),
+    "decentralized": tb.DecentralizedAlgorithm(),
     "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
-}
-ASYNC = {
-    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1),
     "async in 8 bits": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression="minmax_uint8"),
 }
-ALL_ALGORITHMS = pytest.mark.parametrize("name", [*SYNCHRONOUS, *ASYNC])
-TYPICAL_ALGORITHMS = pytest.mark.parametrize(
-    "name", ["streaming diloco", "decentralized", "low precision", "async in 8 bits"]
-)
-SYNCHRONOUS_ALGORITHMS = pytest.mark.parametrize("name", SYNCHRONOUS)
+SYNCHRONOUS = [name for name in ALGORITHMS if "async" not in name]
 NOTICE = "weights were loaded after attach"
 MODEL = build(Normed)
 DISAGREEMENT = "ranks have not loaded the same weights since attach"
@@ -47,12 +39,9 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NOTICE}:UserWarning")
 forbids_notice = pytest.mark.filterwarnings(f"error:.*{NOTICE}:UserWarning")
 
 
-def algorithm_of(name: str) -> tb.Algorithm:
-    return {**SYNCHRONOUS, **ASYNC}[name]
-
-
-def attach(trainer: Trainer, algorithm: tb.Algorithm, **options: Any) -> tb.Attachment:
-    return tb.attach(trainer.ddp, trainer.optimizer, algorithm, **options)
+def attach(trainer: Trainer, algorithm: tb.Algorithm | str, **options: Any) -> tb.Attachment:
+    """Attach an algorithm, or that of ALGORITHMS with this name."""
+    return tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS.get(algorithm, algorithm), **options)
 
 
 def take_steps(trainer: Trainer, num_steps: int) -> None:
@@ -89,37 +78,13 @@ def freeze_steps(trainer: Trainer) -> None:
         parameters["lr"] = 0.0
 
 
-@pytest.mark.parametrize("name", ["diloco", "diloco in 4 bits", "streaming diloco", "local sgd", "low precision"])
-def test_loaded_weights_stay(name: str) -> None:
-    """Regression test: weights loaded as 0.5 ended at 0.58 to 1.23."""
-
-    def body(group: dist.ProcessGroup) -> tuple[float, float]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        data = torch.Generator().manual_seed(group.rank())
-        with tb.attach(ddp, optimizer, algorithm_of(name)):
-            for index in range(24):
-                if index == 7:
-                    half = {key: torch.full_like(tensor, 0.5) for key, tensor in ddp.module.state_dict().items()}
-                    ddp.module.load_state_dict(half)
-                    optimizer.param_groups[0]["lr"] = 1e-6
-                optimizer.zero_grad()
-                ddp(torch.randn(4, 8, generator=data)).square().mean().backward()
-                optimizer.step()
-        return ddp.module.weight.min().item(), ddp.module.weight.max().item()
-
-    model = build(lambda: nn.Linear(8, 40))
-    for least, most in run_ranks(2, body):
-        assert 0.4999 < least <= most < 0.5001
-
-
-@ALL_ALGORITHMS
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_earlier_rounds_do_not_change_loaded_weights(name: str) -> None:
     """After steps with lr 0, weights and buffers equal the load, though a round was in flight and replicas differed."""
 
     def body(group: dist.ProcessGroup) -> Weights:
         trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, algorithm_of(name)):
+        with attach(trainer, name):
             take_steps(trainer, 7)
             trainer.module.load_state_dict(new_state())
             freeze_steps(trainer)
@@ -130,8 +95,9 @@ def test_earlier_rounds_do_not_change_loaded_weights(name: str) -> None:
         assert_equals_state(weights, new_state(), name)
 
 
-@pytest.mark.parametrize("name", ["streaming diloco", "decentralized", "async"])
-@pytest.mark.parametrize("unfreezes", [False, True])
+@pytest.mark.parametrize(
+    ("name", "unfreezes"), [("streaming diloco", True), ("decentralized", True), ("async in 8 bits", True)]
+)
 def test_earlier_rounds_do_not_change_loaded_weights_if_the_mean_is_evaluated_before_the_next_step(
     name: str, unfreezes: bool
 ) -> None:
@@ -139,7 +105,7 @@ def test_earlier_rounds_do_not_change_loaded_weights_if_the_mean_is_evaluated_be
 
     def body(group: dist.ProcessGroup) -> Weights:
         trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, algorithm_of(name)) as attachment:
+        with attach(trainer, name) as attachment:
             take_steps(trainer, 8)
             trainer.module.load_state_dict(new_state())
             trainer.module.frozen.requires_grad_(unfreezes)
@@ -153,7 +119,7 @@ def test_earlier_rounds_do_not_change_loaded_weights_if_the_mean_is_evaluated_be
         assert_equals_state(weights, new_state(), name)
 
 
-@SYNCHRONOUS_ALGORITHMS
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_a_load_after_attach_trains_as_a_load_before_attach(name: str) -> None:
     """Bitwise equal in every step."""
 
@@ -162,21 +128,20 @@ def test_a_load_after_attach_trains_as_a_load_before_attach(name: str) -> None:
         if is_loaded_before:
             model.load_state_dict(new_state())
         trainer = Trainer(group, model, lr=0.01)
-        with attach(trainer, SYNCHRONOUS[name]):
+        with attach(trainer, name):
             if not is_loaded_before:
                 trainer.module.load_state_dict(new_state())
             take_steps(trainer, 9)
         return [*trainer.trace.updated, weights_of(trainer.module)]
 
-    before = run_ranks(4, lambda group: body(group, is_loaded_before=True))
-    after = run_ranks(4, lambda group: body(group, is_loaded_before=False))
+    before = run_ranks(2, lambda group: body(group, is_loaded_before=True))
+    after = run_ranks(2, lambda group: body(group, is_loaded_before=False))
     for expected, found in zip(before, after, strict=True):
         for pair in zip(expected, found, strict=True):
             assert_same_weights(pair)
 
 
-@pytest.mark.parametrize("compression", [None, "minmax_uint4"])
-@pytest.mark.parametrize("outer_optimizer", [None, torch.optim.Adagrad], ids=str)
+@pytest.mark.parametrize(("compression", "outer_optimizer"), [(None, torch.optim.Adagrad), ("minmax_uint4", None)])
 def test_a_load_resets_momentum_and_residuals(compression: str | None, outer_optimizer: Any) -> None:
     """A load after a round acts like a new attachment. Adagrad has state before its first step."""
     algorithm = DiLoCo(3, compression=compression, outer_optimizer=outer_optimizer)
@@ -245,13 +210,21 @@ def test_a_partial_load_changes_only_its_parameters(way: str) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", ["diloco", "streaming diloco", "decentralized", "low precision", "async in 8 bits"])
-@pytest.mark.parametrize("loading_ranks", ["all, other values", "one rank alone"])
+@pytest.mark.parametrize(
+    ("name", "loading_ranks"),
+    [
+        ("streaming diloco", "all, other values"),
+        ("streaming diloco", "one rank alone"),
+        ("decentralized", "one rank alone"),
+        ("low precision", "all, other values"),
+        ("async in 8 bits", "all, other values"),
+    ],
+)
 def test_ranks_that_load_different_weights_all_raise(name: str, loading_ranks: str) -> None:
     def body(group: dist.ProcessGroup) -> str:
         trainer = Trainer(group, MODEL, lr=0.01)
         try:
-            with attach(trainer, algorithm_of(name)):
+            with attach(trainer, name):
                 take_steps(trainer, 3)
                 if loading_ranks != "one rank alone" or group.rank() == 1:
                     trainer.module.load_state_dict(new_state(group.rank()))
@@ -292,7 +265,7 @@ def test_ranks_that_load_one_after_the_other_do_not_raise_later() -> None:
 def test_ranks_that_continue_without_the_load_raise_after_the_timeout() -> None:
     def body(group: dist.ProcessGroup) -> int:
         trainer = Trainer(group, MODEL, lr=0.001)
-        with attach(trainer, ASYNC["async in 8 bits"], timeout=timedelta(seconds=2)) as attachment:
+        with attach(trainer, "async in 8 bits", timeout=timedelta(seconds=1)) as attachment:
             take_steps(trainer, 3)
             if group.rank() == 1:
                 trainer.module.load_state_dict(new_state())
@@ -306,14 +279,14 @@ def test_ranks_that_continue_without_the_load_raise_after_the_timeout() -> None:
     assert run_ranks(2, body) == [1, 1]
 
 
-@TYPICAL_ALGORITHMS
+@pytest.mark.parametrize("name", ["streaming diloco", "low precision", "async in 8 bits"])
 def test_all_ranks_load_the_weights_of_one_rank(name: str) -> None:
     """The load changes nothing on that rank, but counts there as on the other ranks."""
     saved: list[dict[str, torch.Tensor]] = []
 
     def body(group: dist.ProcessGroup) -> Weights:
         trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, algorithm_of(name)):
+        with attach(trainer, name):
             take_steps(trainer, 3)
             if group.rank() == 0:
                 saved.append(copy.deepcopy(trainer.module.state_dict()))
@@ -327,13 +300,13 @@ def test_all_ranks_load_the_weights_of_one_rank(name: str) -> None:
         assert_equals_state(weights, saved[0], name)
 
 
-@TYPICAL_ALGORITHMS
+@pytest.mark.parametrize("name", ["streaming diloco", "decentralized", "low precision", "async in 8 bits"])
 def test_one_rank_loads_and_broadcasts(name: str) -> None:
     """No hook sees a manual broadcast: `weights_changed` on all ranks turns it into a load on all ranks."""
 
     def body(group: dist.ProcessGroup) -> Weights:
         trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, algorithm_of(name)) as attachment:
+        with attach(trainer, name) as attachment:
             take_steps(trainer, 5)
             if group.rank() == 0:
                 trainer.module.load_state_dict(new_state())
@@ -361,20 +334,6 @@ def test_weights_changed_raises_if_ranks_have_different_weights() -> None:
     run_ranks(2, body)
 
 
-def test_weights_changed_has_no_effect_without_shadow_weights() -> None:
-    def body(group: dist.ProcessGroup, algorithm: str) -> None:
-        trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, algorithm) as attachment:
-            take_steps(trainer, 1)
-            before = weights_of(trainer.module)
-            attachment.weights_changed()
-            assert_same_weights([before, weights_of(trainer.module)])
-        attachment.weights_changed()
-
-    run_ranks(2, lambda group: body(group, "bytegrad"))
-    run_ranks(1, lambda group: body(group, "diloco"))
-
-
 def test_a_state_saved_after_a_load_contains_the_load() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, MODEL, lr=0.01)
@@ -388,18 +347,18 @@ def test_a_state_saved_after_a_load_contains_the_load() -> None:
 
 
 @forbids_notice
-@pytest.mark.parametrize("name", ["diloco in 4 bits", "streaming diloco", "decentralized", "low precision"])
+@pytest.mark.parametrize("name", ["streaming diloco", "decentralized", "low precision"])
 def test_a_state_that_is_loaded_after_the_weights_replaces_them(name: str) -> None:
     """Each rank then has its own weights, without a notice. Earlier loads have no effect either."""
 
     def body(group: dist.ProcessGroup) -> None:
         first, second = Trainer(group, MODEL, lr=0.01), Trainer(group, MODEL, lr=0.01)
-        with attach(first, SYNCHRONOUS[name]) as attachment:
+        with attach(first, name) as attachment:
             take_steps(first, 5)
             saved = copy.deepcopy([first.module.state_dict(), first.optimizer.state_dict(), attachment.state_dict()])
             data = first.data.get_state()
             take_steps(first, 6)
-        with attach(second, SYNCHRONOUS[name]) as attachment:
+        with attach(second, name) as attachment:
             second.module.load_state_dict(new_state(group.rank()))
             second.module.load_state_dict(saved[0])
             second.optimizer.load_state_dict(saved[1])
@@ -447,7 +406,7 @@ def ema_by_hand(trainer: Trainer, ema: dict[str, torch.Tensor]) -> None:
 
 @forbids_notice
 @pairwise(
-    name=["diloco in 4 bits", "streaming diloco", "decentralized", "low precision"],
+    name=["streaming diloco", "low precision"],
     swap=[ema_by_load, ema_by_load_and_copy, ema_by_hand],
     swapping_ranks=["all", "rank 0 alone"],
 )
@@ -458,7 +417,7 @@ def test_a_model_swapped_in_for_an_evaluation_leaves_no_trace(
 
     def body(group: dist.ProcessGroup, *, swaps: bool) -> list[Weights]:
         trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, SYNCHRONOUS[name]):
+        with attach(trainer, name):
             for _ in range(7):
                 trainer.step()
                 if swaps and (swapping_ranks == "all" or group.rank() == 0):
@@ -473,15 +432,14 @@ def test_a_model_swapped_in_for_an_evaluation_leaves_no_trace(
 
 
 @forbids_notice
-@pytest.mark.parametrize("name", ["streaming diloco", "async"])
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("name", "assign"), [("streaming diloco", True), ("async in 8 bits", False)])
 def test_averaged_weights_averages_swapped_in_models(name: str, assign: bool) -> None:
     """The evaluation of an EMA of weights that differ between ranks does this."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, MODEL, lr=0.01)
         mean = (new_state(0)["last.weight"] + new_state(1)["last.weight"]) / 2
-        with attach(trainer, algorithm_of(name)) as attachment:
+        with attach(trainer, name) as attachment:
             for _ in range(4):
                 trainer.step()
                 own = trainer.module.state_dict(keep_vars=True)
@@ -498,12 +456,6 @@ def test_averaged_weights_averages_swapped_in_models(name: str, assign: bool) ->
 def clamp(trainer: Trainer) -> None:
     for parameter in trainer.module.parameters():
         parameter.data.clamp_(-0.1, 0.1)
-
-
-@torch.no_grad()
-def limit_norm(trainer: Trainer) -> None:
-    for parameter in trainer.module.parameters():
-        parameter.mul_(0.5 / parameter.norm().clamp(min=0.5))
 
 
 def shift(trainer: Trainer) -> None:
@@ -523,9 +475,9 @@ class OneLayer(nn.Module):
 
 
 @forbids_notice
-@pytest.mark.parametrize("edit", [clamp, limit_norm, shift])
+@pytest.mark.parametrize("edit", [clamp, shift])
 def test_other_edits_count_as_local_progress(edit: Callable[[Trainer], None]) -> None:
-    """A WGAN's clamp, a max-norm, SAM's assignment to `data`: local SGD averages the edited weights."""
+    """A WGAN's clamp, SAM's assignment to `data`: local SGD averages the edited weights."""
     model = build(OneLayer)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -553,13 +505,13 @@ def test_other_edits_count_as_local_progress(edit: Callable[[Trainer], None]) ->
     run_ranks(2, body)
 
 
-@TYPICAL_ALGORITHMS
+@pytest.mark.parametrize("name", ["streaming diloco", "async in 8 bits"])
 def test_a_load_within_averaged_weights_is_refused(name: str) -> None:
     """The end of the block would undo the load."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, algorithm_of(name)) as attachment:
+        with attach(trainer, name) as attachment:
             take_steps(trainer, 2)
             with attachment.averaged_weights():
                 mean = weights_of(trainer.module)
