@@ -23,7 +23,7 @@ import torchbagua as tb
 from pairwise import pairwise
 from q_adam_life import ChannelsLast
 from ranks import run_ranks
-from torchbagua.collectives.low_rank_mean import matrix_shape
+from torchbagua.collectives.low_rank_mean import MatrixShape, matrix_shape
 from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 START_STEP = 1
@@ -108,6 +108,11 @@ def test_the_oracle(
     assert check_runs(runs, model, algorithm, nodes) > 0
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(39, None), (40, None), (41, MatrixShape(41, 40, 4))])
+def test_matrices_whose_factors_are_not_much_smaller_have_none(rows: int, expected: MatrixShape | None) -> None:
+    assert matrix_shape((rows, 8, 5), 40 * rows, rank=4, min_rate=5) == expected
+
+
 def mixed() -> nn.Module:
     return Tower((10, 101, 47, 20, 1), dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float32))
 
@@ -118,7 +123,7 @@ def test_the_oracle_for_other_models(make_model: Callable[[], nn.Module]) -> Non
     """Models with parts that some ranks or no rank uses, with one element, and with other dtypes and memory orders."""
     model = build(make_model)
     unused = {"find_unused_parameters": True} if make_model is Branches else {}
-    algorithm = tb.PowerSGDAlgorithm(rank=2, start_step=START_STEP, min_rate=1.5)
+    algorithm = tb.PowerSGDAlgorithm(rank=2, start_step=START_STEP, min_rate=1.5, compression="bfloat16")
     # The learning rate of `train` is too high for ChannelsLast, which overflows in its fourth step.
     runs = run_ranks(2, lambda group: run_training(group, model, algorithm, num_steps=3, **unused))
     assert check_runs(runs, model, algorithm) > 0 or make_model is OneElement
@@ -273,9 +278,13 @@ def test_ranks_that_disagree_raise() -> None:
             Loop(group, model, tb.PowerSGDAlgorithm(rank=2 + group.rank()))
         loop = Loop(group, model, tb.PowerSGDAlgorithm(rank=2))
         state = loop.attachment.state_dict()
-        state["impl"]["num_backward_passes"] = group.rank()
-        with loop.attachment, pytest.raises(tb.CommunicationError, match="backward passes so far"):
-            loop.attachment.load_state_dict(state)
+        with loop.attachment:
+            num_steps = state["impl"].pop("num_steps")
+            with pytest.raises(ValueError, match=r"must have the keys \['num_backward_passes', 'num_steps'\]"):
+                loop.attachment.load_state_dict(state)
+            state["impl"] |= {"num_steps": num_steps, "num_backward_passes": group.rank()}
+            with pytest.raises(tb.CommunicationError, match="backward passes so far"):
+                loop.attachment.load_state_dict(state)
 
     run_ranks(2, body)
 
