@@ -751,9 +751,9 @@ def test_a_commit_leaves_nothing_staged() -> None:
             assert residual.values.tolist() == [value] * 2
         residual.continue_from_staged([whole])
     encoded_twice = Residual(whole, torch.device("cpu"))
-    for value in (1.0, 2.0):
-        encoded_twice.stage(whole).fill_(value)
-        encoded_twice.continue_from_staged([whole])
+    encoded_twice.stage(whole).fill_(1.0)
+    encoded_twice.continue_from_staged([whole])
+    encoded_twice.stage(whole).fill_(2.0)
     encoded_twice.commit()
     assert encoded_twice.added(whole).tolist() == [2.0] * 2
 
