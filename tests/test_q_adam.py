@@ -33,6 +33,7 @@ from q_adam_life import (
 )
 from ranks import run_ranks
 from torchbagua._torch import forget_active_ddp
+from torchbagua.observe.events import Trace
 from training import Branches, Tower, build
 
 BLOCKS = {
@@ -112,7 +113,7 @@ def test_attach_equals_the_standalone_hook() -> None:
             assert all(torch.equal(attached.weights[step][n], w) for n, w in hooked.weights[step].items())
 
 
-class Sampling(tb.observe.Recorder):
+class Sampling(tb.observe.Recorder, Trace):
     """Needs separate passes for the conversion to momenta and for the codec, as GPUs and other codecs do."""
 
     def samples(self, step: int) -> bool:
