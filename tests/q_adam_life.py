@@ -1,7 +1,7 @@
 """A small run with DDP and a QAdamOptimizer on every rank, and its comparison with the oracle."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,37 +157,3 @@ def _torch_sqrt(x: oracle.Array) -> oracle.Array:
 
 def initial_of(model: nn.Module) -> Tensors:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Yield copies of the tensors in nested dictionaries."""
-    for value in state.values() if isinstance(state, dict) else ():
-        if isinstance(value, torch.Tensor):
-            yield value.clone()
-        else:
-            yield from tensors_in(value)
-
-
-def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
-def weights_with_and_without_scale(
-    group: dist.ProcessGroup, model: nn.Module, scaler: torch.amp.GradScaler, **arguments: Any
-) -> tuple[Tensors, Tensors]:
-    """Return the last weights of a plain run, and of the same run with a loss scale."""
-    plain, scaled = Trainer(group, model), Trainer(group, model)
-    algorithms = [tb.QAdamAlgorithm(trainer.optimizer, **arguments) for trainer in (plain, scaled)]
-    with (
-        tb.attach(plain.ddp, plain.optimizer, algorithms[0]),
-        tb.attach(scaled.ddp, scaled.optimizer, algorithms[1], grad_scaler=scaler),
-    ):
-        for _ in range(NUM_STEPS):
-            plain.step()
-            scaled.optimizer.zero_grad()
-            index = len(plain.life.weights) - 1
-            loss = scaled.ddp(torch.randn(6, 10, generator=scaled.data), group.rank() + index).square().sum()
-            scaler.scale(loss).backward()
-            scaler.step(scaled.optimizer)
-            scaler.update()
-    return plain.life.weights[-1], initial_of(scaled.ddp.module)

@@ -1,8 +1,14 @@
-"""QAdam with DDP: every step of every rank equals the oracle's, in the warm-up, at the switch and after it."""
+"""QAdam with DDP: every step of every rank equals the oracle's, in the warm-up, at the switch and after it.
+
+Its residuals, skipped steps and resuming are in test_error_feedback.py.
+"""
 
 import copy
 import gc
-import io
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,101 +16,65 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import oracle
 import torchbagua as tb
+from pairwise import pairwise
 from q_adam_life import (
     NUM_STEPS,
     NUM_WARM,
     SETTINGS,
+    Average,
     ChannelsLast,
     Life,
     Tensors,
     Trainer,
     check_lives,
-    equal,
     initial_of,
-    tensors_in,
-    weights_with_and_without_scale,
 )
 from ranks import run_ranks
+from torchbagua._torch import forget_active_ddp
+from torchbagua.observe.events import Trace
 from training import Branches, Tower, build
 
+BLOCKS = {
+    "minmax_uint8": (2048, oracle.quantise_block),
+    "minmax_uint4": (128, oracle.quantise_block_4_bits),
+    "sign1bit": (2048, oracle.sign_block),
+}
 
-@pytest.mark.parametrize(
-    ("size", "nodes"),
-    [(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
+
+def mean_with_feedback(compression: str, size: int, nodes: Sequence[int] | None) -> Average:
+    return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *BLOCKS[compression]), nodes)
+
+
+@pairwise(
+    compression=[None, *BLOCKS],
+    ranks=[(2, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])],
+    bucket_cap_mb=[25, 0.01],
+    num_micro_batches=[1, 3],
 )
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
 def test_a_whole_run_equals_the_oracle(
-    device: torch.device, size: int, nodes: list[int] | None, bucket_cap_mb: float
+    device: torch.device,
+    compression: str | None,
+    ranks: tuple[int, list[int] | None],
+    bucket_cap_mb: float,
+    num_micro_batches: int,
 ) -> None:
-    model = build(Tower).to(device)
+    """Without error feedback in 8 bits, and with it in any codec."""
+    model, (size, nodes) = build(Tower).to(device), ranks
+    arguments: dict[str, Any] = {} if compression is None else {"compression": compression, "error_feedback": True}
 
     def body(group: dist.ProcessGroup) -> Life:
         trainer = Trainer(group, model, bucket_cap_mb=bucket_cap_mb)
-        impl = trainer.hook(nodes)
+        trainer.num_micro_batches = num_micro_batches
+        impl = trainer.hook(nodes, **arguments)
         for _ in range(NUM_STEPS):
             trainer.step()
         impl.close()
         return trainer.life
 
-    check_lives(run_ranks(size, body, device=device), initial_of(model), nodes)
-
-
-def test_accumulation_moves_the_momentum_once() -> None:
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> Life:
-        trainer = Trainer(group, model)
-        trainer.num_micro_batches = 3
-        impl = trainer.hook()
-        for _ in range(NUM_STEPS):
-            trainer.step()
-        impl.close()
-        return trainer.life
-
-    check_lives(run_ranks(2, body), initial_of(model))
-
-
-def test_two_synchronised_backward_passes_before_a_step_move_the_momentum_once() -> None:
-    """Each rank sends the mean of the first pass plus its gradient of the second: values are rounded twice."""
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> dict[str, tuple[torch.Tensor, ...]]:
-        trainer = Trainer(group, model)
-        trainer.hook()
-        for _ in range(NUM_STEPS):
-            trainer.step()
-        before = {name: trainer.optimizer.state[p]["exp_avg"].clone() for name, p in trainer.named.items()}
-        trainer.life.local.append({})
-        local = copy.deepcopy(trainer.ddp.module)
-        trainer.optimizer.zero_grad()
-        local.zero_grad()
-        for _ in range(2):
-            x = torch.randn(6, 10, generator=trainer.data)
-            for module in (trainer.ddp, local):
-                module(x, 0).square().sum().backward()
-        trainer.optimizer.step()
-        return {
-            name: (
-                p.grad,
-                trainer.named[name].grad,
-                before[name],
-                trainer.optimizer.state[trainer.named[name]]["exp_avg"],
-                p,
-            )
-            for name, p in local.named_parameters()
-        }
-
-    first, second = run_ranks(2, body)
-    beta1, decay = SETTINGS["betas"][0], SETTINGS["weight_decay"]
-    for name, (own, gradient, before, after, weight) in first.items():
-        mean = (own + second[name][0]) / 2
-        assert torch.equal(gradient, second[name][1])
-        # A momentum is rounded to 8 bits twice, and a gradient has 1 / (1 - beta1) of its error.
-        momentum = beta1 * before + (1 - beta1) * mean
-        step = float(momentum.max() - momentum.min()) / 255 / (1 - beta1)
-        assert torch.allclose(gradient, mean, rtol=1e-4, atol=4 * step), name
-        torch.testing.assert_close(after, beta1 * before + (1 - beta1) * (gradient + decay * weight.detach()))
+    means = () if compression is None else (partial(mean_with_feedback, compression),)
+    check_lives(run_ranks(size, body, device=device), initial_of(model), nodes, *means)
 
 
 @pytest.mark.parametrize("as_views", [False, True])
@@ -143,32 +113,39 @@ def test_attach_equals_the_standalone_hook() -> None:
             assert all(torch.equal(attached.weights[step][n], w) for n, w in hooked.weights[step].items())
 
 
-def test_only_the_rounding_of_the_mean_differs_from_adam_with_ddp() -> None:
-    """With four ranks both means are exact if the sums are: with gradients of few bits the means are equal."""
-    model = build(lambda: nn.Linear(10, 3))
+class Sampling(tb.observe.Recorder, Trace):
+    """Needs separate passes for the conversion to momenta and for the codec, as GPUs and other codecs do."""
 
-    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, step: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("has_feedback", [False, True])
+def test_one_pass_is_bitwise_equal_to_separate_passes(has_feedback: bool) -> None:
+    """Also with other betas in a bucket, and a loss scale that is not a power of two."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
         results = []
-        for is_mine in (True, False):
-            ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-            parameters = ddp.parameters()
-            optimizer = tb.QAdamOptimizer(parameters, warmup_steps=50) if is_mine else torch.optim.Adam(parameters)
-            impl = None
-            if is_mine:
-                impl = tb.QAdamAlgorithm(optimizer).reify(group)
-                ddp.register_comm_hook(impl, tb.comm_hook)
-            data = torch.Generator().manual_seed(group.rank())
-            for _ in range(40):
-                optimizer.zero_grad()
-                ddp(torch.randint(-8, 8, (6, 10), generator=data).float()).sum().backward()
-                optimizer.step()
-            if impl is not None:
-                impl.close()
-            results.append(ddp.module.weight.detach().clone())
+        for observers in ([], [Sampling()]):
+            trainer = Trainer(group, model)
+            own = list(trainer.named.values())
+            groups = [{"params": own[::2], "betas": (0.9, 0.99)}, {"params": own[1::2], "betas": (0.75, 0.99)}]
+            optimizer = tb.QAdamOptimizer(groups, lr=0.01, warmup_steps=1)
+            algorithm = tb.QAdamAlgorithm(optimizer, error_feedback=has_feedback)
+            scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+            with tb.attach(trainer.ddp, optimizer, algorithm, grad_scaler=scaler, observers=observers):
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    x = torch.randn(6, 10, generator=trainer.data)
+                    scaler.scale(trainer.ddp(x, 0).square().sum()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+            results.append(initial_of(trainer.ddp.module))
         return results[0], results[1]
 
-    for mine, theirs in run_ranks(4, body):
-        assert torch.equal(mine, theirs)
+    for at_once, in_turn in run_ranks(3, body):
+        assert all(torch.equal(in_turn[name], weight) for name, weight in at_once.items())
 
 
 def test_parameters_that_some_or_no_ranks_use() -> None:
@@ -192,30 +169,30 @@ def test_parameters_that_some_or_no_ranks_use() -> None:
     assert torch.equal(first["never.weight"], model.never.weight)
 
 
-def test_a_bucket_of_parameters_in_and_past_their_warm_up() -> None:
+def test_gradients_in_full_precision() -> None:
+    """Those of parameters in their warm-up, also next to others in a bucket, and those of another optimizer."""
     model = build(lambda: Tower((10, 20, 5, 1)))
 
     def body(group: dist.ProcessGroup) -> Tensors:
         trainer = Trainer(group, model)
-        late = model_part = list(trainer.ddp.module.layers[1].parameters())
-        names = [name for name, p in trainer.named.items() if any(p is parameter for parameter in model_part)]
-        early = [p for name, p in trainer.named.items() if name not in names]
-        trainer.optimizer = tb.QAdamOptimizer(
-            [{"params": early}, {"params": late, "warmup_steps": 5}], warmup_steps=2, **SETTINGS
-        )
+        early, late, of_sgd = (list(layer.parameters()) for layer in trainer.ddp.module.layers)
+        groups = [{"params": early}, {"params": late, "warmup_steps": 5}]
+        trainer.optimizer = tb.QAdamOptimizer(groups, warmup_steps=2, **SETTINGS)
+        sgd = torch.optim.SGD(of_sgd, lr=0.1)
         impl = trainer.hook()
+        trainer.named = {name: p for name, p in trainer.named.items() if not name.startswith("layers.2")}
         for _ in range(4):
+            sgd.zero_grad()
             trainer.step()
+            sgd.step()
         impl.close()
-        # In the fourth step, early parameters were past their warm-up and late parameters in it.
-        local, averaged = trainer.life.local[3], trainer.life.gradients[3]
-        return {name: torch.stack((local[name], averaged[name])) for name in local}
+        averaged = {name: p.grad for name, p in trainer.ddp.module.named_parameters()}
+        return {name: torch.stack((local, averaged[name])) for name, local in trainer.life.local[3].items()}
 
     runs = run_ranks(2, body)
     for name in runs[0]:
         mean = (runs[0][name][0] + runs[1][name][0]) / 2
-        if mean.numel() > 1:  # a block of one element is exact in 8 bits too
-            assert torch.equal(runs[0][name][1], mean) == name.startswith("layers.1"), name
+        assert torch.equal(runs[0][name][1], mean) == (not name.startswith("layers.0")), name
         assert torch.allclose(runs[0][name][1], mean, atol=0.05 * float(mean.abs().max()) + 1e-3)
 
 
@@ -264,134 +241,41 @@ def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
         assert torch.equal(fresh, reloaded)
 
 
-@pytest.mark.parametrize("stop", [NUM_WARM - 1, NUM_WARM, NUM_WARM + 2])
-def test_resume_bit_for_bit(stop: int) -> None:
+def test_a_step_that_amp_skips_leaves_no_trace() -> None:
+    """Without error feedback. Only one rank has an Inf: weights, moments and counters of all ranks stay."""
     model = build(Tower)
 
-    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
-        first = Trainer(group, model, bucket_cap_mb=0.01)
-        with tb.attach(first.ddp, first.optimizer, tb.QAdamAlgorithm(first.optimizer)) as attachment:
-            for step in range(NUM_STEPS):
-                if step == stop:
-                    file = io.BytesIO()
-                    torch.save(
-                        {
-                            "model": first.ddp.module.state_dict(),
-                            "optimizer": first.optimizer.state_dict(),
-                            "attachment": attachment.state_dict(),
-                            "data": first.data.get_state(),
-                        },
-                        file,
-                    )
-                first.step()
-        second = Trainer(group, model, bucket_cap_mb=0.01)
-        second.life.weights += [{}] * stop
-        with tb.attach(second.ddp, second.optimizer, tb.QAdamAlgorithm(second.optimizer)) as attachment:
-            state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            second.ddp.module.load_state_dict(state["model"])
-            second.optimizer.load_state_dict(state["optimizer"])
-            attachment.load_state_dict(state["attachment"])
-            second.data.set_state(state["data"])
-            for _ in range(stop, NUM_STEPS):
-                second.step()
-        return first.life.weights[-1], second.life.weights[-1]
-
-    for first, second in run_ranks(2, body):
-        assert all(torch.equal(second[name], weight) for name, weight in first.items())
-
-
-@pytest.mark.parametrize("gives_scaler", [True, False])
-def test_a_step_that_amp_skips_leaves_no_trace(gives_scaler: bool) -> None:
-    """Only one rank has an Inf: all skip; weights, moments and counters stay. Gradients are in the scaler's unit."""
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> tuple[float, bool]:
+    def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, model)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        given = {"grad_scaler": scaler} if gives_scaler else {}
-        changed = []
+        algorithm = tb.QAdamAlgorithm(trainer.optimizer)
 
-        def states() -> tuple[list[torch.Tensor], list[int]]:
-            tensors = {"weights": initial_of(trainer.ddp.module), "moments": trainer.optimizer.state_dict()["state"]}
-            return list(tensors_in(tensors)), trainer.optimizer.num_updates
+        def state() -> list[Any]:
+            moments = [value for each in trainer.optimizer.state.values() for value in each.values()]
+            return copy.deepcopy([*initial_of(trainer.ddp.module).values(), *moments])
 
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer), **given):
-            for step in range(NUM_STEPS):
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm, grad_scaler=scaler):
+            for step in range(NUM_WARM + 3):
                 trainer.optimizer.zero_grad()
                 x = torch.randn(6, 10, generator=trainer.data)
                 if step == NUM_WARM + 1 and group.rank() == 1:
                     x[0, 0] = torch.inf
-                tensors, num_updates = states()
+                before, num_updates = state(), trainer.optimizer.num_updates
                 scaler.scale(trainer.ddp(x, 0).square().sum()).backward()
                 scaler.step(trainer.optimizer)
                 scaler.update()
-                tensors_after, num_updates_after = states()
-                changed.append(not equal(tensors, tensors_after))
-                assert (num_updates == num_updates_after) == equal(tensors, tensors_after)
-        return scaler.get_scale(), changed == [step != NUM_WARM + 1 for step in range(NUM_STEPS)]
+                is_skipped = step == NUM_WARM + 1
+                assert (trainer.optimizer.num_updates == num_updates) == is_skipped
+                if step:
+                    assert (
+                        all(map(torch.equal, map(torch.as_tensor, state()), map(torch.as_tensor, before))) == is_skipped
+                    )
+        assert scaler.get_scale() == 512.0
 
-    assert run_ranks(2, body) == [(512.0, True)] * 2
-
-
-def test_the_loss_scale_changes_nothing() -> None:
-    """It is a power of two, and the sent momentum is multiplied by it."""
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        return weights_with_and_without_scale(group, model, scaler)
-
-    for plain, scaled in run_ranks(2, body):
-        assert all(torch.equal(scaled[name], weight) for name, weight in plain.items())
+    run_ranks(2, body)
 
 
-def test_a_group_of_one_sends_nothing_and_trains_past_the_warm_up() -> None:
-    model = build(Tower)
-    recorder = tb.observe.Recorder()
-
-    def body(group: dist.ProcessGroup) -> None:
-        hooked, attached = Trainer(group, model), Trainer(group, model)
-        impl = hooked.hook(error_feedback=True)
-        algorithm = tb.QAdamAlgorithm(attached.optimizer)
-        with tb.attach(attached.ddp, attached.optimizer, algorithm, observers=[recorder]):
-            for _ in range(NUM_STEPS):
-                hooked.step()
-                attached.step()
-        impl.close()
-        for trainer in (hooked, attached):
-            for local, averaged in zip(hooked.life.local, trainer.life.gradients, strict=True):
-                assert local.keys() == averaged.keys() == trainer.named.keys()
-                assert all(torch.equal(averaged[name], gradient) for name, gradient in local.items())
-
-    run_ranks(1, body)
-    assert recorder.bytes_sent == 0
-    assert {event.phase for event in recorder.events} <= {"backward", "bucket", "step", "wait"}
-
-
-def test_another_optimizer_of_the_same_model_is_averaged_in_full_precision() -> None:
-    model = build(lambda: Tower((10, 20, 5, 1)))
-
-    def body(group: dist.ProcessGroup) -> Tensors:
-        trainer = Trainer(group, model, warmup_steps=1)
-        of_sgd = [p for name, p in trainer.named.items() if name.startswith("layers.1")]
-        own = [p for name, p in trainer.named.items() if not name.startswith("layers.1")]
-        trainer.optimizer = tb.QAdamOptimizer(own, warmup_steps=1, **SETTINGS)
-        sgd = torch.optim.SGD(of_sgd, lr=0.1)
-        impl = trainer.hook()
-        for _ in range(3):
-            trainer.step()
-            sgd.step()
-            sgd.zero_grad()
-        impl.close()
-        local, averaged = trainer.life.local[2], trainer.life.gradients[2]
-        return {name: torch.stack((local[name], averaged[name])) for name in local if name.startswith("layers.1")}
-
-    runs = run_ranks(2, body)
-    for name, (local, averaged) in runs[0].items():
-        assert torch.equal(averaged, (local + runs[1][name][0]) / 2)
-
-
-@pytest.mark.parametrize("num_steps", [80, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_steps", [40, pytest.param(2000, marks=pytest.mark.soak)])
 def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
     model = build(Tower)
 
@@ -427,18 +311,131 @@ def test_the_norm_that_clipping_sees(compression: str, least: float, most: float
     def body(group: dist.ProcessGroup) -> Life:
         trainer = Trainer(group, model)
         impl = trainer.hook(compression=compression, error_feedback=True)
-        for _ in range(60):
+        for _ in range(25):
             trainer.step()
         impl.close()
         return trainer.life
 
-    lives = run_ranks(4, body)
+    lives = run_ranks(2, body)
 
     def norm(gradients: Tensors) -> float:
         return float(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm())
 
     ratios = []
-    for step in range(NUM_WARM, 60):
-        mean = {name: sum(life.local[step][name] for life in lives) / 4 for name in lives[0].local[step]}
+    for step in range(NUM_WARM, 25):
+        mean = {name: sum(life.local[step][name] for life in lives) / 2 for name in lives[0].local[step]}
         ratios.append(norm(lives[0].gradients[step]) / norm(mean))
     assert least < sorted(ratios)[len(ratios) // 2] < most
+
+
+# Ranks and optimizers that do not fit.
+
+
+def test_optimizers_that_do_not_fit() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with pytest.raises(ValueError, match="q_adam_optimizer must be a QAdamOptimizer, got SGD"):
+            tb.QAdamAlgorithm(torch.optim.SGD(trainer.ddp.parameters()))
+        unattached = tb.QAdamOptimizer(trainer.ddp.parameters())
+        with pytest.raises(ValueError, match="q_adam_optimizer must be the attached optimizer, got another optimizer"):
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(unattached))
+        with (
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)),
+            pytest.raises(ValueError, match="q_adam_optimizer is already attached; detach it first"),
+        ):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+        assert not trainer.optimizer.has_averager
+        with pytest.raises(ValueError, match=r"needs exactly one QAdamOptimizer, got \['SGD'\]"):
+            tb.attach(trainer.ddp, torch.optim.SGD(trainer.ddp.parameters()), "qadam")
+        with tb.attach(trainer.ddp, trainer.optimizer, "qadam") as attachment:
+            assert attachment.algorithm == tb.QAdamAlgorithm(trainer.optimizer)
+
+    run_ranks(1, body)
+
+
+def test_ranks_with_different_warm_ups() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower), warmup_steps=3 + group.rank())
+        with pytest.raises(ValueError, match=r"disagree on QAdamAlgorithm's argument q_adam_optimizer \(warmup_steps"):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+
+    run_ranks(2, body)
+
+
+def test_ranks_with_different_numbers_of_updates() -> None:
+    """As if only rank 0 had loaded the optimizer's state."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        if group.rank() == 0:
+            for parameter in trainer.named.values():
+                parameter.grad = torch.ones_like(parameter)
+            trainer.optimizer.step()
+        with pytest.raises(ValueError, match=r"q_adam_optimizer \(updates of its parameters so far\)"):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
+    """It would send gradients while others send momenta; messages of different lengths would end the process."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
+            for step in range(NUM_WARM - 1):
+                trainer.optimizer.zero_grad()
+                trainer.ddp(torch.ones(6, 10), 0).sum().backward()
+                if (group.rank(), step) != (1, NUM_WARM - 2):
+                    trainer.optimizer.step()
+            message = f"after {NUM_WARM - 1} optimizer steps; rank 1 .* after {NUM_WARM - 2} optimizer steps"
+            with pytest.raises(RuntimeError, match=message):
+                trainer.ddp(torch.ones(6, 10), 0).sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("saved_after", "message"),
+    [
+        (1, r"parameters past their warm-up: rank 0 has 0, rank 1 has 6\."),
+        (NUM_WARM, r"updates of parameters past their warm-up: rank 0 has 18, rank 1 has 30\."),
+    ],
+)
+def test_a_state_that_one_rank_alone_has_loaded_after_the_warm_up(saved_after: int, message: str) -> None:
+    """From the warm-up: it would send gradients while others send momenta. From a later step: its momenta are old."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
+            for step in range(NUM_WARM + 2):
+                if step == saved_after:
+                    state = copy.deepcopy(trainer.optimizer.state_dict())
+                trainer.step()
+            if group.rank() == 0:
+                trainer.optimizer.load_state_dict(state)
+            with pytest.raises(RuntimeError, match=message):
+                trainer.step()
+
+    run_ranks(2, body)
+
+
+def test_nothing_keeps_the_impl_of_a_deleted_hook_alive() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+        ddp.register_comm_hook(tb.QAdamAlgorithm(optimizer).reify(group), tb.comm_hook)
+        ddp(torch.ones(2, 10), 0).sum().backward()
+        assert optimizer.has_averager
+        del ddp
+        deadline_s = time.monotonic() + 20
+        while optimizer.has_averager and time.monotonic() < deadline_s:  # until the lane's thread drops the last job
+            forget_active_ddp()  # shared by all ranks, which are threads here (torch 2.13)
+            gc.collect()
+            time.sleep(0.01)
+        return optimizer.has_averager
+
+    assert run_ranks(2, body) == [False, False]

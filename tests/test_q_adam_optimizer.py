@@ -44,12 +44,12 @@ def assert_equal_models(first: nn.Module, second: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_is_adam_for_a_thousand_steps(name: str) -> None:
+def test_is_adam_in_its_warm_up(name: str) -> None:
     options = OPTIONS[name]
     mine, theirs = small_model(), small_model()
     adam = torch.optim.Adam(theirs.parameters(), lr=0.01, **options)
-    train(mine, tb.QAdamOptimizer(mine.parameters(), lr=0.01, warmup_steps=2000, **options), 1000)
-    train(theirs, adam, 1000)
+    train(mine, tb.QAdamOptimizer(mine.parameters(), lr=0.01, warmup_steps=50, **options), 20)
+    train(theirs, adam, 20)
     assert_equal_models(mine, theirs)
 
 
@@ -64,8 +64,7 @@ def test_hooks_are_called_once_though_adam_has_been_patched() -> None:
     assert calls == ["pre", "post"] * 2
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("decoupled", "channels_last"), [(False, True), (True, False)])
 def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last: bool) -> None:
     model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.LazyLinear(1)))
     model(torch.ones(1, 2, 5, 5))
@@ -79,7 +78,7 @@ def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last
     server = Server()
     optimizer.attach_averager(server)
     data = torch.Generator().manual_seed(3)
-    for step in range(8):
+    for step in range(6):
         optimizer.zero_grad()
         model(torch.randn(4, 2, 5, 5, generator=data)).square().sum().backward()
         before = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
@@ -101,18 +100,6 @@ def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last
             np.testing.assert_array_equal(parameter.detach().numpy(), weight)
             np.testing.assert_array_equal(optimizer.state[parameter]["exp_avg"].numpy(), momentum)
             np.testing.assert_array_equal(optimizer.state[parameter]["exp_avg_sq"].numpy(), moments[1])
-
-
-def test_an_element_without_gradient_in_the_warm_up_is_not_moved_after_it() -> None:
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = tb.QAdamOptimizer([weight], warmup_steps=1)
-    server = Server()
-    optimizer.attach_averager(server)
-    for gradient in ([1.0, 1, 1, 0], [1.0, 1, 1, 1]):
-        weight.grad = torch.tensor(gradient)
-        optimizer.step()
-    assert (weight[:3] < 0.9985).all()
-    assert weight[3] == 1
 
 
 def test_steps_past_the_warm_up_require_an_algorithm() -> None:
@@ -229,6 +216,9 @@ def test_a_group_added_later_has_a_separate_warm_up() -> None:
     train(model, optimizer, 3)
     assert all(map(optimizer.is_past_warmup, model.parameters()))
     assert float(optimizer.state[model[2].weight]["step"]) == 3
+    with pytest.raises(ValueError, match="warmup_steps must be at least 1, got 0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "warmup_steps": 0})
+    assert len(optimizer.param_groups) == 2
 
 
 def test_closures() -> None:
@@ -247,17 +237,6 @@ def test_closures() -> None:
 
         assert optimizer.step(closure) > 0
     assert_equal_models(first, second)
-
-
-def test_no_graph_and_no_growth() -> None:
-    model = small_model()
-    optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=1, weight_decay=0.1)
-    server = Server()
-    optimizer.attach_averager(server)
-    train(model, optimizer, 5)
-    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in tensors)
-    assert all(parameter.is_leaf for parameter in model.parameters())
 
 
 def test_betas_are_frozen_with_the_second_moment() -> None:
@@ -279,17 +258,25 @@ def test_betas_are_frozen_with_the_second_moment() -> None:
     [
         ({"lr": -1.0}, ValueError, r"lr must be at least 0, got -1\.0"),
         ({"lr": float("nan")}, ValueError, "lr must be at least 0, got nan"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number, got '0.1'"),
+        ({"lr": torch.ones(2)}, TypeError, "lr must be a number, got tensor"),
         ({"eps": -1e-8}, ValueError, "eps must be at least 0, got -1e-08"),
+        ({"eps": None}, TypeError, "eps must be a number, got None"),
         ({"weight_decay": -0.1}, ValueError, r"weight_decay must be at least 0, got -0\.1"),
+        ({"weight_decay": True}, TypeError, "weight_decay must be a number, got True"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas must be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
         ({"betas": (-0.1, 0.9)}, ValueError, r"betas must be two numbers in \[0, 1\), got \(-0\.1, 0\.9\)"),
+        ({"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
+        ({"betas": (0.9, None)}, TypeError, r"betas must be two numbers, got \(0.9, None\)"),
         ({"warmup_steps": 0}, ValueError, "warmup_steps must be at least 1, got 0"),
         ({"warmup_steps": 1.5}, TypeError, r"warmup_steps must be an integer, got 1\.5"),
+        ({"maximize": "no"}, TypeError, "maximize must be True or False, got 'no'"),
+        ({"decoupled_weight_decay": None}, TypeError, "decoupled_weight_decay must be True or False, got None"),
     ],
 )
 def test_refused_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"QAdamOptimizer: {message}"):
-        tb.QAdamOptimizer(small_model().parameters(), **options)
+        tb.QAdamOptimizer([nn.Parameter(torch.ones(2))], **options)
 
 
 def test_refused_tensors() -> None:
@@ -318,6 +305,21 @@ def test_an_element_with_a_tiny_second_moment_moves_no_farther_than_with_adam() 
     assert moved[1] == pytest.approx(0.1 / 0.001**0.5, rel=1e-3)
     assert moved[2] == 0
     assert moved[3].isnan()
+
+
+def test_maximize_steps_the_other_way_after_the_warm_up() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    server = Server()
+    for sign, weight in zip((1, -1), weights, strict=True):
+        optimizer = tb.QAdamOptimizer([weight], warmup_steps=1, maximize=sign < 0)
+        optimizer.attach_averager(server)
+        for gradient in (1.0, 3.0):
+            weight.grad = torch.full((2,), sign * gradient)
+            optimizer.step()
+        optimizer.detach_averager(Server())  # of another optimizer
+        assert optimizer.has_averager
+    assert weights[0].any()
+    assert torch.equal(*weights)
 
 
 @pytest.mark.filterwarnings("error")
@@ -354,21 +356,3 @@ def test_loading_the_state_of_an_adam_keeps_the_warm_ups_of_groups() -> None:
     optimizer = tb.QAdamOptimizer(groups)
     optimizer.load_state_dict(state)
     assert [group["warmup_steps"] for group in optimizer.param_groups] == [5, 50]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": "0.1"}, "lr must be a number, got '0.1'"),
-        ({"lr": torch.ones(2)}, "lr must be a number, got tensor"),
-        ({"eps": None}, "eps must be a number, got None"),
-        ({"weight_decay": True}, "weight_decay must be a number, got True"),
-        ({"betas": 0.9}, "betas must be two numbers, got 0.9"),
-        ({"betas": (0.9, None)}, r"betas must be two numbers, got \(0.9, None\)"),
-        ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
-        ({"decoupled_weight_decay": None}, "decoupled_weight_decay must be True or False, got None"),
-    ],
-)
-def test_options_of_another_type(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=f"QAdamOptimizer: {message}"):
-        tb.QAdamOptimizer([nn.Parameter(torch.ones(2))], **arguments)
