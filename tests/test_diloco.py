@@ -401,26 +401,7 @@ def test_a_user_defined_outer_optimizer() -> None:
     algorithm = DiLoCo(2, outer_optimizer=adam)
     assert f"outer_optimizer={__name__}.adam" in repr(algorithm)
     assert copy.deepcopy(algorithm) == algorithm
-
-    def body(group: dist.ProcessGroup) -> None:
-        expected = train(group, MODEL, algorithm, lr=0.01, num_steps=6)
-        trainer = Trainer(group, MODEL, lr=0.01)
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            for _ in range(3):
-                trainer.step()
-            state = copy.deepcopy(attachment.rank_state_dict())
-            data = trainer.data.get_state()
-        assert len(state["attachment"]["impl"]["outer"]["param_groups"]) == 2
-        resumed = Trainer(group, MODEL, lr=0.01)
-        with tb.attach(resumed.ddp, resumed.optimizer, algorithm) as attachment:
-            attachment.load_rank_state_dict(state)
-            resumed.data.set_state(data)
-            for _ in range(3):
-                resumed.step()
-            assert_same_weights([weights_of(resumed.module), expected.start[-1]])
-            assert attachment.impl.shadow.state_dict()["outer"]["state"]["last.weight"]["step"] == 3
-
-    run_ranks(2, body)
+    run_ranks(2, lambda group: check_resume(group, MODEL, algorithm, algorithm, 3, lr=0.01))
 
 
 def test_unfrozen_layers_and_ranks_that_start_from_different_weights() -> None:

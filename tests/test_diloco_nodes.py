@@ -38,7 +38,9 @@ class NodeTrainer(Trainer):
         self.own_group = group
         if way == "DDP of a node":
             ranks = [rank for rank, on in enumerate(nodes) if on == node]
-            store = dist.PrefixStore(f"node{node}", group.get_group_store())
+            store = group.get_group_store()
+            number = store.add(f"trainers of rank {group.rank()}", 1)  # later tests use the same group
+            store = dist.PrefixStore(f"node {node} of trainer {number}", store)
             self.own_group = gloo_group(store, ranks.index(group.rank()), len(ranks), TIMEOUT)
             OF_NODES.append(self.own_group)
             model = copy.deepcopy(model)
