@@ -136,18 +136,13 @@ class CompressedDifferences:
 
 
 @pytest.mark.parametrize(
-    ("make_model", "size", "compression"),
+    ("make_model", "size", "compression", "bucket_cap_mb"),
     [
-        (Normed, 2, None),
-        (Normed, 4, None),
-        (Normed, 8, None),
-        (Wide, 2, None),
-        (Normed, 2, "minmax_uint4"),
-        (Normed, 4, "minmax_uint8"),
-        (Wide, 2, "minmax_uint8"),
+        (Normed, 4, None, 0.001),  # several buckets
+        (Normed, 2, "minmax_uint4", 8.0),
+        (Wide, 3, "minmax_uint8", 0.001),
     ],
 )
-@pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
 @pytest.mark.filterwarnings("ignore:torchbagua. AsyncModelAverageAlgorithmImpl sends")
 def test_equals_the_oracle_under_a_controlled_clock(
     monkeypatch: pytest.MonkeyPatch,

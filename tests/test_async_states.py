@@ -124,7 +124,7 @@ class AbortAndResume(RuleBasedStateMachine):
 
 
 TestAbortAndResume = AbortAndResume.TestCase
-TestAbortAndResume.settings = hypothesis.settings(max_examples=10, stateful_step_count=15, deadline=None)
+TestAbortAndResume.settings = hypothesis.settings(max_examples=5, stateful_step_count=12, deadline=None)
 
 
 @pytest.mark.slow

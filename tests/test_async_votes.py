@@ -44,12 +44,3 @@ def test_ranks_with_different_numbers_of_loads_all_raise(other: Vote) -> None:
             count_votes(tb.BaguaProcessGroup(group).world, vote, LayoutWatch(""), "a round")
 
     run_ranks(3, body)
-
-
-def test_ranks_that_stop_for_different_reasons_all_raise() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        vote = Vote(reason=("abort", "load_state_dict", "abort")[group.rank()])
-        with pytest.raises(tb.CommunicationError, match="reasons: ranks 0 and 2 for abort, rank 1 for load_"):
-            count_votes(tb.BaguaProcessGroup(group).world, vote, LayoutWatch(""), "a round")
-
-    run_ranks(3, body)

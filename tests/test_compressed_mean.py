@@ -78,7 +78,7 @@ def test_a_dtype_that_the_codec_does_not_encode_is_sent_in_full_precision(nodes:
 
 
 def test_residuals_are_added_in_the_next_step() -> None:
-    found, state, _ = means(2, IN_8_BITS, has_feedback=True, num_steps=4)
+    found, state, _ = means(2, IN_8_BITS, has_feedback=True, num_steps=3)
     expected = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [LENGTH]))
     for step, mean in enumerate(found):
         np.testing.assert_array_equal(mean.numpy(), expected(rows(2, step)), err_msg=f"step {step}")
@@ -87,11 +87,10 @@ def test_residuals_are_added_in_the_next_step() -> None:
 
 
 def test_without_error_feedback_steps_are_independent() -> None:
-    found, state, operations = means(2, IN_8_BITS, num_steps=2)
+    found, state, _ = means(2, IN_8_BITS, num_steps=2)
     for step, mean in enumerate(found):
         np.testing.assert_array_equal(mean.numpy(), oracle.bytegrad(rows(2, step), [LENGTH]))
     assert state == {}
-    assert operations == [f"centralized_mean in {MinMaxUInt8()!r}"]
 
 
 def test_the_codec_within_nodes() -> None:

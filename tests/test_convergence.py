@@ -169,13 +169,3 @@ def test_a_sweep_continues_from_its_file(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "ranks=2 in the file, 4 now" in refused.stderr
     assert json.loads(results.read_text()) == document
-
-
-@pytest.mark.release
-def test_failing_ranks_end_the_benchmark_with_their_message(tmp_path: Path) -> None:
-    run = run_benchmark(tmp_path / "results.json", "--tasks", "digits", TORCHBAGUA_NATIVE="no such path")
-
-    assert run.returncode == 1
-    assert "ended with 1" in run.stderr
-    assert "no such path" in run.stderr
-    assert "The same command continues" in run.stderr

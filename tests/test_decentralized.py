@@ -2,24 +2,23 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, Weights, assert_same_weights, check_unchanged, is_buffer, stacked, train
+from averaging import Normed, Trace, Trainer, assert_same_weights, check_unchanged, is_buffer, stacked, train
 from pairwise import pairwise
 from ranks import run_ranks
 from training import build
 
 F32 = np.float32
-NODES = {"2 x 2": [0, 0, 1, 1], "2 x 4": [0, 0, 0, 0, 1, 1, 1, 1], "uneven": [0, 1, 1, 0, 1]}
+NODES = {"2 x 2": [0, 0, 1, 1], "uneven": [0, 1, 1, 0, 1]}
 MODES = ["all", "shift_one"]
 INTERVALS = [1, 3]
 BUCKET_CAPS_MB = [8.0, 0.001]  # one bucket, several
@@ -49,7 +48,7 @@ def check_decentralized(traces: Sequence[Trace], mode: str, interval: int, nodes
     assert_same_weights([trace.final for trace in traces])
 
 
-@pairwise(size=[2, 4, 8], mode=MODES, interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
+@pairwise(size=[2, 4], mode=MODES, interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_decentralized(device: torch.device, size: int, mode: str, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.DecentralizedAlgorithm(True, mode, interval, bucket_cap_mb=bucket_cap_mb)
     model = build(Normed).to(device)
@@ -75,63 +74,6 @@ def test_pairing_continues_when_buckets_are_rebuilt() -> None:
     algorithm = tb.DecentralizedAlgorithm(True, "shift_one")
     traces = run_ranks(4, lambda group: train(group, model, algorithm, after_step=unfreeze))
     check_decentralized(traces, "shift_one", 1, None)
-
-
-def test_a_layer_that_was_frozen_is_still_averaged_after_buckets_are_rebuilt() -> None:
-    """Ranks have trained it to different weights before, and would keep them."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> Weights:
-        trainer = Trainer(group, model)
-        algorithm = tb.DecentralizedAlgorithm(communication_interval=100)
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm):
-            for step in range(4):
-                trainer.step()
-                trainer.module.first.requires_grad_(step < 2)
-                trainer.module.frozen.requires_grad_(step >= 2)
-        return {name: parameter.detach().clone() for name, parameter in trainer.module.named_parameters()}
-
-    assert_same_weights(run_ranks(2, body))
-
-
-def test_check_values() -> None:
-    """A small network, its gradients and updates in one process by the formula, x' = mean(x) - lr g(x)."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(2, 10, bias=False), nn.ReLU(), nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 4, bias=False)]
-    model = nn.Sequential(*layers, nn.Softmax(dim=1))
-    size, num_steps, lr = 4, 10, 0.01
-
-    def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        data = torch.Generator().manual_seed(rank)
-        for _ in range(num_steps):
-            yield torch.randn(4, 2, generator=data), torch.randn(4, 4, generator=data)
-
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
-        with tb.attach(ddp, optimizer, tb.DecentralizedAlgorithm(hierarchical=False, final_average=False)):
-            for x, y in batches(group.rank()):
-                optimizer.zero_grad()
-                nn.functional.mse_loss(ddp(x), y).backward()
-                optimizer.step()
-            return [parameter.detach().clone() for parameter in ddp.parameters()]
-
-    replicas = [copy.deepcopy(model) for _ in range(size)]
-    data = [batches(rank) for rank in range(size)]
-    for _ in range(num_steps):
-        means = [
-            torch.stack(copies).mean(0) for copies in zip(*(replica.parameters() for replica in replicas), strict=True)
-        ]
-        for replica, rank_batches in zip(replicas, data, strict=True):
-            x, y = next(rank_batches)
-            gradients = torch.autograd.grad(nn.functional.mse_loss(replica(x), y), list(replica.parameters()))
-            with torch.no_grad():
-                for parameter, mean, gradient in zip(replica.parameters(), means, gradients, strict=True):
-                    parameter.copy_(mean - lr * gradient)
-    for replica, weights in zip(replicas, run_ranks(size, body), strict=True):
-        for expected, actual in zip(replica.parameters(), weights, strict=True):
-            # Two more roundings per step: x + (mean - x) instead of mean.
-            torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 def shift_one_peer(rank: int, size: int, num_before: int) -> int:
@@ -173,7 +115,7 @@ def check_low_precision(
     assert_same_weights([trace.final for trace in traces])
 
 
-@pairwise(size=[2, 3, 4, 8], interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
+@pairwise(size=[2, 3, 4], interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_low_precision(size: int, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
     model = build(Normed)
@@ -186,33 +128,6 @@ def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: floa
     model, node_of_rank = build(Normed), NODES[nodes]
     traces = run_ranks(len(node_of_rank), lambda group: train(group, model, algorithm, nodes=node_of_rank))
     check_low_precision(traces, interval, node_of_rank)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.release)])
-def test_replicas_equal_their_originals_at_every_step(size: int, num_steps: int) -> None:
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> list[list[dict[str, torch.Tensor]]]:
-        seen = []
-
-        def keep(trainer: Trainer, attachment: tb.Attachment) -> None:
-            state = attachment.runner.state_dict()
-            seen.append([state["weight"], state["left"], state["right"]])
-
-        train(group, model, tb.LowPrecisionDecentralizedAlgorithm(), num_steps=num_steps, after_step=keep, lr=1e-3)
-        return seen
-
-    by_rank = run_ranks(size, body)
-    for step in range(num_steps):
-        for rank in range(size):
-            weight = by_rank[rank][step][0]
-            for name in weight:
-                assert torch.equal(weight[name], by_rank[(rank + 1) % size][step][1][name]), (step, name)
-                assert torch.equal(weight[name], by_rank[rank - 1][step][2][name]), (step, name)
-    last = by_rank[0][-1][0]["last.weight"]
-    assert last.isfinite().all()
-    assert not torch.equal(last, by_rank[0][0][0]["last.weight"])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ test_horizon_methods.py tests its methods.
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import warm_python
 from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
@@ -27,7 +27,6 @@ from horizon_momentum import DeMo, Dion
 from horizon_optimizers import OPTIMIZERS, AdamW, Muon, SlowAdamW, Tick
 from horizon_rows import ROWS, RUNGS, Trial, is_current, missing_trials
 from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
-from horizon_weights import Decentralized, DiLoCo
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.train import learning_rate_factor
 from torchbagua.codecs.base import TensorSpec, by_name
@@ -164,15 +163,9 @@ def _losses(task: Task, flat: Tensor) -> list[float]:
     return losses
 
 
-def test_diloco_of_one_step_and_rate_1_averages_weights(task: Task) -> None:
-    diloco = train(task, DiLoCo(1, codec=None, outer_lr=1.0, outer_momentum=0.0))
-    averaged = train(task, Decentralized(on_time=True))
-    torch.testing.assert_close(diloco.weights, averaged.weights, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("method", "inner"),
-    [(DeMo(), "sign"), (DeMo(), "muon_of_sums"), (TopK(ratio=0.1), "sign"), (Dion(2), "orthogonal")],
+    [(DeMo(), "muon_of_sums"), (TopK(ratio=0.1), "sign"), (Dion(2), "orthogonal")],
 )
 def test_methods_that_send_momentum_keep_weights_equal(task: Task, method: Method, inner: str) -> None:
     trained = train(task, method, inner=inner, rates=(3e-3,))
@@ -226,9 +219,9 @@ def test_the_stored_results_of_separate_ranks_have_their_counterparts(
 
 def test_a_short_run_and_its_table(tmp_path: Path) -> None:
     path = tmp_path / "horizon.json"
-    command = [sys.executable, REPOSITORY / "benchmarks" / "horizon.py", "--quick", "--width", "32"]
-    command += ["--layers", "1", "--json", path, "--rows", "adamw_ddp", "muon_diloco_10"]
+    program = [REPOSITORY / "benchmarks" / "horizon.py", "--quick", "--width", "32", "--layers", "1"]
+    program += ["--json", path, "--rows", "adamw_ddp", "muon_diloco_10"]
     for _ in range(2):  # the second continues: nothing is missing
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+        finished = warm_python.run(program, cwd=REPOSITORY)
         assert "| DDP | AdamW |" in finished.stdout
     assert len(json.loads(path.read_text())["trainings"]) == 5 + 3

@@ -163,13 +163,6 @@ def test_exact_means_make_weights_equal() -> None:
         assert method.bytes_a_step() == pytest.approx(expected)
 
 
-def test_shift_one_pairs_every_two_workers_of_different_halves() -> None:
-    method = Decentralized(mode="shift_one", on_time=True)
-    method.bind(torch.arange(4.0).view(1, 4, 1).clone(), [], 4, [vector(1)])
-    assert method._peers(method.weights, 0).flatten().tolist() == [1, 2, 1, 2]
-    assert method._peers(method.weights, 1).flatten().tolist() == [1.5, 1.5, 1.5, 1.5]
-
-
 @pytest.mark.parametrize(
     ("method", "largest_error"), [(Compressed("minmax_uint4", decay=1.0), 0.02), (TopK(ratio=0.25), 0.2)]
 )
@@ -263,7 +256,7 @@ def test_dion_of_full_rank_orthogonalizes_the_momentum() -> None:
     shape = torch.Size([16, 16])
     method.bind(torch.zeros(1, 1, 256), [], 1, [Parameter("layers.0.matrix", shape, 0)])
     gradient = torch.randn(1, 1, 256)
-    for _ in range(400):  # with one gradient, power iteration converges to the singular vectors
+    for _ in range(200):  # with one gradient, power iteration converges to the singular vectors
         update = gradient.clone()
         method.average_gradients(update, RATES)
     u, _, v = torch.linalg.svd(gradient.view(shape))

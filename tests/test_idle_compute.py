@@ -16,12 +16,11 @@ from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from contestants import CONTESTANTS, Setup, build_batch, build_model
-from idle import IdleModel, IdleOptimizer, IdleQAdamOptimizer, find_idle_model, sleep_until
+from idle import IdleModel, IdleOptimizer, IdleQAdamOptimizer, find_idle_model
 from report import markdown_table, median_interval, summarise
 from schedule import (
     FRAME_BYTES_PER_PAYLOAD_BYTE,
     Schedule,
-    earliest_transfers_s,
     group_into_buckets,
     record_schedule,
     schedule_floor_s,
@@ -47,13 +46,6 @@ def test_schedule_floor_is_the_maximum_over_buckets() -> None:
     assert floor_s(3.0) == pytest.approx(2 + 3 + 3), "the second waits for the first"
     assert floor_s(3.0, bucket_cap_mb=2.0) == pytest.approx(4 + 6), "one bucket, which is ready at the end"
     assert floor_s(0.0) == pytest.approx(4), "without bytes only compute time remains"
-
-
-def test_buckets_are_transferred_in_turn_at_the_earliest() -> None:
-    ready_s, transfers_s = [1.0, 2.0, 7.0, 8.0], [2.0, 2.0, 0.5, 3.0]
-    ends = earliest_transfers_s(ready_s, transfers_s)
-    assert ends == [3.0, 5.0, 7.5, 11.0]
-    assert ends[-1] == max(ready + sum(transfers_s[k:]) for k, ready in enumerate(ready_s))
 
 
 def test_buckets_are_grouped_in_the_order_of_ready_gradients() -> None:
@@ -138,13 +130,6 @@ def test_buckets_are_ready_at_the_times_of_the_schedule() -> None:
     # The best of ten steps: other processes of the machine can delay any sleep, but hardly all of them. Consecutive
     # sleeps for the whole ready times would be 20 ms late at the second bucket already.
     assert max(map(min, late_s)) < 0.008
-
-
-def test_sleep_ends_at_a_point_in_time() -> None:
-    start_s = time.perf_counter()
-    sleep_until(start_s - 1)
-    sleep_until(start_s + 0.02)
-    assert time.perf_counter() >= start_s + 0.02
 
 
 def test_idle_optimizers_count_their_steps_and_leave_weights_alone() -> None:

@@ -16,8 +16,9 @@ from ranks import init_default_group, run_ranks, without_default_group
 from training import Branches, Tower, build
 
 
-@pytest.mark.parametrize("name", RARELY)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in RARELY), ("diloco", {"find_unused_parameters": True})]
+)
 def test_ddp_sends_nothing(name: str, options: dict[str, Any]) -> None:
     """One rank steps while the other does not: gradients, buffers or flags would block if DDP sent them."""
     model = build(Normed)
@@ -27,19 +28,17 @@ def test_ddp_sends_nothing(name: str, options: dict[str, Any]) -> None:
         with tb.attach(trainer.ddp, trainer.optimizer, RARELY[name]):
             trainer.step()
             if group.rank() == 0:
-                for _ in range(3):
-                    trainer.step()
+                trainer.step()
             dist.barrier(group=group)
             if group.rank() == 1:
-                for _ in range(3):
-                    trainer.step()
+                trainer.step()
         assert trainer.ddp.require_backward_grad_sync
         trainer.step()
 
     run_ranks(2, body)
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["all", "async"])
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
 def test_graphs_that_need_an_option_of_ddp(name: str, options: dict[str, Any]) -> None:
     model = build(Tower if "static_graph" in options else Branches)
@@ -70,7 +69,7 @@ def test_plain_module_is_trained_as_with_ddp(name: str) -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
-        in_ddp = train(group, model, SYNCHRONOUS[name])
+        in_ddp = train(group, model, SYNCHRONOUS[name], num_steps=4)
         trainer = Trainer(group, model)
         trainer.ddp = trainer.module
         if group.rank():
@@ -80,7 +79,7 @@ def test_plain_module_is_trained_as_with_ddp(name: str) -> None:
                 for parameter in trainer.optimizer.param_groups[0]["params"]:
                     trainer.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
         with tb.attach(trainer.module, trainer.optimizer, SYNCHRONOUS[name], process_group=group):
-            for _ in range(7):
+            for _ in range(4):
                 trainer.step()
             trainer.trace.start.append(weights_of(trainer.module))
         trainer.trace.final = weights_of(trainer.module)
@@ -118,10 +117,9 @@ def test_switching_within_a_run(name: str) -> None:
         seen = []
         for algorithm in ("bytegrad", ALGORITHMS[name], "gradient_allreduce", ALGORITHMS[name], None):
             attachment = None if algorithm is None else tb.attach(trainer.ddp, trainer.optimizer, algorithm)
-            for _ in range(3):
+            for _ in range(2):
                 trainer.step()
             if attachment is not None:
-                attachment.detach()
                 attachment.detach()
             state = trainer.optimizer.state_dict()["state"]
             momentum = {str(key): value["momentum_buffer"].clone() for key, value in state.items()}
@@ -134,9 +132,8 @@ def test_switching_within_a_run(name: str) -> None:
 
 
 def test_without_the_last_mean_every_rank_keeps_its_own_weights() -> None:
-    model = build(Normed)
-    algorithm = tb.DecentralizedAlgorithm(True, "shift_one", final_average=False)
-    first, second, *_ = run_ranks(4, lambda group: train(group, model, algorithm, num_steps=2).final)
+    model, algorithm = build(Normed), tb.DecentralizedAlgorithm(final_average=False)
+    first, second = run_ranks(2, lambda group: train(group, model, algorithm, num_steps=2).final)
     assert not torch.equal(first["last.weight"], second["last.weight"])
 
 
@@ -183,14 +180,13 @@ def test_accumulated_gradients() -> None:
     assert_same_weights(run_ranks(2, body))
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_ranks_may_accumulate_different_numbers_of_backward_passes(name: str) -> None:
+def test_ranks_may_accumulate_different_numbers_of_backward_passes() -> None:
     """A rank that leaves out a bad micro-batch still takes the step, and the round, of the others."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
         trainer = Trainer(group, model, lr=0.01)
-        with tb.attach(trainer.ddp, trainer.optimizer, SYNCHRONOUS[name]) as attachment:
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()) as attachment:
             for step in range(4):
                 trainer.optimizer.zero_grad()
                 for _ in range(1 if (group.rank(), step) == (1, 1) else 3):
@@ -222,34 +218,6 @@ def test_several_optimizers_over_one_model() -> None:
         return weights_of(trainer.module) | {str(key): value["exp_avg"] for key, value in moments.items()}
 
     assert_same_weights(run_ranks(2, body))
-
-
-def test_a_copy_of_an_attached_module_is_independent() -> None:
-    """An average of weights for evaluation, for example: its passes do not count, and it can be copied at all."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, model)
-        trainer.ddp = trainer.module
-        group_of_module = tb.BaguaProcessGroup(group)
-        with tb.attach(trainer.module, trainer.optimizer, "decentralized", process_group=group_of_module) as attachment:
-            trainer.step()
-            if group.rank() == 0:
-                copy.deepcopy(trainer.module)(torch.randn(3, 10)).sum().backward()
-            trainer.step()
-            assert attachment.impl.rounds.num_backwards == 2
-
-    run_ranks(2, body)
-
-
-def test_compiled_module_instead_of_ddp() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(build(Normed), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with pytest.raises(TypeError, match=r"must be the DistributedDataParallel itself, got OptimizedModule"):
-            tb.attach(torch.compile(ddp, backend="eager"), optimizer, "decentralized")
-
-    run_ranks(1, body)
 
 
 def test_a_schedule_of_numpy_numbers_that_differ_between_ranks() -> None:
@@ -287,6 +255,6 @@ def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
             assert bool((trainer.module.mask == -torch.inf).all())
             assert getattr(attachment.impl, "num_dropped", 0) == 0
 
-        train(group, model, ALGORITHMS[name], lr=0.01, after_step=check_mask)
+        train(group, model, ALGORITHMS[name], lr=0.01, num_steps=4, after_step=check_mask)
 
     run_ranks(2, body)

@@ -17,18 +17,10 @@ from torch import nn
 import torchbagua as tb
 from averaging import Weights, assert_same_weights, weights_of
 from components import dyadic, running
-from diloco_oracle import fragments_of
 from ranks import run_ranks
 from torchbagua.codecs.cast import Cast
-from torchbagua.observe import Recorder
 
 LR = 0.5
-
-# A state that another version has saved has these keys too.
-STATE_KEYS = {
-    *("step", "num_rounds", "theta", "outer", "residuals"),
-    *("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots"),
-}
 
 
 class Shared(nn.Module):
@@ -48,18 +40,16 @@ def half_sgd(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
 class Component:
     """The rounds of an impl, which the test starts by steps and applies."""
 
-    def __init__(self, impl: Any, module: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, impl: Any, module: nn.Module) -> None:
         self.impl = impl
         self.shadow = impl.shadow
         self.rounds = impl.rounds
-        self.recorder = recorder
         self._after_step = impl.init_post_optimizer_step_hook(module)
         self._optimizer = torch.optim.SGD(module.parameters())
 
-    def start(self, fragment: int = 0) -> None:
-        """End the step after which the round of this fragment is due. Without a delay, the round is applied too."""
-        algorithm = self.impl.algorithm
-        self.rounds.step = (fragment + 1) * algorithm.inner_steps // algorithm.fragments - 1
+    def start(self) -> None:
+        """End the step after which the round is due. Without a delay, the round is applied too."""
+        self.rounds.step = self.impl.algorithm.inner_steps - 1
         self._after_step(self._optimizer)
 
     def apply(self) -> None:
@@ -73,22 +63,19 @@ class Component:
         return has_differences
 
 
-def on_ranks(
-    body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False, delay: int = 1
-) -> list[Any]:
+def on_ranks(body: Any, *, overlaps: bool, has_feedback: bool = False, delay: int = 1) -> list[Any]:
     algorithm = tb.DiLoCoAlgorithm(
         4,
         outer_optimizer=half_sgd,
         compression=Cast() if has_feedback else None,
         error_feedback=has_feedback,
-        fragments=num_fragments,
         delay=delay if overlaps else 0,
     )
 
     def run(group: dist.ProcessGroup) -> Any:
-        module, recorder = Shared(), Recorder()
-        with running(group, algorithm, module=module, observers=[recorder]) as (_, impl):
-            return body(group.rank(), module, Component(impl, module, recorder))
+        module = Shared()
+        with running(group, algorithm, module=module) as (_, impl):
+            return body(group.rank(), module, Component(impl, module))
 
     return run_ranks(2, run)
 
@@ -105,59 +92,23 @@ def train(module: nn.Module, rank: int, seed: int = 0) -> Weights:
     return changes
 
 
-def mean_changes(seed: int = 0) -> Weights:
-    first, second = (train(Shared(), rank, seed) for rank in range(2))
-    return {name: (change.float() + second[name].float()) / 2 for name, change in first.items()}
-
-
-def after_round(start: Weights) -> Weights:
-    """Return the shadow weights and the mean of buffers after a round that ranks began with `start`."""
-    changes = mean_changes()
-    return {
-        name: (weight.float() + (1.0 if name == "running" else LR) * changes[name]).to(weight.dtype)
-        for name, weight in start.items()
-    }
-
-
 def test_weights_become_the_shadow_weights() -> None:
-    def body(rank: int, module: Shared, component: Component) -> Weights:
+    """Which are in float32, whatever the dtype of the weights."""
+
+    def body(rank: int, module: Shared, component: Component) -> tuple[Weights, Weights]:
         train(module, rank)
         component.start()
         assert not component.has_differences
-        assert component.rounds.num_rounds == 1
-        return weights_of(module)
+        return weights_of(module), component.shadow.state_dict()["theta"]
 
-    ranks = on_ranks(body, overlaps=False)
-    assert_same_weights([*ranks, after_round(weights_of(Shared()))])
-
-
-def test_steps_during_a_round_are_kept() -> None:
-    """The change since the snapshot is added; a buffer, which decays, stays between its own value and the mean."""
-
-    def body(rank: int, module: Shared, component: Component) -> tuple[Weights, ...]:
-        train(module, rank)
-        snapshot = weights_of(module)
-        component.start()
-        train(module, rank, seed=1)
-        meanwhile = weights_of(module)
-        assert component.has_differences
-        assert_same_weights([weights_of(module), meanwhile])
-        component.apply()
-        assert not component.has_differences
-        after = weights_of(module)
-        component.apply()
-        assert_same_weights([weights_of(module), after])
-        return snapshot, meanwhile, after
-
-    expected = after_round(weights_of(Shared()))
-    for snapshot, meanwhile, after in on_ranks(body, overlaps=True):
-        moved = meanwhile["first"] + (expected["first"] - snapshot["first"])
-        assert torch.equal(after["first"], moved)
-        mean, own = expected["running"], meanwhile["running"]
-        moved = own + (mean - snapshot["running"])
-        assert torch.equal(
-            after["running"], torch.minimum(torch.maximum(moved, torch.minimum(own, mean)), torch.maximum(own, mean))
-        )
+    first, second = (train(Shared(), rank) for rank in range(2))
+    expected = {
+        name: weight.float() + (1.0 if name == "running" else LR) * (first[name].float() + second[name].float()) / 2
+        for name, weight in weights_of(Shared()).items()
+    }
+    for weights, theta in on_ranks(body, overlaps=False):
+        assert_same_weights([weights, {name: value.to(weights[name].dtype) for name, value in expected.items()}])
+        assert_same_weights([theta, expected])
 
 
 def test_loaded_weights_stay_unchanged() -> None:
@@ -245,82 +196,6 @@ def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
         assert first.any()
         assert torch.equal(first, dropped)
         assert not torch.equal(first, third)
-
-
-def test_a_state_contains_the_differences_still_to_be_added() -> None:
-    def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
-        train(module, rank)
-        component.start()
-        before, state = weights_of(module), copy.deepcopy(component.impl.state_dict())
-        assert state.keys() == STATE_KEYS
-        component.apply()
-        return state, before, weights_of(module)
-
-    saved = on_ranks(save, overlaps=True)
-
-    def load(rank: int, module: Shared, component: Component) -> None:
-        state, before, after = saved[rank]
-        for with_tensors in (True, False):
-            with torch.no_grad():
-                for name, tensor in module.state_dict().items():
-                    tensor.copy_(before[name])
-            component.impl.load_state_dict({**state, "has_differences": with_tensors})
-            assert component.impl.state_dict()["snapshot_step"] == 4
-            assert component.has_differences == with_tensors
-            component.apply()
-            assert_same_weights([weights_of(module), after if with_tensors else before])
-
-    on_ranks(load, overlaps=True)
-
-
-def test_the_state_of_a_fragment_changes_no_other_fragment() -> None:
-    def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
-        train(module, rank)
-        component.start(1)
-        before, state = weights_of(module), copy.deepcopy(component.impl.state_dict())
-        assert state["fragment"] == 1
-        component.apply()
-        return state, before, weights_of(module), fragments_of(component.impl.runner)
-
-    saved = on_ranks(save, overlaps=True, num_fragments=2)
-
-    def load(rank: int, module: Shared, component: Component) -> None:
-        state, before, after, by_name = saved[rank]
-        with torch.no_grad():
-            for name, tensor in module.state_dict().items():
-                tensor.copy_(before[name])
-        differences = {name: torch.ones_like(value) for name, value in state["differences"].items()}
-        differences |= {name: value for name, value in state["differences"].items() if by_name.get(name, 1) == 1}
-        component.impl.load_state_dict({**state, "differences": differences})
-        component.apply()
-        assert_same_weights([weights_of(module), after])
-
-    on_ranks(load, overlaps=True, num_fragments=2)
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_fragment_is_averaged_separately(overlaps: bool) -> None:
-    """Observers are notified of the fragment when it is applied."""
-
-    def body(rank: int, module: Shared, component: Component) -> None:
-        fragment = fragments_of(component.impl.runner)["first"]
-        train(module, rank)
-        before = weights_of(module)
-        component.start(fragment)
-        component.rounds.step += 2
-        component.apply()
-        after = weights_of(module)
-        assert not torch.equal(after["first"], before["first"])
-        assert torch.equal(after["second"], before["second"])
-        applied = [event.values for event in component.recorder.events if event.phase == "apply" and event.values]
-        assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2 if overlaps else 0}]
-        theta = component.shadow.state_dict()["theta"]
-        component.start(1 - fragment)
-        component.apply()
-        assert torch.equal(component.shadow.state_dict()["theta"]["first"], theta["first"])
-        assert not torch.equal(component.shadow.state_dict()["theta"]["second"], theta["second"])
-
-    on_ranks(body, overlaps=overlaps, num_fragments=2)
 
 
 def test_new_buckets_keep_the_shadow_weights_and_residuals() -> None:

@@ -104,7 +104,6 @@ def test_all_ranks_raise_if_only_one_searches_for_inf() -> None:
 
 def test_a_single_rank_needs_no_agreement() -> None:
     def body(rank: int, runner: tb.extend.Runner, rounds: SynchronousRounds) -> None:
-        assert rounds.is_single_rank
         assert not runner.needs_grad_scaler
         assert [runner.agree_on_overflow(found) for found in (False, True)] == [False, True]
         assert list(rounds.weights) == []

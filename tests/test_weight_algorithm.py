@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from components import running
 from ranks import run_ranks
 from torchbagua.codecs import MinMaxUInt8
 from training import build
@@ -101,83 +102,67 @@ def test_weight_algorithm_with_static_graph() -> None:
     assert run_ranks(2, body) == [[True, True, False, True, True, False]] * 2
 
 
-def test_half_a_weight_algorithm_is_refused() -> None:
-    class HalfImpl(AveragingImpl):
-        init_tensors = tb.AlgorithmImpl.init_tensors
-
-    class HalfAlgorithm(tb.Algorithm):
-        def make_impl(self, runner: tb.extend.Runner) -> HalfImpl:
-            return HalfImpl(runner)
-
-    with pytest.raises(TypeError, match="HalfImpl overrides tensors_to_buckets without init_tensors"):
-        run_ranks(1, lambda group: HalfAlgorithm().reify(group))
+class WithoutTensors(AveragingImpl):
+    init_tensors = tb.AlgorithmImpl.init_tensors
 
 
-def test_an_algorithm_must_declare_that_its_impl_averages_weights() -> None:
-    class Silent(AveragingAlgorithm):
-        averages_weights = False
-
-    message = (
-        "AveragingImpl averages weights, because it is a WeightImpl or overrides init_tensors, but "
-        "Silent.averages_weights is False"
-    )
-    with pytest.raises(TypeError, match=message):
-        run_ranks(2, lambda group: Silent().reify(group))
+class WithoutBuckets(AveragingImpl):
+    tensors_to_buckets = tb.extend.WeightImpl.tensors_to_buckets
 
 
-class PlainImpl(tb.AlgorithmImpl):
-    """The impl of a gradient algorithm, if its description declares one."""
-
-
-class CallingImpl(tb.AlgorithmImpl):
+class Calling(tb.AlgorithmImpl):
     def __init__(self, runner: tb.extend.WeightRunner) -> None:
         super().__init__(runner)
         runner.average(tb.extend.WeightBuckets(runner, dict))
 
 
-class OverridingImpl(tb.AlgorithmImpl):
+class Overriding(tb.AlgorithmImpl):
     init_tensors = AveragingImpl.init_tensors
     tensors_to_buckets = AveragingImpl.tensors_to_buckets
 
 
-@pytest.mark.parametrize("cls", [PlainImpl, CallingImpl, OverridingImpl])
-def test_the_impl_of_a_weight_algorithm_must_be_a_weight_impl(cls: type[tb.AlgorithmImpl]) -> None:
-    class Mixed(AveragingAlgorithm):
-        def make_impl(self, runner: tb.extend.WeightRunner) -> tb.AlgorithmImpl:
+class Hasty(AveragingImpl):
+    def __init__(self, runner: tb.extend.WeightRunner) -> None:
+        pass
+
+
+NO_WEIGHT_IMPL = (
+    r"{} is not a subclass of torchbagua\.extend\.WeightImpl, but Mixed\.averages_weights is True; derive it"
+)
+
+
+@pytest.mark.parametrize(
+    ("cls", "averages", "message"),
+    [
+        (WithoutTensors, False, "WithoutTensors overrides tensors_to_buckets without init_tensors"),
+        (WithoutBuckets, True, "WithoutBuckets overrides init_tensors, so it must override tensors_to_buckets"),
+        (
+            AveragingImpl,
+            False,
+            "because it is a WeightImpl or overrides init_tensors, but Mixed.averages_weights is False",
+        ),
+        (tb.AlgorithmImpl, True, NO_WEIGHT_IMPL.format("AlgorithmImpl")),
+        (Calling, True, NO_WEIGHT_IMPL.format("Calling")),
+        (Overriding, True, NO_WEIGHT_IMPL.format("Overriding")),
+        (tb.extend.WeightImpl, True, "WeightImpl averages no weights, because it neither calls runner.average nor"),
+        (Hasty, True, r"Hasty\.__init__ must call AlgorithmImpl\.__init__"),
+    ],
+)
+def test_impls_that_do_not_fit_their_algorithm_are_refused(
+    cls: type[tb.AlgorithmImpl], averages: bool, message: str
+) -> None:
+    class Mixed(tb.Algorithm):
+        averages_weights = averages
+
+        def make_impl(self, runner: Any) -> tb.AlgorithmImpl:
             return cls(runner)
 
-    message = (
-        rf"{cls.__name__} is not a subclass of torchbagua\.extend\.WeightImpl, but Mixed\.averages_weights is True; "
-        "derive it from WeightImpl, or set averages_weights to False if it averages gradients"
-    )
-    with pytest.raises(TypeError, match=message):
-        run_ranks(2, lambda group: Mixed().reify(group))
-
-
-def test_a_weight_impl_must_average_weights() -> None:
-    class Idle(AveragingAlgorithm):
-        def make_impl(self, runner: tb.extend.WeightRunner) -> tb.AlgorithmImpl:
-            return tb.extend.WeightImpl(runner)
-
-    message = "WeightImpl averages no weights, because it neither calls runner.average nor overrides init_tensors"
-    with pytest.raises(TypeError, match=message):
-        run_ranks(1, lambda group: Idle().reify(group))
-
-
-def test_half_an_override_of_a_weight_impl_is_refused() -> None:
-    class HalfImpl(AveragingImpl):
-        tensors_to_buckets = tb.extend.WeightImpl.tensors_to_buckets
-
-    class HalfAlgorithm(AveragingAlgorithm):
-        def make_impl(self, runner: tb.extend.WeightRunner) -> HalfImpl:
-            return HalfImpl(runner)
-
     def body(group: dist.ProcessGroup) -> None:
-        module = torch.nn.Linear(2, 1)
-        with pytest.raises(TypeError, match="HalfImpl overrides init_tensors, so it must override tensors_to_buckets"):
-            tb.attach(module, torch.optim.SGD(module.parameters()), HalfAlgorithm(), process_group=group)
+        with running(group, Mixed(), module=torch.nn.Linear(2, 1)):
+            pass
 
-    run_ranks(1, body)
+    with pytest.raises(TypeError, match=message):
+        run_ranks(1, body)
 
 
 def test_ranks_compare_the_codec_of_an_algorithm() -> None:
@@ -197,19 +182,6 @@ def test_ranks_compare_the_codec_of_an_algorithm() -> None:
     for wrong in ("minmax_uint8", None, MinMaxUInt8):
         with pytest.raises(TypeError, match=r"Plain\.make_codec must return a Compressor, .*, got"):
             run_ranks(1, lambda group, wrong=wrong: Plain(wrong).reify(group))
-
-
-def test_an_impl_must_call_the_constructor_of_its_base() -> None:
-    class Hasty(AveragingAlgorithm):
-        def make_impl(self, runner: tb.extend.WeightRunner) -> "HastyImpl":
-            return HastyImpl()
-
-    class HastyImpl(AveragingImpl):
-        def __init__(self) -> None:
-            pass
-
-    with pytest.raises(TypeError, match=r"HastyImpl\.__init__ must call AlgorithmImpl\.__init__"):
-        run_ranks(2, lambda group: Hasty().reify(group))
 
 
 def test_a_second_attachment_alongside_a_weight_algorithm_is_refused() -> None:

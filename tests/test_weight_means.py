@@ -51,14 +51,6 @@ def check_mean(found: list[Weights], size: int) -> None:
         np.testing.assert_array_equal(flat(weight), oracle.gradient_allreduce(stacked(before, name)), err_msg=name)
 
 
-def test_the_mean_at_the_end() -> None:
-    def body(rank: int, module: nn.Module, weights: tb.extend.WeightBuckets) -> Weights:
-        weights.means.take()
-        return weights_of(module)
-
-    check_mean(on_ranks(3, body), 3)
-
-
 def test_averaged_and_own_restore_the_weights() -> None:
     """Both restore the module and the flat tensors, even after an exception."""
 
