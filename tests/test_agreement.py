@@ -97,7 +97,7 @@ def test_ranks_out_of_step_raise_the_same_error() -> None:
 
 
 def test_ranks_in_different_calls() -> None:
-    """All ranks name the calls of all ranks, also if their numbers are equal; on a node, by the numbers of the group."""
+    """All ranks name all calls, also if the numbers are equal; on a node, ranks have their numbers in the group."""
 
     def body(group: dist.ProcessGroup) -> list[str]:
         own = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])

@@ -156,7 +156,7 @@ def test_a_peer_that_closed_before_it_connected() -> None:
         start = time.monotonic()
         for _ in range(2):
             with pytest.raises(
-                tb.CommunicationError, match="a test .* rank 0 connecting to rank 1: timed out after 1 s"
+                tb.CommunicationError, match=r"a test .* rank 0 connecting to rank 1: timed out after 1 s"
             ):
                 all_reduce_max(own.world, [0], "a test")
         assert time.monotonic() - start < 2.5

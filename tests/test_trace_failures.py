@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import programs
 import torchbagua as tb
+import warm_python
 from ranks import run_ranks
 from torchbagua.observe import background_trace
 from torchbagua.observe.events import CommEvent, Run
@@ -58,8 +59,8 @@ time.sleep(1.5)  # events are written when half a second old
 def test_a_process_that_does_not_detach_loses_almost_nothing(tmp_path: Path, end: str, status: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(KILLED.format(end=end))
-    command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
-    done = programs.run(command, check=False)
+    arguments = [str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
+    done = warm_python.run(arguments, check=False, ends_whole=True)
     assert done.returncode == status, done.stderr
     file = RankFile(tmp_path / "trace" / "rank0.jsonl.gz")
     assert sum(event.phase == "step" for event in file.events()) == 51
