@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.observe.events import Details, Trace
+from torchbagua.observe.events import Trace
 from tracing import train_traced
 from training import Tower, build
 
@@ -147,19 +147,3 @@ def test_a_trace_of_a_user_need_not_override_anything() -> None:
         warnings.simplefilter("error")
         train_traced(2, "bytegrad", lambda group: [Silent(), odd[group.rank()]], num_steps=2)
     assert min(observer.num_heard for observer in odd) > 10
-
-
-def test_a_misspelt_detail_is_refused_where_it_is_written() -> None:
-    """Also without observers, so that no path fails in `optimizer.step` only once there is an observer."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        world = tb.BaguaProcessGroup(group).world
-        with pytest.raises(TypeError, match="opration"):
-            world.span("encode", "bucket", opration="all_to_all")
-        sizes = {"num_elements": 1, "raw_bytes": 4, "wire_bytes": 4}
-        with pytest.raises(TypeError, match="opration"):
-            world.message_span("send", 0, "bucket", on_host=True, opration="all_to_all", **sizes)
-        with pytest.raises(TypeError, match="opration"):
-            Details(opration="all_to_all")
-
-    run_ranks(1, body)

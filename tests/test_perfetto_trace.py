@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock, process_group
 from torchbagua.observe.events import ClockOffset, Trace
-from torchbagua.observe.perfetto import RankFile, RankFileWriter, find_files
+from torchbagua.observe.perfetto import RankFile, RankFileWriter, find_files, merge
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
 
 Row = dict[str, Any]
@@ -95,6 +96,7 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
 
 
 def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None:
+    """They are lines of JSON: the run, which names an event's fields; the events of each step; the run again."""
     recorders = [tb.observe.Recorder() for _ in range(2)]
     traces = [tb.observe.PerfettoTrace(tmp_path) for _ in range(2)]
     attachments = train_traced(
@@ -108,25 +110,15 @@ def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None
         assert run.settings["optimizer"].startswith("QAdamOptimizer(lr=0.001")
         assert {"torch", "python", "torchbagua", "model"} <= set(run.settings)
         assert list(file.events()) == recorder.events
-        table, expected = str(file.summary()), str(attachment.summary())
-        assert table == expected
-
-
-def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
-    """The file is lines of JSON: the run, which names an event's fields; the events of each step; the run again."""
-    recorder = tb.observe.Recorder()
-    train_traced(1, "bytegrad", lambda group: [recorder, tb.observe.PerfettoTrace(tmp_path)])
-    with gzip.open(tmp_path / "rank0.jsonl.gz", "rt") as file:
-        first, *steps, rest, last = map(json.loads, file)
-    assert first["run"]["algorithm"] == last["run"]["algorithm"] == "ByteGradAlgorithm"
-    assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), (
-        "the last line has more comparisons of clocks"
-    )
-    assert len(steps) == NUM_STEPS
-    phase = first["event"].index("phase")
-    assert [step[-1][phase] for step in steps] == ["step"] * NUM_STEPS
-    events = [dict(zip(first["event"], event, strict=True)) for step in [*steps, rest] for event in step]
-    assert [event["end_ns"] for event in events] == [event.end_ns for event in recorder.events]
+        assert str(file.summary()) == str(attachment.summary())
+        with gzip.open(file.path, "rt") as lines:
+            first, *steps, rest, last = map(json.loads, lines)
+        assert first["run"]["algorithm"] == last["run"]["algorithm"] == "QAdamAlgorithm"
+        assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), "more comparisons of clocks"
+        phase = first["event"].index("phase")
+        assert [step[-1][phase] for step in steps] == ["step"] * NUM_STEPS
+        events = [dict(zip(first["event"], event, strict=True)) for step in [*steps, rest] for event in step]
+        assert [event["end_ns"] for event in events] == [event.end_ns for event in recorder.events]
 
 
 def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path) -> None:
@@ -292,6 +284,24 @@ def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
         ValueError, match=r"rank2.jsonl.gz and rank0.jsonl.gz are of different runs; remove the older file"
     ):
         find_files(tmp_path)
+    steps = [event.step for event in RankFile(tmp_path / "rank0.jsonl.gz").events() if event.phase == "step"]
+    assert steps == [*range(NUM_STEPS)], "the file of the earlier run is replaced"
+
+
+def test_a_merge_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    write_trace(tmp_path, num_steps=1)
+    before = sorted(tmp_path.iterdir())
+    calls: list[object] = []
+
+    def fail_at_second(files: Iterable[RankFile]) -> Iterable[RankFile]:
+        calls.append(files)
+        if len(calls) == 2:
+            raise OSError("disk full")
+        return files
+
+    with pytest.raises(OSError, match="disk full"):
+        merge(find_files(tmp_path).files, tmp_path / "all.json.gz", fail_at_second)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Agreement over a store: its requests and bytes, the ranks that errors name, and retries."""
 
+import functools
 import re
 import threading
 import time
@@ -29,40 +30,21 @@ class CountingStore(dist.Store):
         self.requests: Counter[str] = Counter()
         self.num_bytes = 0
 
-    def _count(self, request: str, values: Sequence[str | bytes] = ()) -> None:
+    def _ask(self, request: str, *arguments: Any) -> Any:
         self.requests[request] += 1
-        self.num_bytes += sum(map(len, values))
+        answer = getattr(self._store, request)(*arguments)
+        passed = [*arguments, answer]
+        texts = [text for each in passed for text in (each if isinstance(each, list) else [each])]
+        self.num_bytes += sum(len(text) for text in texts if isinstance(text, str | bytes))
+        return answer
 
-    def set(self, key: str, value: str) -> None:
-        self._count("set", [key, value])
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        value = self._store.get(key)
-        self._count("get", [key, value])
-        return value
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        assert self._is_extended
-        values = self._store.multi_get(keys)
-        self._count("multi_get", [*keys, *values])
-        return values
-
-    def add(self, key: str, value: int) -> int:
-        self._count("add", [key])
-        return self._store.add(key, value)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._count("compare_set", [key, desired])
-        return self._store.compare_set(key, expected, desired)
-
-    def check(self, keys: list[str]) -> bool:
-        self._count("check", keys)
-        return self._store.check(keys)
+    set, get = functools.partialmethod(_ask, "set"), functools.partialmethod(_ask, "get")
+    add, check = functools.partialmethod(_ask, "add"), functools.partialmethod(_ask, "check")
+    multi_get = functools.partialmethod(_ask, "multi_get")
+    compare_set = functools.partialmethod(_ask, "compare_set")
 
     def wait(self, keys: list[str], timeout: timedelta = LONG) -> None:
-        self._count("wait", keys)
-        self._store.wait(keys, timeout)
+        self._ask("wait", keys, timeout)
 
     def has_extended_api(self) -> bool:
         return self._is_extended

@@ -233,22 +233,6 @@ def test_ranks_of_an_even_ring_exchange_in_two_matchings() -> None:
             assert all(orders[orders[rank][number]][number] == rank for rank in range(size)), size
 
 
-def test_functions_are_compared_by_name() -> None:
-    """Their repr contains an address, which is equal for threads of one process, but not for processes."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        function = beyond if group.rank() else hypercube
-        algorithm = tb.DecentralizedAlgorithm(peer_selection_mode=Graph(function))
-        message = (
-            r"argument peer_selection_mode: rank 0 has 'Graph\(test_topology.hypercube, 1\)', "
-            r"rank 1 has 'Graph\(test_topology.beyond, 1\)'"
-        )
-        with pytest.raises(ValueError, match=message):
-            algorithm.reify(group)
-
-    run_ranks(2, body)
-
-
 @dataclasses.dataclass(frozen=True)
 class Scheduled(tb.Algorithm):
     """A user-defined algorithm with functions among its arguments."""

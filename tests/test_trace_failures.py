@@ -113,24 +113,29 @@ def test_with_the_standalone_hook_no_thread_outlives_the_trace(tmp_path: Path) -
         assert RankFile(tmp_path / f"rank{rank}.jsonl.gz").is_whole
 
 
-def test_a_hanging_disk_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hangs", "message"), [(True, "so slow that 50 events wait"), (False, "disk full")])
+def test_a_disk_that_hangs_or_is_full(monkeypatch: pytest.MonkeyPatch, hangs: bool, message: str) -> None:
+    """It ends the trace, and neither fills the memory nor ends the training."""
     can_continue = threading.Event()
 
-    class Hanging:
+    class Broken:
         def write(self, steps: list[list[CommEvent]]) -> None:
+            if not hangs:
+                raise OSError("disk full")
             can_continue.wait()
 
         def close(self, events: list[CommEvent]) -> None:
             pass
 
-    class HangingTrace(background_trace.BackgroundTrace):
-        def open(self, run: Run) -> Hanging:
-            return Hanging()
+    class BrokenTrace(background_trace.BackgroundTrace):
+        def open(self, run: Run) -> Broken:
+            return Broken()
 
-    monkeypatch.setattr(background_trace, "_MOST_WAITING", 50)
+    if hangs:
+        monkeypatch.setattr(background_trace, "_MOST_WAITING", 50)
     try:
-        with pytest.warns(RuntimeWarning, match="cannot write to 'a disk': .* so slow that 50 events wait"):
-            (attachment,) = train_traced(1, "bytegrad", lambda group: [HangingTrace("a disk")], num_steps=60)
+        with pytest.warns(RuntimeWarning, match=f"cannot write to 'a disk': .*{message}"):
+            (attachment,) = train_traced(1, "bytegrad", lambda group: [BrokenTrace("a disk")], num_steps=60)
     finally:
         can_continue.set()
     assert attachment.summary().figures.num_steps == 60

@@ -64,17 +64,6 @@ def test_every_algorithm_reports_its_phases(name: str, nodes: list[int]) -> None
     assert set(sent.values()) == {1}
 
 
-@pytest.mark.parametrize(("name", "bits"), [("bytegrad", 8), ("gradient_allreduce", 32), ("decentralized", 32)])
-def test_bits_of_an_element(name: str, bits: int) -> None:
-    for events in record(2, name):
-        for event in events:
-            if event.phase == "send" and event.num_elements:
-                assert event.raw_bytes == 4 * event.num_elements
-                # Rows of 32 bytes, and a header of 8 bytes for each block; the last block of a parameter may be short.
-                most_overhead_bytes = 32 + 8 * (event.num_elements // 2048 + 6)
-                assert bits <= event.bits_per_element <= bits + 8 * most_overhead_bytes / event.num_elements
-
-
 def test_a_wait_ends_when_the_lane_is_done() -> None:
     for events in record(2, "bytegrad"):
         for step in range(1, NUM_STEPS):
