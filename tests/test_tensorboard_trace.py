@@ -48,6 +48,9 @@ def test_charts_show_the_observed_events(tmp_path: Path, name: str) -> None:
         num_steps=2 * EVERY + 1,
     )
     written = scalars(tmp_path)
+    if name == "bytegrad":
+        measured = {event.step for event in recorders[0].events if event.phase == "measure"}
+        assert measured == {EVERY - 1, 2 * EVERY - 1}, "in the last step before it writes"
     batches = [steps_of(recorder.events) for recorder in recorders]
     sent_bytes = 0
     for first in range(0, 2 * EVERY + 1, EVERY):
@@ -178,19 +181,22 @@ def test_slots_are_used_again() -> None:
         texts: dict[tuple[int, int], str]
 
         def __init__(self, rank: int, texts: dict[tuple[int, int], str]) -> None:
-            self.rank, self.texts = rank, texts
+            self.rank, self.texts, self.num_gets = rank, texts, 0
 
         def put(self, slot: int, text: str) -> None:
             self.texts[slot, self.rank] = text
 
         def get(self, slot: int) -> list[str] | None:
+            self.num_gets += 1
             found = [self.texts.get((slot, rank)) for rank in range(2)]
             return None if None in found else [text for text in found if text is not None]
 
     texts: dict[tuple[int, int], str] = {}
 
+    boards = [Board(rank, texts) for rank in range(2)]
+
     def over_ranks(rank: int) -> OverRanks:
-        board = Board(rank, texts)
+        board = boards[rank]
         run = Run(id="", algorithm="", description="", rank=rank, nodes=(0, 0), settings={}, board=board)
         return OverRanks(run, collects=rank == 0)
 
@@ -198,6 +204,7 @@ def test_slots_are_used_again() -> None:
     for step in range(10, 1010, 10):
         ahead.put(step, {"ms": 1.0})
     assert ahead.collect() == []
+    assert boards[0].num_gets == 16
     found = []
     for step in range(10, 1010, 10):
         behind.put(step, {"ms": 2.0 + step})
