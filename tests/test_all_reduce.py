@@ -1,9 +1,6 @@
 """GradientAllReduce with the backend's own all-reduce: bitwise equal to torch's own hook, on private connections."""
 
 import copy
-import time
-from contextlib import closing
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -35,19 +32,20 @@ def check_same_gradients(runs: list[Run], expected_runs: list[Run]) -> None:
                 assert torch.equal(gradient, expected.averaged[step][name]), f"step {step}, {name}"
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("scenario", "size"), [*((scenario, 3) for scenario in SCENARIOS), *(("mixed dtypes", size) for size in (1, 2, 5))]
+)
 def test_gradients_equal_those_of_torchs_hook(scenario: str, size: int) -> None:
     make_model, options = SCENARIOS[scenario]
     model = build(make_model)
     by_torch, own = (
-        run_ranks(size, lambda group, algorithm=algorithm: train(group, model, algorithm, **options))
+        run_ranks(size, lambda group, algorithm=algorithm: train(group, model, algorithm, num_steps=3, **options))
         for algorithm in (None, tb.GradientAllReduceAlgorithm())
     )
     check_same_gradients(own, by_torch)
 
 
-@pytest.mark.parametrize(("size", "is_equal"), [(2, True), (3, False), (4, True), (8, True)])
+@pytest.mark.parametrize(("size", "is_equal"), [(3, False), (4, True)])
 def test_weights_equal_those_of_plain_ddp_for_powers_of_two(size: int, is_equal: bool) -> None:
     model = build(Tower)
 
@@ -59,7 +57,7 @@ def test_weights_equal_those_of_plain_ddp_for_powers_of_two(size: int, is_equal:
             if attaches:
                 tb.attach(ddp, optimizer, "gradient_allreduce")
             data = torch.Generator().manual_seed(group.rank())
-            for _ in range(4):
+            for _ in range(3):
                 optimizer.zero_grad()
                 ddp(torch.randn(6, 10, generator=data), 0).square().sum().backward()
                 optimizer.step()
@@ -70,16 +68,16 @@ def test_weights_equal_those_of_plain_ddp_for_powers_of_two(size: int, is_equal:
 
 
 def test_a_sum_is_not_divided() -> None:
-    """With four ranks the mean is exactly a fourth of the sum."""
+    """With two ranks the mean is exactly half of the sum."""
     model = build(Tower)
 
     def averaged(average: bool) -> dict[str, torch.Tensor]:
         algorithm = tb.GradientAllReduceAlgorithm(average=average)
-        return run_ranks(4, lambda group: train(group, model, algorithm, num_steps=1))[0].averaged[0]
+        return run_ranks(2, lambda group: train(group, model, algorithm, num_steps=1))[0].averaged[0]
 
     sums = averaged(False)
     for name, mean in averaged(True).items():
-        assert torch.equal(4 * mean, sums[name]), name
+        assert torch.equal(2 * mean, sums[name]), name
 
 
 def test_staged_gradients_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,26 +103,6 @@ def test_a_transport_with_only_messages_reduces_in_rank_order() -> None:
     check_same_gradients(*(run_ranks(3, partial(body, in_rank_order=in_rank_order)) for in_rank_order in (False, True)))
 
 
-def test_a_missing_rank_raises_an_error_with_names_within_the_timeout() -> None:
-    timeout = timedelta(seconds=1)
-
-    def body(group: dist.ProcessGroup) -> str:
-        ddp = DistributedDataParallel(torch.nn.Linear(10, 1), process_group=group)
-        runner = tb.GradientAllReduceAlgorithm().reify(tb.BaguaProcessGroup(group, timeout=timeout))
-        ddp.register_comm_hook(runner, tb.comm_hook)
-        with closing(runner):
-            if group.rank() == 2:
-                time.sleep(3 * timeout.total_seconds())
-                return ""
-            with pytest.raises(RuntimeError) as caught:
-                ddp(torch.ones(1, 10)).sum().backward()
-        return str(caught.value)
-
-    *messages, _ = run_ranks(3, body)
-    for rank, message in enumerate(messages):
-        assert f"all_reduce of gradient bucket 0 over the world group failed on rank {rank}" in message
-
-
 def test_a_state_is_bound_to_the_order_of_sums() -> None:
     def body(group: dist.ProcessGroup) -> None:
         states = {}
@@ -142,18 +120,20 @@ def test_a_state_is_bound_to_the_order_of_sums() -> None:
     run_ranks(2, body)
 
 
+def mean_of_weights(group: dist.ProcessGroup, flat: torch.Tensor, **options: Any) -> torch.Tensor:
+    tensors = [tb.extend.BaguaTensor("w", flat)]
+    bucket = tb.extend.BaguaBucket("b", tensors, tb.BaguaProcessGroup(group), flat.clone())
+    return bucket.append_asynchronous_model_average_op(**options).run()
+
+
 def test_the_mean_of_snapshots_is_the_backends_sum_divided() -> None:
     def body(group: dist.ProcessGroup) -> None:
         snapshot = torch.randn(3000, generator=torch.Generator().manual_seed(group.rank()))
-        parameter = torch.zeros(3000)
-        bucket = tb.extend.BaguaBucket(
-            "b", [tb.extend.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter
-        )
         copied = snapshot.clone()
-        bucket.append_asynchronous_model_average_op(snapshot=snapshot).run()
+        mean = mean_of_weights(group, torch.zeros(3000), snapshot=snapshot)
         assert torch.equal(snapshot, copied)
         dist.all_reduce(copied, group=group)
-        assert torch.equal(bucket.flat, copied / 3.0)
+        assert torch.equal(mean, copied / 3.0)
 
     run_ranks(3, body)
 
@@ -162,11 +142,7 @@ def test_weights_in_bfloat16_are_summed_in_float32() -> None:
     """A backend would round the sum of four values at every addition. Here the mean, 1 + 3 / 256, is rounded once."""
 
     def body(group: dist.ProcessGroup) -> None:
-        values = torch.tensor([4.0 if group.rank() == 0 else 2**-6], dtype=torch.bfloat16)
-        bucket = tb.extend.BaguaBucket(
-            "b", [tb.extend.BaguaTensor("w", values)], tb.BaguaProcessGroup(group), values.clone()
-        )
-        bucket.append_asynchronous_model_average_op().run()
-        assert bucket.flat.item() == torch.tensor((4.0 + 3 * 2**-6) / 4).bfloat16().item() != 1.0
+        mean = mean_of_weights(group, torch.tensor([4.0 if group.rank() == 0 else 2**-6], dtype=torch.bfloat16))
+        assert mean.item() == torch.tensor((4.0 + 3 * 2**-6) / 4).bfloat16().item() != 1.0
 
     run_ranks(4, body)

@@ -7,7 +7,6 @@ from torchbagua import _concurrency
 from torchbagua.observe import Recorder, observed
 from torchbagua.observe.events import CommEvent, Details, Run
 from torchbagua.observe.observed import HostClock, ObservedTracer, TimedPhase, TimedStep
-from torchbagua.observe.tracer import Tracer
 
 START_NS = 5_000_000_000
 
@@ -122,15 +121,6 @@ def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
     tracer.tell("wait", done, begun)
     tracer.end()
     assert events_of(recorder) == [("wait", 0, 1, 2)]
-
-
-def test_without_observers_nothing_is_recorded(gpu: SimulatedGpu) -> None:
-    tracer = Tracer()
-    tracer.use_gpu(torch.device("cuda"))
-    with tracer.span("encode"):
-        pass
-    tracer.end_step()
-    assert gpu.num_recorded == 0
 
 
 def step(number: int, *phases: tuple[str, int, int], end: int | None, lane_end: int | None = None) -> TimedStep:

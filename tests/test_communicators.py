@@ -86,18 +86,20 @@ class CountingTransport(GlooTransport):
 
 
 def test_a_twin_is_a_single_transport_that_ends_with_the_communicator() -> None:
-    """The host's transport also serves GPUs, but a twin does not send their tensors."""
+    """The host's transport also serves GPUs, but a twin does not send their tensors. A device is prepared once."""
 
     def body(group: dist.ProcessGroup) -> list[str]:
         counts: list[str] = []
         own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(CountingTransport, counts=counts))
         own.open()
+        for _ in range(2):
+            own.world.use_device(torch.device("cpu"))
         own.world.silent_twin()
         own.close()
         return counts
 
     for counts in run_ranks(2, body):
-        assert [counts.count(name) for name in ("twin", "abort", "join")] == [1, 2, 2], counts
+        assert [counts.count(name) for name in ("use cpu", "twin", "abort", "join")] == [1, 1, 2, 2], counts
 
 
 class OneThread(GlooTransport):
@@ -118,19 +120,6 @@ def test_a_transport_of_one_thread_has_no_twin() -> None:
         own.close()
 
     run_ranks(2, body)
-
-
-def test_use_device_runs_once_per_device() -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
-        counts: list[str] = []
-        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(CountingTransport, counts=counts))
-        own.open()
-        for _ in range(2):
-            own.world.use_device(torch.device("cpu"))
-        own.close()
-        return [count for count in counts if count.startswith("use")]
-
-    assert run_ranks(1, body) == [["use cpu"]]
 
 
 class FailsOnce(GlooTransport):

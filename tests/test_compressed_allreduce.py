@@ -10,7 +10,7 @@ import torch
 import oracle
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.codecs import MinMaxUInt4, MinMaxUInt8, Sign1Bit
+from torchbagua.codecs import MinMaxUInt4, Sign1Bit
 from training import Run, Tower, build, flat, train
 
 
@@ -18,7 +18,7 @@ def test_two_levels_equal_the_oracle() -> None:
     nodes = [0, 0, 1, 1]
     algorithm = tb.CompressedAllReduceAlgorithm(MinMaxUInt4(block=8), intra_compression="minmax_uint8")
     model = build(Tower)
-    runs = run_ranks(4, lambda group: train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01))
+    runs = run_ranks(4, lambda group: train(group, model, algorithm, nodes=nodes, num_steps=2, bucket_cap_mb=0.01))
     for step, averaged in enumerate(runs[0].averaged):
         for name, gradient in averaged.items():
             assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"replicas differ in {name}"
@@ -28,19 +28,16 @@ def test_two_levels_equal_the_oracle() -> None:
             assert torch.equal(gradient.flatten(), torch.from_numpy(expected)), name
 
 
-@pytest.mark.parametrize("compression", ["minmax_uint8", MinMaxUInt8(2048)], ids=str)
-def test_in_8_bits_it_is_bytegrad(compression: Any) -> None:
-    def run(algorithm: tb.Algorithm) -> list[Run]:
+def test_in_8_bits_it_is_bytegrad() -> None:
+    def run(algorithm: tb.Algorithm) -> Run:
         model = build(Tower)
-        return run_ranks(2, lambda group: train(group, model, algorithm))
+        return run_ranks(2, lambda group: train(group, model, algorithm))[0]
 
-    for own, of_bytegrad in zip(
-        run(tb.Algorithm.init("compressed_allreduce", compression=compression)),
-        run(tb.ByteGradAlgorithm()),
-        strict=True,
-    ):
-        for name, weight in own.weights.items():
-            assert torch.equal(weight, of_bytegrad.weights[name]), name
+    own, of_bytegrad = map(
+        run, (tb.Algorithm.init("compressed_allreduce", compression="minmax_uint8"), tb.ByteGradAlgorithm())
+    )
+    for name, weight in own.weights.items():
+        assert torch.equal(weight, of_bytegrad.weights[name]), name
 
 
 def test_it_is_printed_and_pickled() -> None:
@@ -65,9 +62,7 @@ def test_it_is_printed_and_pickled() -> None:
             {"intra_compression": "minmax_uint8", "hierarchical": False},
             "intra_compression must be None with hierarchical=False, .*got 'minmax_uint8'",
         ),
-        ({"compression": "sign1bit"}, "compression 'sign1bit' needs error_feedback=True"),
         ({"compression": Sign1Bit(8)}, r"compression Sign1Bit\(block=8\) needs error_feedback=True"),
-        ({"intra_compression": "sign1bit"}, "intra_compression must not be a codec that needs error feedback"),
         ({"intra_compression": "topk"}, "intra_compression must not be a codec that needs error feedback"),
         ({"average": 1}, "average must be True or False, got 1"),
     ],

@@ -63,23 +63,20 @@ def test_a_rank_connects_to_the_peers_it_communicates_with() -> None:
         assert found == [set(), powers, powers | third, powers | third]
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "low_precision", "bytegrad", "shift_one"])
+@pytest.mark.parametrize("algorithm", ["ring", "low_precision", "shift_one"])
 def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring needs only the sockets to its neighbors, and to the ranks with which a rank agrees."""
-    size = 12
+    size = 8
     rounds = importlib.import_module("torchbagua.collectives.neighbourhood_mean")  # not the package's function
-    monkeypatch.setattr(rounds, "_MAX_CONNECTED_ROUNDS", 5)  # fewer than shift_one's
+    monkeypatch.setattr(rounds, "_MAX_CONNECTED_ROUNDS", 3)  # fewer than shift_one's
     algorithms = {
         "ring": tb.DecentralizedAlgorithm(peer_selection_mode=Ring()),
         "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
-        "bytegrad": tb.ByteGradAlgorithm(),
         "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     }
 
     def body(group: dist.ProcessGroup) -> tuple[int, bool]:
-        module: nn.Module = nn.Linear(4, 4)
-        if algorithm == "bytegrad":
-            module = DistributedDataParallel(module, process_group=group)
+        module = nn.Linear(4, 4)
         with tb.attach(
             module,
             optimizer := torch.optim.SGD(module.parameters(), lr=0.1),
@@ -93,14 +90,12 @@ def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatc
             opened = connections_of(attachment.runner.process_group.world)
             return len(opened.links), opened.mesh is not None
 
-    is_few = algorithm in ("ring", "low_precision")
     for num_links, has_mesh in run_ranks(size, body):
-        assert has_mesh == (not is_few)
+        assert has_mesh == (algorithm == "shift_one")
         assert num_links <= 2 * (size - 1).bit_length()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_broadcast_needs_few_links(size: int) -> None:
+def test_broadcast_needs_few_links() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)
         values = [torch.full((3,), float(group.rank())), torch.empty(0)]
@@ -108,10 +103,10 @@ def test_broadcast_needs_few_links(size: int) -> None:
         assert values[0].tolist() == [0.0] * 3
         assert len(connections_of(own.world).links) <= (own.size - 1).bit_length()
 
-    run_ranks(size, body)
+    run_ranks(7, body)
 
 
-@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("missing", [0, 1])
 def test_a_missing_peer_is_named_in_time(missing: int) -> None:
     """True for either of two ranks that wait for each other; a rank that arrives later finds the group closed."""
     left = threading.Barrier(3)
@@ -134,6 +129,8 @@ def test_a_missing_peer_is_named_in_time(missing: int) -> None:
         assert seconds < 2.5, text
         if rank != missing:
             assert f"agreement of numbers over the world group failed on rank {rank} connecting to rank" in text
+        else:
+            assert "it gave up waiting for this rank or another rank to connect" in text
     waiting = [text for rank, (text, _) in enumerate(results) if rank != missing]
     assert any(f"to rank {missing}: timed out after 1 s waiting for it to connect" in text for text in waiting), waiting
 
@@ -151,20 +148,19 @@ def test_a_rank_missing_from_an_all_reduce_is_named() -> None:
     run_ranks(3, body)
 
 
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_peer_that_closed_before_it_connected(gone: int) -> None:
+def test_a_peer_that_closed_before_it_connected() -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=SHORT)
         own.open()
-        if group.rank() == gone:
+        if group.rank() == 1:
             own.close()
             return
         start = time.monotonic()
-        expected = f"agreement of a test .* rank {1 - gone} connecting to rank {gone}: timed out after 1 s"
-        with pytest.raises(tb.CommunicationError, match=expected):
-            all_reduce_max(own.world, [0], "a test")
-        with pytest.raises(tb.CommunicationError, match=expected):
-            all_reduce_max(own.world, [0], "a test")
+        for _ in range(2):
+            with pytest.raises(
+                tb.CommunicationError, match=r"a test .* rank 0 connecting to rank 1: timed out after 1 s"
+            ):
+                all_reduce_max(own.world, [0], "a test")
         assert time.monotonic() - start < 2.5
 
     run_ranks(2, body)
@@ -210,13 +206,13 @@ def test_groups_connect_all_ranks_despite_torch_gloo_lazy_init(monkeypatch: pyte
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
 
-    def num_sockets(group: dist.ProcessGroup) -> None:
+    def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)
         own.open()
         assert connections_of(own.world).mesh is not None
         assert own.all_reduce(torch.ones(3)).tolist() == [3.0] * 3
 
-    run_ranks(3, num_sockets)
+    run_ranks(3, body)
 
 
 @pytest.mark.parametrize("is_given", [True, False])

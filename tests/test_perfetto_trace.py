@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock, process_group
 from torchbagua.observe.events import ClockOffset, Trace
-from torchbagua.observe.perfetto import RankFile, RankFileWriter, find_files
+from torchbagua.observe.perfetto import RankFile, RankFileWriter, find_files, merge
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
 
 Row = dict[str, Any]
@@ -66,7 +67,7 @@ def slices_by_track(rows: list[Row]) -> dict[tuple[int, int], list[Row]]:
     return tracks
 
 
-@pytest.mark.parametrize("name", ["bytegrad", "decentralized", "async"])
+@pytest.mark.parametrize("name", ["bytegrad", "async"])
 def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
     write_trace(tmp_path, size=3, name=name)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank{rank}.jsonl.gz" for rank in range(3)]
@@ -95,6 +96,7 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
 
 
 def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None:
+    """They are lines of JSON: the run, which names an event's fields; the events of each step; the run again."""
     recorders = [tb.observe.Recorder() for _ in range(2)]
     traces = [tb.observe.PerfettoTrace(tmp_path) for _ in range(2)]
     attachments = train_traced(
@@ -108,32 +110,22 @@ def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None
         assert run.settings["optimizer"].startswith("QAdamOptimizer(lr=0.001")
         assert {"torch", "python", "torchbagua", "model"} <= set(run.settings)
         assert list(file.events()) == recorder.events
-        table, expected = str(file.summary()), str(attachment.summary())
-        assert table == expected
+        assert str(file.summary()) == str(attachment.summary())
+        with gzip.open(file.path, "rt") as lines:
+            first, *steps, rest, last = map(json.loads, lines)
+        assert first["run"]["algorithm"] == last["run"]["algorithm"] == "QAdamAlgorithm"
+        assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), "more comparisons of clocks"
+        phase = first["event"].index("phase")
+        assert [step[-1][phase] for step in steps] == ["step"] * NUM_STEPS
+        events = [dict(zip(first["event"], event, strict=True)) for step in [*steps, rest] for event in step]
+        assert [event["end_ns"] for event in events] == [event.end_ns for event in recorder.events]
 
 
-def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
-    """The file is lines of JSON: the run, which names an event's fields; the events of each step; the run again."""
-    recorder = tb.observe.Recorder()
-    train_traced(1, "bytegrad", lambda group: [recorder, tb.observe.PerfettoTrace(tmp_path)])
-    with gzip.open(tmp_path / "rank0.jsonl.gz", "rt") as file:
-        first, *steps, rest, last = map(json.loads, file)
-    assert first["run"]["algorithm"] == last["run"]["algorithm"] == "ByteGradAlgorithm"
-    assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), (
-        "the last line has more comparisons of clocks"
-    )
-    assert len(steps) == NUM_STEPS
-    phase = first["event"].index("phase")
-    assert [step[-1][phase] for step in steps] == ["step"] * NUM_STEPS
-    events = [dict(zip(first["event"], event, strict=True)) for step in [*steps, rest] for event in step]
-    assert [event["end_ns"] for event in events] == [event.end_ns for event in recorder.events]
-
-
-@pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["flat", "2x2"])
-def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: list[int] | None) -> None:
-    recorders = [tb.observe.Recorder() for _ in range(4)]
+def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path) -> None:
+    """Also if ranks send each other messages of the same numbers within nodes, and over all ranks."""
+    recorders, nodes = [tb.observe.Recorder() for _ in range(4)], [0, 0, 1, 1]
     train_traced(
-        4, "bytegrad", lambda group: [recorders[group.rank()], tb.observe.PerfettoTrace(tmp_path)], nodes=nodes
+        4, "decentralized", lambda group: [recorders[group.rank()], tb.observe.PerfettoTrace(tmp_path)], nodes=nodes
     )
     merged = merge_files(tmp_path, tmp_path / "all.json.gz")
     num_messages = sum(event.phase == "send" for recorder in recorders for event in recorder.events)
@@ -260,31 +252,29 @@ def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     assert sum(row.get("cat") == "step" for row in rows) == NUM_STEPS
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, as_text: bool) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(ValueError, match=r"PerfettoTrace: path must be a folder to write to, got '.*file/trace'"):
-        tb.observe.PerfettoTrace(str(file / "trace") if as_text else file / "trace")
-    with pytest.raises(ValueError, match="PerfettoTrace: path must be a folder"):
-        tb.observe.PerfettoTrace("/proc/self")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"path": None}, TypeError, "path must be a path, got None"),
+        ({"path": ""}, ValueError, "path must be a folder to write to, got"),
+        ({"path": "a\0b"}, ValueError, "path must be a folder to write to, got"),
+        ({"path": "/proc/self"}, ValueError, "path must be a folder to write to, got"),
+        ({"path": Path(__file__) / "trace"}, ValueError, "path must be a folder to write to, got '.*/trace'"),
+        ({"steps": 10}, TypeError, "steps must be a range or None, got 10"),
+        ({"steps": range(-3, 0)}, ValueError, "steps must contain a step number of 0 or more, got range"),
+    ],
+    ids=str,
+)
+def test_refusals(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"PerfettoTrace: {message}"):
+        tb.observe.PerfettoTrace(**{"path": tmp_path, **arguments})
 
 
-def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="PerfettoTrace: path must be a path, got None"):
-        tb.observe.PerfettoTrace(None)
-    with pytest.raises(TypeError, match="PerfettoTrace: steps must be a range or None, got 10"):
-        tb.observe.PerfettoTrace(tmp_path, steps=10)
+def test_a_trace_serves_one_attachment(tmp_path: Path) -> None:
     used = tb.observe.PerfettoTrace(tmp_path)
     train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
     with pytest.raises(ValueError, match="PerfettoTrace: a trace serves one attachment; create another trace"):
         train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
-    for steps in range(0), range(-3, 0):
-        with pytest.raises(ValueError, match="PerfettoTrace: steps must contain a step number of 0 or more, got range"):
-            tb.observe.PerfettoTrace(tmp_path, steps=steps)
-    for path in "", "a\0b":
-        with pytest.raises(ValueError, match="PerfettoTrace: path must be a folder to write to, got"):
-            tb.observe.PerfettoTrace(path)
 
 
 def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
@@ -294,6 +284,24 @@ def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
         ValueError, match=r"rank2.jsonl.gz and rank0.jsonl.gz are of different runs; remove the older file"
     ):
         find_files(tmp_path)
+    steps = [event.step for event in RankFile(tmp_path / "rank0.jsonl.gz").events() if event.phase == "step"]
+    assert steps == [*range(NUM_STEPS)], "the file of the earlier run is replaced"
+
+
+def test_a_merge_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    write_trace(tmp_path, num_steps=1)
+    before = sorted(tmp_path.iterdir())
+    calls: list[object] = []
+
+    def fail_at_second(files: Iterable[RankFile]) -> Iterable[RankFile]:
+        calls.append(files)
+        if len(calls) == 2:
+            raise OSError("disk full")
+        return files
+
+    with pytest.raises(OSError, match="disk full"):
+        merge(find_files(tmp_path).files, tmp_path / "all.json.gz", fail_at_second)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:

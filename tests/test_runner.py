@@ -16,10 +16,9 @@ import torchbagua as tb
 from components import GradientComponent, WeightComponent, backward
 from ranks import run_ranks
 from torchbagua.algorithms.gradient.feedback import ErrorFeedback
-from torchbagua.runtime.gradient_runner import GradientBuckets, GradientRunner
+from torchbagua.runtime.gradient_runner import GradientBuckets
 from torchbagua.runtime.parameter_state import residual_state
-from torchbagua.runtime.runner import AlgorithmImpl, Runner
-from torchbagua.runtime.weight_runner import WeightRunner
+from torchbagua.runtime.runner import Runner
 
 NO_PROGRESS: dict[str, int] = {}
 
@@ -43,23 +42,6 @@ GRADIENTS = GradientComponent(
 WEIGHTS = WeightComponent(
     make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS), append=append_mean
 )
-
-
-def test_an_impl_has_few_names_and_a_runner_is_final() -> None:
-    """A user writes an algorithm by overriding these names, so they must be few enough to remember."""
-    assert GradientRunner.__final__
-    assert WeightRunner.__final__
-
-    def body(group: dist.ProcessGroup) -> set[str]:
-        runner = WEIGHTS.reify(group)
-        try:
-            assert type(runner) is WeightRunner
-            return {*vars(AlgorithmImpl(runner)), *dir(AlgorithmImpl), *AlgorithmImpl.__annotations__}
-        finally:
-            runner.close()
-
-    (names,) = run_ranks(1, body)
-    assert len([name for name in names if not name.startswith("_")]) <= 16
 
 
 @dataclass(frozen=True)

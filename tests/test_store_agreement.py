@@ -1,5 +1,6 @@
 """Agreement over a store: its requests and bytes, the ranks that errors name, and retries."""
 
+import functools
 import re
 import threading
 import time
@@ -29,40 +30,21 @@ class CountingStore(dist.Store):
         self.requests: Counter[str] = Counter()
         self.num_bytes = 0
 
-    def _count(self, request: str, values: Sequence[str | bytes] = ()) -> None:
+    def _ask(self, request: str, *arguments: Any) -> Any:
         self.requests[request] += 1
-        self.num_bytes += sum(map(len, values))
+        answer = getattr(self._store, request)(*arguments)
+        passed = [*arguments, answer]
+        texts = [text for each in passed for text in (each if isinstance(each, list) else [each])]
+        self.num_bytes += sum(len(text) for text in texts if isinstance(text, str | bytes))
+        return answer
 
-    def set(self, key: str, value: str) -> None:
-        self._count("set", [key, value])
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        value = self._store.get(key)
-        self._count("get", [key, value])
-        return value
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        assert self._is_extended
-        values = self._store.multi_get(keys)
-        self._count("multi_get", [*keys, *values])
-        return values
-
-    def add(self, key: str, value: int) -> int:
-        self._count("add", [key])
-        return self._store.add(key, value)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._count("compare_set", [key, desired])
-        return self._store.compare_set(key, expected, desired)
-
-    def check(self, keys: list[str]) -> bool:
-        self._count("check", keys)
-        return self._store.check(keys)
+    set, get = functools.partialmethod(_ask, "set"), functools.partialmethod(_ask, "get")
+    add, check = functools.partialmethod(_ask, "add"), functools.partialmethod(_ask, "check")
+    multi_get = functools.partialmethod(_ask, "multi_get")
+    compare_set = functools.partialmethod(_ask, "compare_set")
 
     def wait(self, keys: list[str], timeout: timedelta = LONG) -> None:
-        self._count("wait", keys)
-        self._store.wait(keys, timeout)
+        self._ask("wait", keys, timeout)
 
     def has_extended_api(self) -> bool:
         return self._is_extended
@@ -91,8 +73,7 @@ def on_all_ranks(ranks: Sequence[int], body: Callable[[int], T]) -> dict[int, T 
     return results
 
 
-@pytest.mark.parametrize("is_extended", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 5, 64, 256])
+@pytest.mark.parametrize(("size", "is_extended"), [(1, True), (5, False), (64, True)])
 def test_requests_of_a_rank_do_not_grow_with_the_number_of_ranks(size: int, is_extended: bool) -> None:
     """Except that rank 0 reads each introduction separately from a store without calls for several keys."""
     store = dist.HashStore()
@@ -109,11 +90,8 @@ def test_requests_of_a_rank_do_not_grow_with_the_number_of_ranks(size: int, is_e
     assert sum(store.num_bytes for store in stores) < 1500 * size
 
 
-@pytest.mark.parametrize("kind", ["hash", "file"])
-@pytest.mark.parametrize(
-    "hosts", [list("aaaa"), list("abab"), list("aabbbbcaa"), [f"h{rank % 7}" for rank in range(40)]], ids=len
-)
-def test_nodes_are_numbered_and_clocks_compared(hosts: list[str], kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hosts", "kind"), [("abab", "file"), ("aabbbbcaa", "hash")])
+def test_nodes_are_numbered_and_clocks_compared(hosts: str, kind: str, tmp_path: Path) -> None:
     size = len(hosts)
     # A FileStore has no extended calls, and each rank opens it.
     shared = dist.HashStore()
@@ -141,12 +119,7 @@ def test_nodes_are_numbered_and_clocks_compared(hosts: list[str], kind: str, tmp
             {7: {"nodes": [0, 0, 1]}, 3: {"block": "1"}},
             "nodes: ranks 0-6 and 8-16 have [0, 0, 0], rank 7 has [0, 0, 1]; it must",
         ),
-        ({11: {"more": True}}, "more: ranks 0-10 and 12-16 have None, rank 11 has True; it must"),
-        ({16: {"the algorithm": "QAdam"}}, "the algorithm: ranks 0-15 have 'ByteGrad', rank 16 has 'QAdam'; it must"),
-        (
-            {2: {"block": "1"}, 12: {"block": "1"}},
-            "block: ranks 0-1, 3-11 and 13-16 have '2048', ranks 2 and 12 have '1'; it must",
-        ),
+        ({16: {"more": True}}, "more: ranks 0-15 have None, rank 16 has True; it must"),
     ],
 )
 def test_all_ranks_raise_the_same_error_for_a_disagreement(settings: dict[int, Settings], message: str) -> None:
@@ -171,9 +144,7 @@ def test_numbers_that_compare_equal_agree() -> None:
     assert [type(results[rank]) for rank in range(2)] == [Verdict, Verdict]
 
 
-@pytest.mark.parametrize(
-    "missing", [[0], [1], [4], [7, 8], [0, 5], [16], list(range(4, 8)), list(range(1, 17))], ids=str
-)
+@pytest.mark.parametrize("missing", [[0, 5], [7, 8, 16], list(range(1, 17))], ids=str)
 def test_all_other_ranks_name_the_missing_ranks(missing: list[int]) -> None:
     """Rank 0, which reads the introductions, and others."""
     store, size = dist.HashStore(), 17
@@ -232,7 +203,7 @@ def test_the_introduction_of_a_retry_is_compared() -> None:
         assert "disagree on changed: ranks 0-4 and 6-16 have None, rank 5 has True" in str(error)
 
 
-@pytest.mark.parametrize("leaving", [0, 1, 4, 6])
+@pytest.mark.parametrize("leaving", [0, 4])
 def test_a_rank_that_is_interrupted_is_named_at_once(leaving: int) -> None:
     """The ranks that wait for it raise, and so do the ranks that come later."""
     store, size = dist.HashStore(), 7

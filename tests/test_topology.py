@@ -99,32 +99,32 @@ def biased(rank: int, size: int, round: int) -> Mapping[int, float]:
     return {rank: 0.25, rank ^ 1: 0.75} if rank % 2 else {rank: 0.5, rank ^ 1: 0.5}
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (empty, r"in round 0: rank 0 of 4 must map its neighbors to weights in a dict, got \[0.5, 0.5\]"),
-        (beyond, "in round 0: rank 3 of 4 has neighbor 4, which does not exist"),
-        (one_sided, "in round 1: rank 0 of 4 has neighbor 1, which does not have it as a neighbor"),
-        (negative, "in round 0: rank 0 of 4 must have positive weights, got -0.5 for 1"),
-        (too_little, "in round 0: rank 0 of 4: its weights must sum to 1, got 0.75"),
-        (biased, "in round 0: rank 0 of 4: the weights given to it must sum to 1, got 1.25"),
-    ],
-)
-def test_invalid_topologies_are_refused_at_attach(function: Callable[..., Any], message: str) -> None:
-    """All ranks raise an error with the topology, the round and the rank."""
+INVALID = [
+    (empty, r"in round 0: rank 0 of 4 must map its neighbors to weights in a dict, got \[0.5, 0.5\]"),
+    (beyond, "in round 0: rank 3 of 4 has neighbor 4, which does not exist"),
+    (one_sided, "in round 1: rank 0 of 4 has neighbor 1, which does not have it as a neighbor"),
+    (negative, "in round 0: rank 0 of 4 must have positive weights, got -0.5 for 1"),
+    (too_little, "in round 0: rank 0 of 4: its weights must sum to 1, got 0.75"),
+    (biased, "in round 0: rank 0 of 4: the weights given to it must sum to 1, got 1.25"),
+]
 
+
+@pytest.mark.parametrize(("function", "message"), INVALID)
+def test_invalid_topologies_are_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^test: Graph\(\w+.{function.__name__}, 2\) {message}"):
+        Graph(function, 2).check("test", 4)
+
+
+def test_all_ranks_refuse_an_invalid_topology_at_attach() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(2, 1)
-        algorithm = tb.DecentralizedAlgorithm(peer_selection_mode=Graph(function, 2))
-        with pytest.raises(ValueError, match=rf"DecentralizedAlgorithm: Graph\(\w+.{function.__name__}, 2\) {message}"):
+        algorithm = tb.DecentralizedAlgorithm(peer_selection_mode=Graph(beyond))
+        with pytest.raises(ValueError, match=r"DecentralizedAlgorithm: Graph\(\w+.beyond, 1\) in round 0: rank 1 of 2"):
             tb.attach(
-                module,
-                torch.optim.SGD(module.parameters()),
-                algorithm,
-                process_group=tb.BaguaProcessGroup(group),
+                module, torch.optim.SGD(module.parameters()), algorithm, process_group=tb.BaguaProcessGroup(group)
             )
 
-    run_ranks(4, body)
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("topology_class", [AllRanks, Ring, ShiftOne])
@@ -142,7 +142,7 @@ def test_the_check_of_a_valid_class_computes_no_neighbours(topology_class: type[
         Wrong().check("test", 4)
 
 
-def test_a_period_of_zero() -> None:
+def test_a_period_of_zero_and_no_neighbours() -> None:
     with pytest.raises(ValueError, match=r"the period of Graph\(.*\) must be a positive integer, got 0"):
         Graph(hypercube, 0).check("test", 4)
     with pytest.raises(TypeError, match=r"Topology must override Topology\.neighbours"):
@@ -157,7 +157,7 @@ def weighted_mean(rows: Sequence[oracle.Array], weights: Mapping[int, float]) ->
     return oracle.ordered_sum([rows[rank] * number(weights[rank]) for rank in sorted(weights)])
 
 
-def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[int] | None) -> None:
+def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[int]) -> None:
     for step in range(len(traces[0].updated)):
         for name in traces[0].start[0]:
             before = stacked([trace.start[step] for trace in traces], name)
@@ -176,24 +176,21 @@ def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[
 
 
 @pytest.mark.parametrize(
-    ("topology", "size", "nodes"),
+    ("topology", "nodes", "make_model"),
     [
-        (Ring(), 2, None),
-        (Ring(), 5, None),
-        (HYPERCUBE, 4, None),
-        (LOPSIDED, 5, None),
-        (Ladder(), 6, None),
-        (Ring(), 6, [0, 0, 1, 1, 2, 2]),
-        (LOPSIDED, 7, [0, 1, 1, 0, 2, 2, 2]),
+        (Ring(), [0, 1], Normed),
+        (Ring(), [0, 1, 2, 3, 4], Wide),
+        (HYPERCUBE, [0, 1, 2, 3], Normed),
+        (Ring(), [0, 0, 1, 1, 2, 2], Normed),
+        (LOPSIDED, [0, 1, 1, 0, 2, 2], Wide),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("make_model", [Normed, Wide])
 def test_averaged_weights_are_bitwise_equal_to_the_oracle(
-    make_model: type[nn.Module], topology: Topology, size: int, nodes: list[int] | None
+    topology: Topology, nodes: list[int], make_model: type[nn.Module]
 ) -> None:
     model, algorithm = build(make_model), tb.DecentralizedAlgorithm(True, topology, bucket_cap_mb=0.01)
-    traces = run_ranks(size, lambda group: train(group, model, algorithm, nodes=nodes, num_steps=4))
+    traces = run_ranks(len(nodes), lambda group: train(group, model, algorithm, nodes=nodes, num_steps=3))
     check_averaged(traces, topology, nodes)
 
 
@@ -208,7 +205,7 @@ def random_graph(rank: int, size: int, round: int) -> Mapping[int, float]:
 
 def test_one_message_at_a_time_does_not_deadlock() -> None:
     """A rank sends and receives one message at a time over slow links."""
-    num_elements, num_rounds, size = SMALL_MESSAGE_BYTES, 10, 7
+    num_elements, num_rounds, size = SMALL_MESSAGE_BYTES // 2, 6, 7  # in float32, more than a small message
 
     class Slow(list[float]):
         def __setitem__(self, *_: Any) -> None:
@@ -230,26 +227,10 @@ def test_one_message_at_a_time_does_not_deadlock() -> None:
 
 
 def test_ranks_of_an_even_ring_exchange_in_two_matchings() -> None:
-    for size in (4, 6, 64):
+    for size in (4, 6):
         orders = [peers_in_order(Ring(), rank, size, 0) for rank in range(size)]
         for number in range(2):
             assert all(orders[orders[rank][number]][number] == rank for rank in range(size)), size
-
-
-def test_functions_are_compared_by_name() -> None:
-    """Their repr contains an address, which is equal for threads of one process, but not for processes."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        function = beyond if group.rank() else hypercube
-        algorithm = tb.DecentralizedAlgorithm(peer_selection_mode=Graph(function))
-        message = (
-            r"argument peer_selection_mode: rank 0 has 'Graph\(test_topology.hypercube, 1\)', "
-            r"rank 1 has 'Graph\(test_topology.beyond, 1\)'"
-        )
-        with pytest.raises(ValueError, match=message):
-            algorithm.reify(group)
-
-    run_ranks(2, body)
 
 
 @dataclasses.dataclass(frozen=True)

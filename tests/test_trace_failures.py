@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import programs
 import torchbagua as tb
+import warm_python
 from ranks import run_ranks
 from torchbagua.observe import background_trace
 from torchbagua.observe.events import CommEvent, Run
@@ -46,20 +47,21 @@ tb.attach(ddp, optimizer, "bytegrad", observers=[tb.observe.PerfettoTrace(sys.ar
 for step in range(51):
     ddp(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-time.sleep(1.5)  # events are written when half a second old
 {end}
 """
 
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), pytest.param("", 0, marks=pytest.mark.slow)],
+    # Events are written when half a second old, and at exit.
+    [("time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("", 0)],
+    ids=["killed", "exit"],
 )
 def test_a_process_that_does_not_detach_loses_almost_nothing(tmp_path: Path, end: str, status: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(KILLED.format(end=end))
-    command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
-    done = programs.run(command, check=False)
+    arguments = [str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
+    done = warm_python.run(arguments, check=False, ends_whole=True)
     assert done.returncode == status, done.stderr
     file = RankFile(tmp_path / "trace" / "rank0.jsonl.gz")
     assert sum(event.phase == "step" for event in file.events()) == 51
@@ -112,24 +114,29 @@ def test_with_the_standalone_hook_no_thread_outlives_the_trace(tmp_path: Path) -
         assert RankFile(tmp_path / f"rank{rank}.jsonl.gz").is_whole
 
 
-def test_a_hanging_disk_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hangs", "message"), [(True, "so slow that 50 events wait"), (False, "disk full")])
+def test_a_disk_that_hangs_or_is_full(monkeypatch: pytest.MonkeyPatch, hangs: bool, message: str) -> None:
+    """It ends the trace, and neither fills the memory nor ends the training."""
     can_continue = threading.Event()
 
-    class Hanging:
+    class Broken:
         def write(self, steps: list[list[CommEvent]]) -> None:
+            if not hangs:
+                raise OSError("disk full")
             can_continue.wait()
 
         def close(self, events: list[CommEvent]) -> None:
             pass
 
-    class HangingTrace(background_trace.BackgroundTrace):
-        def open(self, run: Run) -> Hanging:
-            return Hanging()
+    class BrokenTrace(background_trace.BackgroundTrace):
+        def open(self, run: Run) -> Broken:
+            return Broken()
 
-    monkeypatch.setattr(background_trace, "_MOST_WAITING", 50)
+    if hangs:
+        monkeypatch.setattr(background_trace, "_MOST_WAITING", 50)
     try:
-        with pytest.warns(RuntimeWarning, match="cannot write to 'a disk': .* so slow that 50 events wait"):
-            (attachment,) = train_traced(1, "bytegrad", lambda group: [HangingTrace("a disk")], num_steps=60)
+        with pytest.warns(RuntimeWarning, match=f"cannot write to 'a disk': .*{message}"):
+            (attachment,) = train_traced(1, "bytegrad", lambda group: [BrokenTrace("a disk")], num_steps=60)
     finally:
         can_continue.set()
     assert attachment.summary().figures.num_steps == 60

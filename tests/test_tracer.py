@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -23,9 +24,18 @@ from tracing import NAMES, NUM_STEPS, ON_LANE, TRAINING, check_nested, check_two
 from training import Tower, build
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1])], ids=["2", "4", "2x2"])
-def test_every_algorithm_reports_its_phases(name: str, size: int, nodes: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        *((name, [0, 0]) for name in NAMES),
+        ("bytegrad", [0, 0, 0]),
+        ("shift_one", [0, 0, 0, 0]),
+        *((name, [0, 0, 1, 1]) for name in ("qadam_1bit", "low_precision_decentralized", "decentralized", "diloco")),
+    ],
+    ids=str,
+)
+def test_every_algorithm_reports_its_phases(name: str, nodes: list[int]) -> None:
+    size = len(nodes)
     ranks = record(size, name, nodes=nodes)
     sent, received = Counter(), Counter()
     for rank, events in enumerate(ranks):
@@ -52,17 +62,6 @@ def test_every_algorithm_reports_its_phases(name: str, size: int, nodes: list[in
                 (sent if event.phase == "send" else received)[key, both] += 1
     assert sent == received, "every message, its number and size on both sides"
     assert set(sent.values()) == {1}
-
-
-@pytest.mark.parametrize(("name", "bits"), [("bytegrad", 8), ("gradient_allreduce", 32), ("decentralized", 32)])
-def test_bits_of_an_element(name: str, bits: int) -> None:
-    for events in record(2, name):
-        for event in events:
-            if event.phase == "send" and event.num_elements:
-                assert event.raw_bytes == 4 * event.num_elements
-                # Rows of 32 bytes, and a header of 8 bytes for each block; the last block of a parameter may be short.
-                most_overhead_bytes = 32 + 8 * (event.num_elements // 2048 + 6)
-                assert bits <= event.bits_per_element <= bits + 8 * most_overhead_bytes / event.num_elements
 
 
 def test_a_wait_ends_when_the_lane_is_done() -> None:
@@ -94,10 +93,7 @@ def test_samples_are_laid_out_only_if_an_observer_samples(monkeypatch: pytest.Mo
         def samples(self, step: int) -> bool:
             return step > 0
 
-    for observer in (None, tb.observe.Recorder()):
-        train_traced(
-            2, "bytegrad", lambda group, observer=observer: [observer] if observer and group.rank() == 0 else []
-        )
+    train_traced(2, "bytegrad", lambda group: [tb.observe.Recorder()] if group.rank() == 0 else [])
     assert not asked_for
     sampler = Sampler()
     train_traced(2, "bytegrad", lambda group: [sampler] if group.rank() == 0 else [])
@@ -137,7 +133,7 @@ def test_sampled_values_are_right() -> None:
         assert max(errors) > 0.001
 
     recorders = [Sampler() for _ in range(2)]
-    train_traced(2, "async", lambda group: [recorders[group.rank()]], num_steps=60)
+    train_traced(2, "async", lambda group: [recorders[group.rank()]], num_steps=40)
     for recorder in recorders:
         rounds = [event.values for event in recorder.events if event.phase == "apply" and event.values]
         assert rounds
@@ -183,13 +179,11 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (Tower(), {"static_graph": True}),
         (Tower(), {"find_unused_parameters": True}),
-        (Tower(), {"gradient_as_bucket_view": True}),
         (Checkpointed(use_reentrant=True), {"static_graph": True}),
-        (Checkpointed(use_reentrant=False), {}),
+        (Checkpointed(use_reentrant=False), {"gradient_as_bucket_view": True}),
     ],
-    ids=["static", "unused", "view", "reentrant", "checkpoint"],
+    ids=["unused", "reentrant", "checkpoint"],
 )
 def test_step_and_wait_in_every_kind_of_ddp(model: nn.Module, options: dict[str, bool]) -> None:
     def body(group: dist.ProcessGroup) -> list[tb.observe.CommEvent]:
@@ -214,42 +208,26 @@ def test_the_profiler_shows_buckets_by_name(all_threads: bool) -> None:
     """If it follows only the training thread, when buckets are passed to the lane; otherwise, every phase."""
     model = build(Tower)
     settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
-
-    def body(group: dist.ProcessGroup) -> set[str]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        impl = tb.ByteGradAlgorithm().reify(group)
-        ddp.register_comm_hook(impl, tb.comm_hook)
-        with torch.profiler.profile(experimental_config=settings) as profile:
-            for step in range(2):
-                ddp(torch.ones(6, 10), step).sum().backward()
-        impl.close()
-        return {event.key for event in profile.key_averages()}
-
-    (names,) = run_ranks(1, body)  # a single rank sends no messages
-    assert "torchbagua: gradient bucket 0" in names
-    assert ("torchbagua: gradient bucket 0 bucket" in names) == all_threads
-
-
-def test_the_profiler_shows_every_phase() -> None:
-    model = build(Tower)
-    settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    profiled: list[torch.profiler.profile] = []
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         impl = tb.ByteGradAlgorithm().reify(group)
         ddp.register_comm_hook(impl, tb.comm_hook)
-        for step in range(2):
-            ddp(torch.ones(6, 10), step).sum().backward()
+        with torch.profiler.profile(experimental_config=settings) if group.rank() == 0 else nullcontext() as profile:
+            for step in range(2):
+                ddp(torch.ones(6, 10), step).sum().backward()
+        profiled.extend([profile] if profile is not None else [])
         impl.close()
 
-    with torch.profiler.profile(experimental_config=settings) as profile:
-        run_ranks(2, body)
-    names = {event.key for event in profile.key_averages()}
-    for phase in ("bucket", "encode", "receive", "reduce", "decode"):
-        assert f"torchbagua: gradient bucket 0 {phase}" in names
+    run_ranks(2, body)
+    names = {event.key for event in profiled[0].key_averages()}
+    assert "torchbagua: gradient bucket 0" in names
+    shown = {phase for phase in ON_LANE if f"torchbagua: gradient bucket 0 {phase}" in names}
+    assert shown == (set(ON_LANE) - {"measure"} if all_threads else set())
 
 
-@pytest.mark.parametrize("name", ["decentralized", "shift_one", "low_precision_decentralized", "diloco", "async"])
+@pytest.mark.parametrize("name", ["decentralized", "diloco", "async"])
 def test_events_end_in_their_step(name: str) -> None:
     """Also when threads switch far more often than usual.
 
@@ -258,7 +236,7 @@ def test_events_end_in_their_step(name: str) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        ranks = record(2, name, num_steps=60)
+        ranks = record(2, name, num_steps=30)
     finally:
         sys.setswitchinterval(interval)
     for events in ranks:
