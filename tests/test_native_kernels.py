@@ -380,9 +380,9 @@ def test_blocks_beyond_32_bits(host_kernels: HostKernels, codec: Codec) -> None:
     assert torch.equal(x, decoded)
 
 
-@pytest.mark.parametrize("codec", [MINMAX_UINT8, TOPK], ids=lambda codec: codec.name)
-def test_opcheck(device: torch.device, codec: Codec) -> None:
+def test_opcheck(device: torch.device) -> None:
     """All codecs register their operations alike, but for the fields of a table."""
+    codec = TOPK
     table, wire_bytes = lay_out(codec, [128, 1, 129])
     x = hostile_values("scaled", num_elements(table), 38)
     wire = torch.zeros(wire_bytes, dtype=torch.uint8)
