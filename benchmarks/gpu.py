@@ -41,7 +41,7 @@ GRACE_S = 5.0  # from the interrupt of a step to its end
 LEAST_TIME_S = 5  # a step does not start with less time left
 # Instead of the options in pyproject.toml, which exclude the GPU tests and reject settings of newer pytest versions.
 PYTEST = ("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider")
-SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax.py")
+SANITIZED = ("tests/test_native_kernels.py",)
 # Of one bucket, and of a rank's chunk of it among eight ranks.
 SIZES = {"bucket": 6_553_600, "chunk": 819_200}
 
@@ -111,7 +111,7 @@ def steps(scratch: Path, logs: Path, *, is_trial: bool) -> list[Step]:
     # Checking torch's kernels too would take far too long.
     sanitized = ["--kernel-name", "kernel_substring=torchbagua", "--report-api-errors", "no", "--error-exitcode", "86"]
     sanitized += [python, *PYTEST, "-m", marked]
-    sanitized += ["-k", "same_bytes", "--hypothesis-profile=few", *SANITIZED]
+    sanitized += ["-k", "same_bytes", *SANITIZED]
 
     def codec_step(path: str, size: str = "") -> Step:
         """Return the step that times the codecs of a path, on tensors of one of SIZES, or on the benchmark's own."""

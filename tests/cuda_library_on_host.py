@@ -9,26 +9,18 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import low_rank
 import torchbagua  # noqa: F401  the schemas
 from devices import CPU
 from host_kernels import HostKernels
-from native_codecs import MINMAX_UINT8, lay_out
-from test_cuda_launcher import (
-    CASES,
-    QADAM_NUMBERS,
-    TILE,
-    arguments_of,
-    check_same,
-    copies,
-    kernel_of,
-    qadam_launches,
-    qadam_lists,
-    run_on_host,
-)
+from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out
+from pretended_driver import run_on_host
+from test_cuda_launcher import CODEC_OPERATIONS, QADAM_NUMBERS, arguments_of, qadam_launches, qadam_lists
 from test_native_refusals import OPERATIONS, good_arguments, spoiled
 from torchbagua.native import launcher, tensor_tables
 from torchbagua.native.ops import NATIVE_OPS
@@ -37,6 +29,29 @@ LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, c
 NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
 # With the compute capability of the GPU in each.
 FAILURES = ((NO_KERNEL_IMAGE, 70), (NO_KERNEL_IMAGE, 103), (INSUFFICIENT_DRIVER, 90), (LAUNCH_FAILURE, 90))
+
+
+CASES = [(operation, torch.float32) for operation in CODEC_OPERATIONS]
+CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in DTYPES[1:]]
+
+
+def kernel_of(operation: str, dtype: torch.dtype) -> str:
+    """Return the name of the kernel that the operation launches."""
+    suffix = "" if operation == "decode_mean_encode" else f"_{str(dtype).split('.')[1]}"
+    return f"torchbagua_minmax_uint8_{operation}{suffix}"
+
+
+def copies(arguments: list[Any]) -> list[Any]:
+    return [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
+
+
+def check_same(mine: list[Any], theirs: list[Any]) -> None:
+    """Check that two operations have left equal values in their arguments, of which `theirs` were copies."""
+    for own, expected in zip(mine, theirs, strict=True):
+        if isinstance(own, Tensor) and own.is_floating_point():
+            assert_same_values(own, expected)
+        elif isinstance(own, Tensor):
+            assert torch.equal(own, expected)
 
 
 def call(operation: str, arguments: list[object], **numbers: float) -> None:
@@ -104,7 +119,7 @@ def main(library: Path, kernels: Path) -> None:
 
     assert runtime.pretended_num_loaded() == 0
     assert runtime.torchbagua_load_kernels(3) == runtime.pretended_num_kernels() == runtime.pretended_num_loaded() > 0
-    for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]):
+    for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * 2048, 5000]):
         table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
         for operation, dtype in CASES:
             actual = arguments_of(operation, table, wire_bytes, dtype)

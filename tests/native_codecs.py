@@ -1,17 +1,12 @@
-"""The native codecs for the tests: their bytes, tables of blocks, hostile values, and checks of both kernels."""
+"""The native codecs for the tests: their bytes, tables of blocks, and hostile values."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from devices import CPU, on_device
+from devices import CPU
 from torchbagua import native
-from torchbagua.native.ops import NATIVE_OPS
 from torchbagua.native.topk import index_bits
 
 OPS = torch.ops.torchbagua
@@ -67,15 +62,6 @@ class Codec:
     def native(self, operation: str) -> torch._ops.OpOverload:
         """Return the operation itself, for tensors on any device."""
         return getattr(OPS, f"{self.name}_{operation}").default
-
-    def kernels(self, operation: str) -> list[Callable[..., None]]:
-        """Return the native kernel and the reference."""
-        return [on_device(self.native(operation), self.device), NATIVE_OPS[f"{self.name}_{operation}"]]
-
-    def opcheck(self, operation: str, *arguments: Any) -> None:
-        """Check the operation's registration."""
-        there = [value.to(self.device) if isinstance(value, Tensor) else value for value in arguments]
-        torch.library.opcheck(self.native(operation), tuple(there))
 
 
 MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1)
@@ -149,9 +135,6 @@ def hostile_values(kind: str, count: int, seed: int) -> Tensor:
 
 
 KINDS = ("scaled", "any bits", "finite bits", "one not finite", "constant", "zeros", "subnormal", "offset", "one sign")
-lengths_of_blocks = st.lists(st.sampled_from((1, 2, 31, 32, 33, L - 1, L, L + 1, 3 * L)), max_size=6)
-seeds = st.integers(0, 2**31)
-several = settings(max_examples=min(60, settings.default.max_examples), deadline=None)
 
 
 def assert_same_values(got: Tensor, expected: Tensor) -> None:
@@ -159,72 +142,3 @@ def assert_same_values(got: Tensor, expected: Tensor) -> None:
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     same = (got.view(bits) == expected.view(bits)) | (got.isnan() & expected.isnan())
     assert same.all(), (got[~same], expected[~same])
-
-
-def encoded_by_both(codec: Codec, x: Tensor, table: Tensor, wire_bytes: int, seed: int = 0) -> Tensor:
-    """Return the wire of x. Assert that native and reference agree on it, padding (random here) included."""
-    before = torch.randint(0, 256, (wire_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    wires = before.clone(), before.clone()
-    for encode, wire in zip(codec.kernels("encode"), wires, strict=True):
-        encode(x, table, wire)
-    assert torch.equal(*wires)
-    return wires[0]
-
-
-def decoded_by_both(codec: Codec, wire: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the x of a wire. Assert that native and reference agree on it; elements between the blocks are 7."""
-    outputs = [torch.full((num_elements(table),), 7.0, dtype=dtype) for _ in range(2)]
-    for decode, output in zip(codec.kernels("decode"), outputs, strict=True):
-        decode(wire, table, output)
-    assert_same_values(*outputs)
-    return outputs[0]
-
-
-def mean_by_both(codec: Codec, rows: Tensor, table: Tensor, divisor: float) -> Tensor:
-    """Return the wire of the mean of rows. Assert that native and reference agree; bytes between the blocks are 7."""
-    wires = [torch.full_like(rows[0], 7) for _ in range(2)]
-    for decode_mean_encode, wire in zip(codec.kernels("decode_mean_encode"), wires, strict=True):
-        decode_mean_encode(rows, table, divisor, wire)
-    assert torch.equal(*wires)
-    return wires[0]
-
-
-def assert_header_decodes_to_nan(codec: Codec, values: list[float], dtype: torch.dtype) -> None:
-    """Assert that a block with this header decodes to NaN, and a mean with it has a NaN header and a zero payload."""
-    table, wire_bytes = lay_out(codec, [L])
-    start, _, header, payload, *_ = table[0].tolist()
-    wire = torch.arange(wire_bytes).to(torch.uint8)
-    wire[header : header + codec.header_bytes] = torch.tensor(values).view(torch.uint8)
-
-    assert decoded_by_both(codec, wire, table, dtype)[start : start + L].isnan().all()
-    mean = mean_by_both(codec, torch.stack((wire, wire)), table, 2.0)
-    assert mean[header : header + codec.header_bytes].view(torch.float32).isnan().all()
-    assert not mean[payload : payload + codec.payload_bytes(L)].any()
-
-
-def feedback_by_both(
-    codec: Codec, x: Tensor, residual: Tensor, table: Tensor, wire_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Return wire and left_out of x with a residual. Assert that both kernels agree; between the blocks both are 7."""
-    results = []
-    for kernel in codec.kernels("encode_feedback"):
-        wire, left_out = torch.full((wire_bytes,), 7, dtype=torch.uint8), torch.full_like(x, 7.0)
-        kernel(x, residual, table, wire, left_out)
-        results.append((wire, left_out))
-    (wire, left_out), (reference_wire, reference_left_out) = results
-    assert torch.equal(wire, reference_wire)
-    assert_same_values(left_out, reference_left_out)
-    return wire, left_out
-
-
-def assert_mean_feedback_is_both_in_turn(codec: Codec, rows: Tensor, residual: Tensor, table: Tensor) -> None:
-    """Assert that the mean of rows with a residual has the bytes of mean, then feedback; the gaps are 7."""
-    mean, left_out = torch.full_like(residual, 7.0), torch.full_like(residual, 7.0)
-    wire = torch.full_like(rows[0], 7)
-    NATIVE_OPS[f"{codec.name}_decode_mean"](rows, table, 3.0, mean)
-    NATIVE_OPS[f"{codec.name}_encode_feedback"](mean, residual, table, wire, left_out)
-    for kernel in codec.kernels("decode_mean_encode_feedback"):
-        own_wire, own_left_out = torch.full_like(wire, 7), torch.full_like(left_out, 7.0)
-        kernel(rows, table, 3.0, residual, own_wire, own_left_out)
-        assert torch.equal(own_wire, wire)
-        assert_same_values(own_left_out, left_out)

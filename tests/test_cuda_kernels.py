@@ -38,7 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(f"sm_{architecture}", marks=[] if architecture == 90 else pytest.mark.release)
+        pytest.param(f"sm_{architecture}", marks=pytest.mark.slow if architecture == 90 else pytest.mark.release)
         for architecture in recipe.ARCHITECTURES
     ],
 )
@@ -91,7 +91,9 @@ def most_loads_in_flight(instructions: list[str]) -> int:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
 @pytest.mark.skipif(disassembler() is None, reason="nvdisasm, of the extra dev, is not installed")
-@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.release), "sm_90"])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param("sm_80", marks=pytest.mark.release), pytest.param("sm_90", marks=pytest.mark.slow)]
+)
 def test_a_mean_loads_four_rows_before_it_decodes_one(
     architecture: str, compiled: Callable[[str], tuple[Path, str]]
 ) -> None:

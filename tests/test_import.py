@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from source_tree import REPOSITORY, copy_sources, run_python
+from source_tree import REPOSITORY, copy_sources, fork_python, run_python
 
 IMPORT = """
 import json, os, sys, threading
@@ -70,7 +70,7 @@ dist.destroy_process_group()
 
 
 def test_only_a_sharded_module_imports_what_fsdp2_needs_and_only_replicas_theirs() -> None:
-    status, out, err = run_python(FSDP2, REPOSITORY)
+    status, out, err = fork_python(FSDP2, REPOSITORY)
     assert status == 0, err
     unsharded, sharded = json.loads(out)
     assert unsharded == []

@@ -1,4 +1,4 @@
-"""Errors of the codecs' kernels: native and reference raise the same errors, and write nothing."""
+"""Errors of the codecs' kernels: every backend and plain torch raise the same errors, and write nothing."""
 
 import os
 import sys
@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import programs
+from backends import BACKENDS, Backend, backend_of
 from devices import CPU
 from native_codecs import CODECS, Codec
+from pretended_driver import Trapped
 from source_tree import COMPILER, REPOSITORY
 from torchbagua.native import loader, recipe
 from torchbagua.native.build import instruction_set_flag
+from torchbagua.native.ops import NATIVE_OPS
 
 MEANS = ("decode_mean", "decode_mean_encode", "decode_mean_encode_feedback")
 OPERATIONS = ("encode", "decode", "encode_feedback", *MEANS)
@@ -31,9 +34,14 @@ ALLOWED = {
 }
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return backend_of(request)
+
+
 @pytest.fixture(scope="module", params=CODECS, ids=lambda codec: codec.name)
-def codec(request: pytest.FixtureRequest, device: torch.device) -> Codec:
-    return request.param.on(device)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return request.param
 
 
 def good_arguments(codec: Codec, operation: str) -> dict[str, Any]:
@@ -76,80 +84,67 @@ def bad_rows(codec: Codec) -> list[tuple[int, ...]]:
     return [*(codec.row(*row) for row in rows), *kept]
 
 
-def assert_refused(codec: Codec, operation: str, message: str, arguments: Mapping[str, Any]) -> None:
-    """Check that native and reference raise the same ValueError, except for dtype spelling, and write nothing."""
-    before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+def check_refused(backend: Backend, name: str, message: str, arguments: Mapping[str, Any]) -> None:
+    """Check that a backend and plain torch raise the same ValueError, except for dtype spelling, and write nothing."""
+    before = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
     messages = []
-    for kernel in codec.kernels(operation):
-        with pytest.raises(ValueError, match=f"^torchbagua::{codec.name}_{operation}: {message}") as caught:
+    for kernel in (backend.kernel(name), NATIVE_OPS[name]):
+        with pytest.raises(ValueError, match=f"^torchbagua::{name}: {message}") as caught:
             kernel(**arguments)
         messages.append(str(caught.value).split(", got")[0])
-    assert messages[0].replace(str(codec.device), "cpu") == messages[1]
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.device.type == "cpu":
-            assert torch.equal(value.nan_to_num(7), before[name].nan_to_num(7))
+    assert messages[0].replace("cuda:0", "cpu") == messages[1]
+    for key, value in arguments.items():
+        if isinstance(value, Tensor) and value.device == CPU:
+            assert torch.equal(value.nan_to_num(7), before[key].nan_to_num(7))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_tensors_of_a_wrong_form_are_refused(codec: Codec, operation: str) -> None:
-    good = good_arguments(codec, operation)
-    codec.kernels(operation)[0](**good)
-    for name, tensor in good.items():
+def test_arguments_of_a_wrong_form_are_refused(backend: Backend, codec: Codec, operation: str) -> None:
+    name, good = f"{codec.name}_{operation}", good_arguments(codec, operation)
+    if not backend.has(name):
+        return
+    backend.kernel(name)(**good)
+    for argument, tensor in good.items():
         if isinstance(tensor, Tensor):
-            for bad in spoiled(name, good):
-                message = f"{name} must be {ALLOWED[name]} on (cpu|cuda:0), got "
-                assert_refused(codec, operation, message, {**good, name: bad})
-
-
-@pytest.mark.parametrize("operation", MEANS)
-def test_a_mean_needs_at_least_one_row(codec: Codec, operation: str) -> None:
-    good = good_arguments(codec, operation)
-    assert_refused(codec, operation, "rows must be a tensor of at least one row", {**good, "rows": good["rows"][:0]})
-
-
-@pytest.mark.parametrize("operation", MEANS)
-@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60])
-def test_an_invalid_divisor_is_refused(codec: Codec, operation: str, divisor: float) -> None:
-    good = good_arguments(codec, operation)
-    message = "divisor must be a positive finite float32, got "
-    assert_refused(codec, operation, message, {**good, "divisor": divisor})
-
-
-def test_an_encoded_mean_must_be_as_long_as_a_row(codec: Codec) -> None:
-    good = good_arguments(codec, "decode_mean_encode")
-    row_bytes = good["rows"].shape[1]
-    message = rf"wire must be contiguous uint8 \[{row_bytes}\] on .*, got "
-    assert_refused(codec, "decode_mean_encode", message, {**good, "wire": good["wire"][:-1]})
-
-
-# The rows of a table are on the device: on a GPU only a kernel can check them, and it traps.
-@pytest.mark.parametrize("own", CODECS, ids=lambda codec: codec.name)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_tables_beyond_the_tensors_are_refused(own: Codec, operation: str) -> None:
-    codec = own.on(CPU)
-    good = good_arguments(codec, operation)
-    if "wire" in good and "rows" not in good:
-        message = "table must be rows .* bytes of wire, got row 1"
-        assert_refused(codec, operation, message, {**good, "wire": good["wire"][:-1]})
+            for bad in spoiled(argument, good):
+                message = f"{argument} must be {ALLOWED[argument]} on (cpu|cuda:0), got "
+                check_refused(backend, name, message, {**good, argument: bad})
     if "rows" in good:
-        shorter = {name: good[name][..., :-1].contiguous() for name in ("rows", "wire") if name in good}
-        assert_refused(codec, operation, "table must be rows .* bytes of wire, got row 1", {**good, **shorter})
-    if "x" in good or "residual" in good:
-        shorter = {name: good[name][:-1] for name in ("x", "residual", "left_out") if name in good}
-        assert_refused(codec, operation, "table must be rows .* elements of x .*, got row 1", {**good, **shorter})
+        no_rows = {**good, "rows": good["rows"][:0]}
+        check_refused(backend, name, "rows must be a tensor of at least one row", no_rows)
+        for divisor in (0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60):
+            message = "divisor must be a positive finite float32, got "
+            check_refused(backend, name, message, {**good, "divisor": divisor})
+        if "wire" in good:
+            message = rf"wire must be contiguous uint8 \[{len(good['wire'])}\] on .*, got "
+            check_refused(backend, name, message, {**good, "wire": good["wire"][:-1]})
 
 
-@pytest.mark.parametrize("own", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_blocks_outside_the_tensors_are_refused(own: Codec, operation: str) -> None:
-    codec = own.on(CPU)
+def test_blocks_outside_the_tensors_are_refused(backend: Backend, codec: Codec, operation: str) -> None:
+    """The rows of a table are on the device: on a GPU only a kernel can check them, and it ends itself."""
+    name, good = f"{codec.name}_{operation}", good_arguments(codec, operation)
+    if backend.name == "gpu" or not backend.has(name):
+        return
+    cases = []
+    shorter = {key: good[key][..., :-1].contiguous() for key in ("rows", "wire") if key in good}
+    cases.append(({**good, **shorter}, "table must be rows .* bytes of wire, got row 1"))
+    if "x" in good or "residual" in good:
+        shorter = {key: good[key][:-1] for key in ("x", "residual", "left_out") if key in good}
+        cases.append(({**good, **shorter}, "table must be rows .* elements of x .*, got row 1"))
     for row in bad_rows(codec):
         if operation == "decode_mean_encode" and (not 0 <= row[0] <= 8 or row[1] == 17):
             continue  # it does not use start, and a row may have room for 17 elements
-        good = good_arguments(codec, operation)
-        good["table"][1] = torch.tensor(row)
+        table = good["table"].clone()
+        table[1] = torch.tensor(row)
         message = rf"table must be rows .*, got row 1 = \({', '.join(map(str, row))}\)"
-        assert_refused(codec, operation, message, good)
+        cases.append(({**good, "table": table}, message))
+    for arguments, message in cases:
+        if backend.name == "cpu":
+            check_refused(backend, name, message, arguments)
+        else:
+            with pytest.raises(Trapped):
+                backend.kernel(name)(**arguments)
 
 
 _REFUSE = """

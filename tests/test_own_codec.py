@@ -1,7 +1,5 @@
 """A user's codec, shown in docs/extend/codec.md: one class, and one line that registers it."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -34,7 +32,7 @@ def sparse(x: np.ndarray, segments: tuple[int, ...], block: int, num_kept: int) 
 SEGMENTS = (1000, 1, 333)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_mean_of_kept_elements_is_encoded_again(size: int) -> None:
     codec = FewLargest(64, num_kept=5)
     values = torch.randn(size, sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
@@ -64,18 +62,6 @@ def test_methods_that_it_does_not_implement_follow_from_those_that_it_does() -> 
     codec.decode(wire, layout, decoded)
     assert torch.equal(left_out + decoded, x + residual)
     assert int(decoded.count_nonzero()) == 5 * 16 + 1 + 5 * 5 + 5  # 16 blocks; 1 block; 6 blocks, the last with 13
-
-
-def test_its_rows_have_the_length_of_wire_bytes() -> None:
-    codec = FewLargest(64, num_kept=5)
-    spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
-    layout = codec.layout(spec, spec.even_cuts(3, codec.block_elements))
-    bounds = spec.block_bounds(64).tolist()
-    for row, (first, last) in zip(layout.byte_slices, itertools.pairwise(spec.even_cuts(3, 64)), strict=True):
-        assert row.stop - row.start == codec.wire_bytes(
-            last - first, bounds.index(last) - bounds.index(first), spec.dtype
-        )
-    assert layout.num_bytes < spec.num_elements
 
 
 def test_it_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

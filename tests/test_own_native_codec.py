@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 import torch
 from host_kernels import HostKernels, compile_kernels
-from test_cuda_launcher import PretendedDriver, kernels_on
+from pretended_driver import PretendedDriver, kernels_on
 
 compile_kernels(Path.cwd())
 kernels = kernels_on(PretendedDriver(HostKernels(Path.cwd() / "kernels.so")))

@@ -23,11 +23,8 @@ def _short_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("size", "is_fast", "compressor", "has_feedback"),
     [
-        (2, False, MinMaxUInt8(), False),
         (3, False, MinMaxUInt8(), True),
-        (3, False, Identity(), False),
         (3, True, MinMaxUInt8(), False),
-        (2, True, MinMaxUInt8(), True),
         (2, True, Identity(), False),
     ],
     ids=str,
@@ -76,8 +73,7 @@ def test_means_in_pieces_equal_those_of_short_buckets(
     ("nodes", "compressor", "intra_compressor"),
     [
         ([0, 0, 1, 1], MinMaxUInt8(), None),
-        ([0, 0, 0, 1, 1], MinMaxUInt8(), Cast()),  # one rank owns no shard
-        ([0, 1, 1, 1, 0, 2, 2], Identity(), None),
+        ([0, 0, 0, 1, 1], Identity(), Cast()),  # one rank owns no shard
         ([0, 0, 1], MinMaxUInt8(), MinMaxUInt8(2048 * 3)),
     ],
     ids=str,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torchbagua as tb
-from test_foreign_attributes import is_self
+from test_sources import is_self
 
 TESTS = Path(__file__).parent
 
@@ -17,7 +17,6 @@ ALLOWED: dict[str, set[str]] = {
     "test_cuda_launcher.py": {"_registered"},
     "test_forks.py": {"_close_at_exit"},
     "test_gpu_lanes.py": {"_exchange_capture_mode"},
-    "test_native_low_rank.py": {"_matrices", "_pieces"},
     "test_nccl.py": {"_transports"},
     "test_q_adam_stream_order.py": {"_agreement"},
     "test_torch_private.py": {"_Failure"},
@@ -84,27 +83,3 @@ def test_tests_use_public_names_but_for_a_list_that_shrinks() -> None:
             used[path.relative_to(TESTS).as_posix()] = found
     assert used.pop(EXEMPT)
     assert used == ALLOWED, "test public behaviour instead; remove from ALLOWED what is not used any more"
-
-
-def test_uses_of_private_names_are_found() -> None:
-    source = (
-        "from torchbagua.module import _function\n"
-        "lane._thread = bucket.parts()._flat\n"
-        "monkeypatch.setattr(lane, '_wait', None)\n"
-        "monkeypatch.setattr('torchbagua.runtime.lane._start', None)\n"
-    )
-    names = {"_function", "_thread", "_flat", "_wait", "_start"}
-    assert set(used_names(source, names)) == names
-
-
-def test_other_names_are_accepted() -> None:
-    source = (
-        "class Own:\n    _size = 1\n    def __init__(self):\n        self._flat = self._inherited = 1\n"
-        "own._flat, own._size, tensor._backward_hooks, f'{lane}_wait', path / '_wait', 'torch.lane._wait'\n"
-    )
-    assert set(used_names(source, {"_flat", "_size", "_inherited", "_wait"})) == set()
-
-
-def test_constants_are_not_private_names() -> None:
-    source = "_LIMIT_S = 1\n_count: int\ndef _run(): pass\nclass Lane:\n    def _wait(self): self._lock = self.x = 1\n"
-    assert definitions(ast.parse(source)) == {"_count", "_run", "_wait", "_lock"}

@@ -5,11 +5,10 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-
-import pytest
 
 import torchbagua as tb
 from documentation import PAGES, ROOT
@@ -44,9 +43,9 @@ PUBLIC_MODULES = (
 # Lists that are generated from the registries
 
 
-@pytest.mark.parametrize("name", tables.FILES)
-def test_lists_match_the_registries(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == tables.updated(name), "run `make tables`"
+def test_lists_match_the_registries() -> None:
+    outdated = [name for name in tables.FILES if (ROOT / name).read_text(encoding="utf-8") != tables.updated(name)]
+    assert outdated == [], "run `make tables`"
 
 
 def test_the_examples_of_errors_are_up_to_date() -> None:
@@ -224,6 +223,7 @@ FILE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/(?:[\w-]+/)*(?:[\w-]+\.\w+)?(?![\
 DOTTED = re.compile(r"(?<![\w./-])(?:torchbagua|tb)(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 
 
+@cache
 def exists(dotted: str) -> bool:
     """Return whether a dotted name is a module, or a chain of attributes of a module."""
     parts = re.sub(r"^tb\b", "torchbagua", dotted).split(".")
@@ -245,12 +245,16 @@ def exists(dotted: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_paths_and_names_on_a_page_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    paths = FILE.findall(text)
-    assert [path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()] == []
-    assert [name for name in DOTTED.findall(text) if not exists(name)] == []
+def test_paths_and_names_on_pages_exist() -> None:
+    absent = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        paths = [
+            path for path in FILE.findall(text) if not (ROOT / path).exists() and not (page.parent / path).exists()
+        ]
+        names = [name for name in DOTTED.findall(text) if not exists(name)]
+        absent += [f"{page.relative_to(ROOT)}: {each}" for each in (*paths, *names)]
+    assert absent == []
 
 
 def test_the_files_in_tables_of_the_design_page_exist() -> None:
@@ -271,18 +275,6 @@ def test_the_files_that_trainings_execute_exist() -> None:
     paths = [f"{folder}{name}" for folder, files in rows for name in re.findall(r"`(\w+\.py)`\*{0,2} \d+", files)]
     assert len(paths) > 30
     assert [path for path in paths if not (PACKAGE / path).exists()] == []
-
-
-SOURCES = sorted(PACKAGE.rglob("*.py"))
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.relative_to(PACKAGE).as_posix())
-def test_a_source_mentions_files_that_exist(source: Path) -> None:
-    """Paths are relative to the source's folder, the package or the repository."""
-    text = source.read_text(encoding="utf-8")
-    mentioned = set(re.findall(r"(?<![\w/.])(?:[\w-]+/)*\w+\.(?:py|md|cuh)\b", text))
-    folders = (source.parent, PACKAGE, ROOT, ROOT / "csrc_cuda")
-    assert sorted(name for name in mentioned if not any((folder / name).exists() for folder in folders)) == []
 
 
 # The docstrings of packages
@@ -312,12 +304,13 @@ def beginnings(package: str) -> list[str]:
     return re.findall(r"[\w/]+\.py", begin)
 
 
-@pytest.mark.parametrize("package", ROOMS)
-def test_a_package_docstring_names_the_files_to_begin_with(package: str) -> None:
-    files = beginnings(package)
-    assert files
-    folders = (PACKAGE / package, PACKAGE)
-    assert [name for name in files if not any((folder / name).is_file() for folder in folders)] == []
+def test_a_package_docstring_names_the_files_to_begin_with() -> None:
+    for package in ROOMS:
+        files = beginnings(package)
+        assert files, package
+        folders = (PACKAGE / package, PACKAGE)
+        absent = [name for name in files if not any((folder / name).is_file() for folder in folders)]
+        assert absent == [], package
 
 
 def test_the_map_in_contributing_follows_the_ladder() -> None:

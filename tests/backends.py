@@ -1,0 +1,44 @@
+"""Where native operations run: on the CPU, on a GPU (tests marked `gpu`), and CUDA's kernels compiled for the host."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from devices import CPU, on_device, require_gpu
+from pretended_driver import HostOperation
+from torchbagua import native
+from torchbagua.native.ops import NATIVE_OPS
+
+OPS = torch.ops.torchbagua
+# The parameters of a fixture of module scope, which calls `backend_of`.
+BACKENDS = ("cpu", "host", pytest.param("gpu", marks=pytest.mark.gpu))
+
+
+class Backend(NamedTuple):
+    """A device with native kernels; its operations take CPU tensors, and run on copies of them between guards."""
+
+    name: str
+    kernel: Callable[[str], Callable[..., None]]
+
+    def has(self, operation: str) -> bool:
+        """Return whether the operation is more than the plain torch that it is compared with."""
+        return self.name == "cpu" or not NATIVE_OPS[operation].is_cpu_only
+
+
+def backend_of(request: pytest.FixtureRequest) -> Backend:
+    """Return the backend that the parameter of a fixture names, with its kernels loaded."""
+    if request.param == "host":
+        host = request.getfixturevalue("host_kernels")
+        return Backend("host", lambda name: on_device(HostOperation(host, name), CPU))  # type: ignore[arg-type]
+    device = CPU if request.param == "cpu" else require_gpu()
+    native.load()
+    rows = [row for row in native.status() if row.device == device.type]
+    assert rows
+    assert not [row for row in rows if row.path == "reference"], rows
+
+    def kernel(name: str) -> Callable[..., Any]:
+        return on_device(getattr(OPS, name).default, device)
+
+    return Backend(request.param, kernel)

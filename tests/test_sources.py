@@ -1,0 +1,268 @@
+"""Rules that the sources of the package follow, in addition to the import layers in pyproject.toml.
+
+One test for each rule; it lists the files and lines that break it.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import torchbagua as tb
+from source_tree import REPOSITORY
+from test_reference import command_line, module_at, public_names
+
+PACKAGE = REPOSITORY / "torchbagua"
+BELOW_TRAINING = ("algorithms", "runtime", "collectives", "transport", "codecs", "native", "observe")
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def nodes_of(name: str) -> list[ast.AST]:
+    """Return all nodes of a file of the package, the module first."""
+    return list(ast.walk(ast.parse(SOURCES[name].read_text(encoding="utf-8"))))
+
+
+def breaches(find: Callable[[str], Iterator[str]], *but: str) -> list[str]:
+    """Return what a function finds in the sources, except for the files, or beginnings of paths, `but`."""
+    names = [name for name in SOURCES if not name.startswith(but)]
+    return [f"{name}: {breach}" for name in names for breach in find(name)]
+
+
+# An object's attributes are assigned in the module of its class only: whoever reads the class sees every change.
+
+# Integrations assign the attributes of other people's interfaces, and _torch.py torch's. C reads tensor_tables.py's.
+OTHERS = ("integrations/", "testing/", "_torch.py", "compat/bagua/_torch.py", "native/tensor_tables.py")
+
+# Attributes of torch's and Python's objects.
+OF_TORCH_AND_PYTHON = {
+    "atexit",
+    "broadcast_buffers",
+    "environ",
+    "forward",
+    "grad",
+    "require_backward_grad_sync",
+    "asyncOp",
+    "training",
+}
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def own_attributes(nodes: list[ast.AST]) -> set[str]:
+    """Return the attributes that the classes of a module have: assigned to `self`, annotated, or in the class."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            found.add(node.attr)
+        for statement in node.body if isinstance(node, ast.ClassDef) else ():
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def foreign_assignments(name: str) -> Iterator[str]:
+    allowed = own_attributes(nodes_of(name)) | OF_TORCH_AND_PYTHON
+    for node in nodes_of(name):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            target, attribute = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "setattr"
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            target, attribute = node.args[0], node.args[1].value
+        else:
+            continue
+        if not is_self(target) and attribute not in allowed:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_only_its_own_module_assigns_an_objects_attributes() -> None:
+    assert breaches(foreign_assignments, *OTHERS) == []
+    assert list(foreign_assignments("native/tensor_tables.py")), "it finds those of C's structures"
+
+
+# `Args` and `Raises` stand on public names; what is internal has a line that says what it is for.
+
+
+@cache
+def public_qualnames() -> set[tuple[str, str]]:
+    """Return the modules and qualified names of all public functions and classes, and of the methods of the latter."""
+    found = set()
+    for module, name in public_names():
+        if module.startswith("torchbagua.integrations.") or name in command_line._COMMANDS:
+            continue
+        thing = getattr(module_at(module), name)
+        for cls in thing.__mro__ if inspect.isclass(thing) else ():
+            found |= {(cls.__module__, cls.__qualname__)}
+            found |= {(cls.__module__, f"{cls.__qualname__}.{method}") for method in vars(cls)}
+        if inspect.isroutine(thing):
+            found.add((thing.__module__, inspect.unwrap(thing).__qualname__))
+    return found
+
+
+def sections(name: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the qualified name of each definition whose docstring has sections."""
+    to_visit: list[tuple[str, ast.AST]] = [("", nodes_of(name)[0])]
+    for prefix, parent in to_visit:
+        for node in ast.iter_child_nodes(parent):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                to_visit.append((prefix, node))
+                continue
+            to_visit.append((f"{prefix}{node.name}.", node))
+            if re.search(r"^\s*(Args|Raises):$", ast.get_docstring(node) or "", re.MULTILINE):
+                yield node.lineno, f"{prefix}{node.name}"
+
+
+def internal_sections(name: str) -> Iterator[str]:
+    module = ".".join(("torchbagua", *Path(name).with_suffix("").parts)).removesuffix(".__init__")
+    for line, qualname in sections(name):
+        if (module, qualname) not in public_qualnames():
+            yield f"line {line}: {qualname}"
+
+
+def test_sections_of_docstrings_stand_on_public_names() -> None:
+    """Facades document other people's interfaces."""
+    assert breaches(internal_sections, "cli/", "compat/", "integrations/") == []
+    assert len(list(sections("codecs/base.py"))) > 1
+
+
+# Names that a package must not use: packages, the names, and excepted files, each with its reason.
+CONTRACTS = {
+    "codecs know no torch.distributed": (
+        ("codecs", "native"),
+        ("torch.distributed",),
+        {},
+    ),
+    "only training and fsdp know DDP and FSDP2": (
+        BELOW_TRAINING,
+        ("DistributedDataParallel", "torch.nn.parallel", "torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+        {"runtime/parameters.py": "says whether a module is sharded, without importing FSDP2"},
+    ),
+    "only training and fsdp know GradScaler": (
+        BELOW_TRAINING,
+        ("torch.amp", "GradScaler"),
+        {"runtime/gradient_runner.py": "takes it from attach, and reads its scale for error feedback"},
+    ),
+    # An algorithm's interface names the optimizers that it is attached with, and QAdam is an optimizer.
+    "below algorithms only the runner knows optimizers": (
+        BELOW_TRAINING[1:],
+        ("torch.optim", "Optimizer"),
+        {
+            "runtime/runner.py": "is notified of their steps, and an impl returns what is called at their end",
+            "runtime/optimizer_steps.py": "notifies the runner",
+        },
+    ),
+}
+
+
+@cache
+def names_in(name: str) -> set[str]:
+    """Return every dotted name that a file imports or uses, with aliases such as `dist` written out."""
+    aliases: dict[str, str] = {}
+    found: set[str] = set()
+    for node in nodes_of(name):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+            aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    for node in nodes_of(name):
+        if isinstance(node, ast.Name):
+            found.add(aliases.get(node.id, node.id))
+        elif isinstance(node, ast.Attribute):
+            found.add(dotted(node, aliases))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            found.add(node.value)  # an annotation in quotes, or a key of sys.modules
+    return found
+
+
+def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value, aliases)}.{node.attr}"
+    return aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def uses(name: str, forbidden: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names in a file that are forbidden, or below a forbidden name."""
+    return (used for used in sorted(names_in(name)) if any(f".{known}." in f".{used}." for known in forbidden))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_contract(contract: str) -> None:
+    packages, forbidden, exceptions = CONTRACTS[contract]
+    within = [name for name in SOURCES if name.split("/")[0] in packages]
+    found = {name: used for name in within if (used := list(uses(name, forbidden)))}
+    assert {name: used for name, used in found.items() if name not in exceptions} == {}
+    assert exceptions.keys() <= found.keys(), "an exception that is no longer needed"
+
+
+def test_above_transport_no_backend_is_named() -> None:
+    """Not even in a comment: these packages depend on a transport's abilities."""
+
+    def named(name: str) -> Iterator[str]:
+        for number, line in enumerate(SOURCES[name].read_text(encoding="utf-8").splitlines(), 1):
+            if re.search("gloo|nccl", line, re.IGNORECASE):
+                yield f"line {number}: {line.strip()}"
+
+    above = ("collectives", "runtime", "algorithms", "training", "fsdp")
+    others = [name for name in SOURCES if name.split("/")[0] not in above]
+    assert breaches(named, *others) == []
+
+
+def test_nothing_imports_compat() -> None:
+    assert breaches(lambda name: uses(name, ("torchbagua.compat",)), "compat/") == []
+
+
+def test_the_root_has_packages_and_few_small_modules() -> None:
+    modules = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py")}
+    assert {name for name in modules if not name.startswith("_")} == {"extend.py", "version.py"}
+    small = {name: length for name, length in modules.items() if name not in ("__init__.py", "_torch.py")}
+    assert max(small.values()) <= 80, small
+
+
+def test_the_root_has_few_names() -> None:
+    named = {name: getattr(tb, name) for name in tb.__all__}
+    algorithms = {
+        name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, tb.Algorithm)
+    }
+    others = named.keys() - algorithms.keys() - {"QAdamOptimizer", "__version__"} | {"Algorithm"}
+    assert len(others) <= 14, others
+    full_names = [name for name in algorithms if name.endswith("Algorithm") and name != "Algorithm"]
+    assert [name for name in full_names if algorithms[name.removesuffix("Algorithm")] is not algorithms[name]] == []
+
+
+def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
+    """`import torchbagua.x.y as m` binds `m` to whatever the package calls `y`."""
+
+    def shadowed(name: str) -> Iterator[str]:
+        if not name.endswith("__init__.py"):
+            return
+        folder = SOURCES[name].parent
+        modules = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir()}
+        for node in nodes_of(name)[0].body:  # type: ignore[attr-defined]
+            own = ".".join(["torchbagua", *folder.relative_to(PACKAGE).parts])
+            if isinstance(node, ast.ImportFrom) and node.module != own:
+                yield from {alias.asname or alias.name for alias in node.names} & modules
+
+    assert breaches(shadowed) == []
+
+
+def test_a_source_mentions_files_that_exist() -> None:
+    """Paths are relative to the source's folder, the package or the repository."""
+
+    def absent(name: str) -> Iterator[str]:
+        mentioned = re.findall(
+            r"(?<![\w/.])(?:[\w-]+/)*\w+\.(?:py|md|cuh)\b", SOURCES[name].read_text(encoding="utf-8")
+        )
+        folders = (SOURCES[name].parent, PACKAGE, REPOSITORY, REPOSITORY / "csrc_cuda")
+        return (each for each in sorted(set(mentioned)) if not any((folder / each).exists() for folder in folders))
+
+    assert breaches(absent) == []
