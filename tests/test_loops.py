@@ -90,10 +90,9 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward() -> None:
 @pytest.mark.parametrize(
     ("name", "wrap", "options"),
     [
-        *((name, nn.Sequential, {}) for name in RARELY),
-        ("decentralized", lambda module: module, {"static_graph": True}),
+        *(pytest.param(name, nn.Sequential, {}, id=name) for name in RARELY),
+        pytest.param("decentralized", lambda module: module, {"static_graph": True}, id="static graph"),
     ],
-    ids=str,
 )
 @pytest.mark.usefixtures("forwards_in_turn")
 def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> None:
