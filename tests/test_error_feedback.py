@@ -369,7 +369,8 @@ def test_gradients_that_no_step_uses_commit_nothing(
         extra.update()  # with local gradients
         extra.backward()
         extra.attachment.load_state_dict(copy.deepcopy(extra.attachment.state_dict()))
-        extra.backward()  # not the second pass of a step that could commit what was loaded
+        for _ in range(1 if name == "momentum" else 2):  # the first is not the second pass of an earlier step
+            extra.backward()
         assert all(same(kept, before[kind]) for kind, kept in extra.kept().items())
         plain.attachment.detach()
         extra.attachment.detach()
