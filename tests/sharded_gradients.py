@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
@@ -280,7 +280,7 @@ def comms(module: nn.Module) -> list[Any]:
     return [comm for group in groups for comm in (fsdp_reduce_scatter(group)[0], fsdp_all_gather(group)[0])]
 
 
-def shard(case: Case, module: Net, mesh: Any) -> None:
+def shard(case: Case, module: Net, mesh: DeviceMesh) -> None:
     options = {"mesh": mesh, "mp_policy": case.policy}
     wrap: Callable[..., Any] = replicate
     if case.shards > 1:
@@ -294,6 +294,19 @@ def shard(case: Case, module: Net, mesh: Any) -> None:
     case.prepare(module)
 
 
+def make_mesh(case: Case, name: str, shards: int, device: torch.device) -> DeviceMesh:
+    """Return a mesh of all ranks, with a dimension of replicas if the case has replicas."""
+    size = dist.get_world_size()
+    if not case.replicas:
+        return init_device_mesh(device.type, (size,))
+    override = {}
+    if case.replicas == "backend":
+        override["replicas"] = "torchbagua_" + "".join(filter(str.isalnum, name))
+        tb.fsdp.register_backend(case.algorithm, name=override["replicas"])
+    dimensions = ("replicas", "shards")
+    return init_device_mesh(device.type, (size // shards, shards), mesh_dim_names=dimensions, backend_override=override)
+
+
 def train(name: str, device: torch.device) -> None:
     """Train in the way of a case, and compare the gradients of each step."""
     case, rank, size = CASES[name], dist.get_rank(), dist.get_world_size()
@@ -302,15 +315,11 @@ def train(name: str, device: torch.device) -> None:
     copied = Net().to(device)
     torch.manual_seed(rank // shards if case.replicas == "hook" else 0)  # attach broadcasts the first replica's weights
     module = Net().to(device)
-    dimensions, override = ("replicas", "shards"), {}
-    if case.replicas == "backend":
-        backend = "torchbagua_" + "".join(filter(str.isalnum, name))
-        tb.fsdp.register_backend(case.algorithm, name=backend)
-        override = {"replicas": backend}
-    shape = size // shards, shards
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=dimensions, backend_override=override)
-    is_of_two_dimensions = case.replicas == "backend" and shards > 1
-    shard(case, module, mesh if is_of_two_dimensions else mesh["shards" if shards > 1 else "replicas"])
+    mesh = make_mesh(case, name, shards, device)
+    if case.replicas == "backend" and shards > 1:
+        shard(case, module, mesh)
+    else:
+        shard(case, module, mesh["shards" if shards > 1 else "replicas"] if case.replicas else mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     recorder, attachment, before = tb.observe.Recorder(), None, comms(module)
     if case.replicas == "backend":
