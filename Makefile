@@ -67,7 +67,7 @@ test-horovod: $(STAMPS)/horovod ## build Horovod and run the tests that need it
 	.venv-horovod/bin/python -m pytest -m horovod $(ARGS) tests/test_horovod.py
 
 # The tests that depend on the torch version: private names of torch, DDP, FSDP2 and torch.compile.
-TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded.py sharded_weights.py compiled.py)
+TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded.py compiled.py)
 
 # The version that `make test-release` tests.
 OTHER_TORCH ?= 2.12.0

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,14 +46,14 @@ class Way:
     """An algorithm, and the sharded module that it is attached to.
 
     Attributes:
-        algorithm: the algorithm that is attached.
+        algorithm: the algorithm that is attached; None if FSDP itself averages over replicas, with register_backend.
         replicas: the number of copies of the module.
         reshards, prepare: `fully_shard`'s reshard_after_forward, and a function that is called with the sharded module.
         options: `attach`'s options.
         sizes: possible numbers of ranks.
     """
 
-    algorithm: tb.Algorithm
+    algorithm: tb.Algorithm | None
     replicas: int = 1
     reshards: bool | int = True
     prepare: Callable[[Any], None] = lambda module: None
@@ -78,6 +79,7 @@ WAYS = {
     "replicas": Way(tb.ByteGradAlgorithm(), replicas=2, sizes=(4,)),
     "replicas, flat": Way(tb.ByteGradAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
     "decentralized": Way(tb.DecentralizedAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
+    "backend": Way(None, replicas=2, sizes=(4,)),
     "diloco": Way(tb.DiLoCoAlgorithm(2, hierarchical=False), replicas=2, sizes=(4,)),
 }
 
@@ -90,8 +92,10 @@ class Trial:
         way: of WAYS.
         size: the number of ranks.
         fault: "kill" and "stop" come from outside, `delay_s` after the second step; "sleep", for longer than the
-            timeout, and "raise" come at `place`: "forward", "backward" or "step" of a step and a layer.
+            timeout, "raise" and "die" come at `place`: "forward", "backward" or "step" of a step and a layer.
         victim: the rank that fails.
+        timeout_s: attach's timeout.
+        ends_whole: whether the ranks end as an interpreter does, which takes seconds in a fork.
     """
 
     way: str
@@ -100,11 +104,13 @@ class Trial:
     victim: int
     delay_s: float = 0.0
     place: tuple[str, int, int] = ("forward", 2, 0)
+    timeout_s: float = ATTACH_TIMEOUT_S
+    ends_whole: bool = False
 
 
 def random_trial(seed: int) -> Trial:
     chance = random.Random(seed)
-    way = chance.choice(list(WAYS))
+    way = chance.choice([name for name, way in WAYS.items() if way.algorithm is not None])
     size = chance.choice(WAYS[way].sizes)
     fault = chance.choice(["kill", "stop", "sleep", "raise"])
     place = (chance.choice(["forward", "backward", "step"]), chance.randrange(2, 8), chance.randrange(NUM_LAYERS))
@@ -119,10 +125,14 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
     """Train until an error is raised, and fail if this is the victim."""
     way = WAYS[trial.way]
     shape = (way.replicas, trial.size // way.replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    override = {}
+    if way.algorithm is None:
+        tb.fsdp.register_backend(tb.ByteGradAlgorithm())
+        override = {"replicas": "torchbagua"}
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"), backend_override=override)
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(NUM_LAYERS)))
     for part in (*module, module):
-        fully_shard(part, mesh=mesh["shards"], reshard_after_forward=way.reshards)
+        fully_shard(part, mesh=mesh if way.algorithm is None else mesh["shards"], reshard_after_forward=way.reshards)
     way.prepare(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     step = 0
@@ -135,6 +145,9 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
             if trial.fault == "raise":
                 report(fault_at=time.monotonic())
                 raise Misbehaviour("the loss is not what it was")
+            if trial.fault == "die":
+                report(fault_at=time.monotonic())
+                os.kill(os.getpid(), signal.SIGKILL)
 
     for index, layer in enumerate(module):
 
@@ -144,10 +157,14 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
 
         layer.register_forward_hook(watch)
     dist.barrier()  # all ranks have finished the slow parts of their start
-    replicas = mesh.get_group("replicas") if way.replicas > 1 else None
-    timeout = timedelta(seconds=ATTACH_TIMEOUT_S)
-    options = dict(way.options)
-    with tb.fsdp.attach(module, optimizer, way.algorithm, replicate_group=replicas, timeout=timeout, **options):
+    with ExitStack() as stack:
+        if way.algorithm is None:
+            tb.fsdp.align_blocks(module)
+            stack.callback(dist.destroy_process_group)
+        else:
+            options = {"replicate_group": mesh.get_group("replicas") if way.replicas > 1 else None, **dict(way.options)}
+            timeout = timedelta(seconds=trial.timeout_s)
+            stack.enter_context(tb.fsdp.attach(module, optimizer, way.algorithm, timeout=timeout, **options))
         while True:
             optimizer.zero_grad()
             module(torch.randn(8, 64)).square().mean().backward()
@@ -190,8 +207,10 @@ def start_rank(trial: Trial, rank: int, folder: Path) -> int:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     run_rank(trial, rank, folder)
+    if trial.ends_whole:
+        sys.exit()
     # Registered exit functions run, and must end. The rest of an interpreter's exit takes seconds in a fork, which then
-    # copies everything that torch has imported; test_survivors_raise_and_exit covers it.
+    # copies everything that torch has imported.
     atexit._run_exitfuncs()
     os._exit(0)
 

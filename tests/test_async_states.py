@@ -127,6 +127,6 @@ TestAbortAndResume = AbortAndResume.TestCase
 TestAbortAndResume.settings = hypothesis.settings(max_examples=5, stateful_step_count=12, deadline=None)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 class TestMoreExamples(AbortAndResume.TestCase):
     settings = hypothesis.settings(max_examples=30, stateful_step_count=15, deadline=None)

@@ -1,10 +1,11 @@
-"""attach on modules on which fully_shard was called: gradients are bitwise equal to the oracle's; refusals."""
+"""Modules on which fully_shard was called: equal to an oracle, on real ranks; refusals; one rank in this process."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor import DTensor, init_device_mesh
 
-import hsdp_rank
-import programs
+import sharded_weights
 import torchbagua as tb
+import warm_python
 from ranks import init_default_group
-from sharded_module import assert_trains_as_without, optimizer_of, sharded
-from sharded_rank import CASES, OF_FOUR_RANKS, OwnAlgorithm
+from sharded_checks import CHECKS
+from sharded_gradients import CASES, PLAIN, OwnAlgorithm
 from torchbagua.algorithms import base
-from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit
+from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit, TopK
 from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.fsdp.collectives import BoundedReduceScatter, bound_reduce_scatters
 from torchbagua.fsdp.comm_runner import FirstFailure
@@ -32,14 +33,14 @@ from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
 
-def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
+def run(ranks: int, names: Iterable[str]) -> None:
     """Run cases in real processes: torch finds a mesh by the names of its groups, which threads of a process share."""
-    script = Path(__file__).with_name(program)
-    printed = programs.run(programs.forked_ranks(script, *arguments, *names, ranks=ranks), timeout_s=300).stdout
+    script = Path(__file__).with_name("sharded_rank.py")
+    printed = warm_python.run_ranks(script, *names, ranks=ranks, timeout_s=300).stdout
     assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
 
 
-CHEAP = [
+OF_TWO_RANKS = [
     "bytegrad",
     "four bits",
     "own algorithm",
@@ -47,40 +48,35 @@ CHEAP = [
     "reduced in bfloat16",
     "accumulated before",
     "not a number",
+    "weights in 8 bits",
+    "scaled",
+    "gathered",
+    "gathered exactly",
+    "another divisor",
+    "branches",
 ]
+# With three ranks, a sum is divided by no power of two; with six, there are other numbers of replicas than of shards.
+OF_THREE_RANKS = ["bytegrad", "weights in 4 bits, accumulated after", "not a number", "uneven nodes", "branches"]
+OF_SIX_RANKS = ["replicas by hook: bytegrad", "replicas by backend: bytegrad"]
+OF_FOUR_RANKS = {
+    "gradients": [name for name in [*PLAIN, "overlapped", "gathered", "branches"] if name not in OF_TWO_RANKS[:-4]],
+    "replicas": [name for name in [*CASES, *CHECKS] if name.startswith("replicas") and name not in OF_SIX_RANKS],
+    "weights": list(sharded_weights.CHECKS),
+}
 
 
 def test_gradients_equal_the_oracle() -> None:
-    checks = ["scaled", "gathered", "gathered exactly", "another divisor", "branches"]
-    run(2, [*CHEAP, "weights in 8 bits", *checks])
-
-
-def all_cases() -> Iterator[tuple[int, list[str]]]:
-    """Yield batches of cases: a case takes seconds on two cores."""
-    for ranks, skipped, added in (
-        (2, [*CHEAP, "weights in 8 bits", *OF_FOUR_RANKS], ["overlapped"]),
-        (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes", "branches"]),
-        (4, [], ["gathered"]),
-    ):
-        names = [name for name in CASES if name not in skipped] + added
-        yield from ((ranks, names[at : at + 8]) for at in range(0, len(names), 8))
+    run(2, OF_TWO_RANKS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "names"), list(all_cases()))
-def test_gradients_equal_the_oracle_in_all_cases(ranks: int, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(3, OF_THREE_RANKS), *((4, names) for names in OF_FOUR_RANKS.values()), (6, OF_SIX_RANKS)],
+    ids=["three ranks", *OF_FOUR_RANKS, "six ranks"],
+)
+def test_modules_of_more_ranks_equal_the_oracle(ranks: int, names: list[str]) -> None:
     run(ranks, names)
-
-
-# Three cases at a time, and two cases on six ranks: a case takes tens of seconds on two cores.
-OF_REPLICAS = [(way, 4, names[at : at + 3]) for way, names in hsdp_rank.WAYS.items() for at in range(0, len(names), 3)]
-OF_REPLICAS += [(way, 6, ["bytegrad", "accumulated within"]) for way in hsdp_rank.WAYS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "ranks", "names"), OF_REPLICAS)
-def test_gradients_of_replicas_equal_the_oracle(way: str, ranks: int, names: list[str]) -> None:
-    run(ranks, names, "hsdp_rank.py", [way])
 
 
 @pytest.fixture(autouse=True)
@@ -88,143 +84,198 @@ def default_group() -> None:
     init_default_group()
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    ["gradient_allreduce", tb.TopKAlgorithm(), tb.PowerSGDAlgorithm()],
-    ids=lambda algorithm: algorithm if isinstance(algorithm, str) else type(algorithm).__name__,
+def sharded(**options: Any) -> FSDPModule:
+    return fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **options)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+# Refusals: (module, algorithm, arguments of fsdp.attach, error, message)
+
+NOT_SUPPORTED = (
+    r"\w+Algorithm does not support modules on which fully_shard was called; "
+    "ByteGradAlgorithm and CompressedAllReduceAlgorithm do$"
 )
-def test_other_gradient_algorithms_are_refused(algorithm: tb.Algorithm | str) -> None:
-    module = sharded()
-    with pytest.raises(ValueError, match=r"attach: \w+Algorithm does not support modules on which fully_shard"):
-        tb.attach(module, optimizer_of(module), algorithm)
+NEEDS_REPLICAS = r"Algorithm averages weights .* replicate_group=.* or CompressedAllReduce"
 
 
-def test_q_adam_is_refused() -> None:
-    module = sharded()
-    optimizer = tb.QAdamOptimizer(module.parameters(), warmup_steps=2)
-    with pytest.raises(ValueError, match="attach: QAdamAlgorithm does not support modules on which fully_shard"):
-        tb.attach(module, optimizer, tb.QAdamAlgorithm(optimizer))
+class OwnCodecs(OwnAlgorithm):
+    """An algorithm that a user wrote, with other codecs for shards."""
 
+    def __init__(self, codecs: object) -> None:
+        object.__setattr__(self, "codecs", codecs)
 
-@pytest.mark.parametrize(
-    ("algorithm", "message"),
-    [
-        (tb.ByteGradAlgorithm(error_feedback=True), "ByteGradAlgorithm: error_feedback must be False"),
-        (tb.CompressedAllReduceAlgorithm("sign1bit", error_feedback=True), "error_feedback must be False"),
-        (tb.ByteGradAlgorithm(average=False), "ByteGradAlgorithm: average must be True .* set_gradient_divide_factor"),
-    ],
-)
-def test_arguments_that_are_refused(algorithm: tb.Algorithm, message: str) -> None:
-    module = sharded()
-    with pytest.raises(ValueError, match=message):
-        tb.attach(module, optimizer_of(module), algorithm)
-
-
-def test_the_refusal_names_the_registered_algorithms_that_take_sharded_modules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = sharded()
-    refused = "does not support modules on which fully_shard was called; "
-    with pytest.raises(ValueError, match=f"{refused}ByteGradAlgorithm and CompressedAllReduceAlgorithm do$"):
-        tb.attach(module, optimizer_of(module), "powersgd")
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    tb.extend.register("own", OwnAlgorithm)
-    with pytest.raises(ValueError, match=r"ByteGradAlgorithm and CompressedAllReduceAlgorithm and OwnAlgorithm do$"):
-        tb.attach(module, optimizer_of(module), "powersgd")
-
-
-@pytest.mark.parametrize(
-    ("codecs", "error", "message"),
-    [
-        (MinMaxUInt4(), TypeError, r"Own\.make_shard_codecs must return a torchbagua\.codecs\.MeanCodecs, .* got MinM"),
-        (
-            MeanCodecs(Cast("bfloat16")),
-            TypeError,
-            r"Own\.make_shard_codecs sends with Cast.*, but make_codec returns Min",
-        ),
-        (
-            MeanCodecs(MinMaxUInt4(16), Sign1Bit()),
-            ValueError,
-            r"attach: Own\.make_shard_codecs must not return a codec that needs error feedback, .* got Sign1Bit",
-        ),
-    ],
-    ids=["no MeanCodecs", "another codec", "error feedback"],
-)
-def test_codecs_of_an_own_algorithm_that_are_refused(codecs: object, error: type[Exception], message: str) -> None:
-    class Own(OwnAlgorithm):
-        def make_shard_codecs(self) -> MeanCodecs:
-            return codecs  # type: ignore[return-value]
-
-    module = sharded()
-    with pytest.raises(error, match=message):
-        tb.attach(module, optimizer_of(module), Own())
+    def make_shard_codecs(self) -> MeanCodecs:
+        return self.codecs  # type: ignore[attr-defined,no-any-return]
 
 
 class OwnReduceScatter:
     """A reduce-scatter of the user's."""
 
 
-def with_own_reduce_scatter() -> nn.Module:
-    module = sharded()
-    module.set_custom_reduce_scatter(OwnReduceScatter())  # type: ignore[arg-type]
-    return module  # type: ignore[return-value]
+class OwnAllGather:
+    """An all-gather of the user's."""
+
+
+class GathersItself(torch.Tensor):
+    """A shard that defines how it is gathered."""
+
+    def fsdp_pre_all_gather(self) -> None: ...
+
+    def fsdp_post_all_gather(self) -> None: ...
+
+
+def with_own_reduce_scatter() -> Any:
+    module: Any = sharded()
+    module.set_custom_reduce_scatter(OwnReduceScatter())
+    return module
+
+
+def with_own_hook() -> Any:
+    module: Any = sharded()
+    module.set_all_reduce_hook(lambda gradient: None)
+    return module
+
+
+def with_own_all_gather() -> Any:
+    module: Any = sharded()
+    module.set_custom_all_gather(OwnAllGather())
+    return module
+
+
+def with_memory_of_the_group() -> Any:
+    module: Any = sharded()
+    module.set_allocate_memory_from_process_group_for_comm(True)
+    (param_group,) = fsdp_param_groups(fully_shard(nn.Linear(2, 2)))
+    module.set_custom_reduce_scatter(fsdp_reduce_scatter(param_group)[0])
+    return module
+
+
+def of_an_own_class() -> Any:
+    module: Any = sharded()
+    module[0].weight._local_tensor = module[0].weight._local_tensor.detach().as_subclass(GathersItself)
+    return module
 
 
 def of_two_meshes() -> nn.Module:
-    groups = [dist.new_group([0]) for _ in range(2)]
-    meshes = [dist.DeviceMesh.from_group(group, "cpu") for group in groups]
+    meshes = [dist.DeviceMesh.from_group(dist.new_group([0]), "cpu") for _ in range(2)]
     return nn.Sequential(*(fully_shard(nn.Linear(2, 2), mesh=mesh) for mesh in meshes))
 
 
+def of_two_dimensions() -> Any:
+    return sharded(mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards")))
+
+
+def part_of_a_group() -> nn.Module:
+    layers = [nn.Linear(4, 3), nn.Linear(3, 2)]
+    fully_shard(layers)
+    return layers[0]
+
+
+def plain() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+WORLD = object()  # stands for the default group, which does not exist yet
+EIGHT_BITS = {"quantize_weights": "minmax_uint8"}
+REPLICAS = {"replicate_group": WORLD}
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "algorithm", "options", "message"),
     [
+        *((sharded, name, {}, NOT_SUPPORTED) for name in ("gradient_allreduce", "powersgd", "q_adam")),
+        *((sharded, name, {}, NEEDS_REPLICAS) for name in ("decentralized", "low_precision_decentralized", "async")),
+        *((sharded, name, {}, NEEDS_REPLICAS) for name in ("diloco", "local_sgd")),
+        (sharded, tb.ByteGradAlgorithm(error_feedback=True), {}, "ByteGradAlgorithm: error_feedback must be False"),
+        (sharded, tb.CompressedAllReduceAlgorithm("sign1bit", error_feedback=True), {}, "error_feedback must be False"),
+        (sharded, tb.ByteGradAlgorithm(average=False), {}, "average must be True .* set_gradient_divide_factor"),
         (
-            lambda: sharded(mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))),
-            r"the module is replicated \(FSDPSequential\).* replicate_group=mesh.* torchbagua\.fsdp\.register_backend",
+            sharded,
+            OwnCodecs(MeanCodecs(MinMaxUInt4(16), Sign1Bit())),
+            {},
+            "must not return a codec that needs error feedback, .* got Sign1Bit",
         ),
         (
-            lambda: replicate(nn.Linear(2, 2)),
-            r"the module is replicated \(Replicate\w+\).*\.register_backend, which replicate\(\) needs",
+            of_two_dimensions,
+            "bytegrad",
+            {},
+            r"replicated \(FSDPSequential\).* replicate_group=mesh.* torchbagua\.fsdp\.register_backend",
         ),
+        (lambda: replicate(plain()), "bytegrad", {}, r"replicated \(Replicate\w+\).*\.register_backend, which repl"),
+        (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), "bytegrad", {}, "has an OffloadPolicy"),
+        (with_own_reduce_scatter, "bytegrad", {}, "has the reduce-scatter OwnReduceScatter already; leave out"),
+        (of_two_meshes, "bytegrad", {}, "must be sharded over one group, got fully_shard with several meshes"),
         (
-            partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-            "the module has an OffloadPolicy",
+            lambda: nn.Sequential(fully_shard(nn.ReLU()), plain()),
+            "bytegrad",
+            {},
+            "no part on which fully_shard .* has param",
         ),
-        (with_own_reduce_scatter, "the module has the reduce-scatter OwnReduceScatter already; leave out"),
-        (of_two_meshes, "all parts must be sharded over one group, got fully_shard with several meshes"),
-        (lambda: nn.Sequential(fully_shard(nn.ReLU()), nn.Linear(2, 2)), "no part on which fully_shard .* has param"),
+        (part_of_a_group, "bytegrad", {}, "Linear communicates together with parameters that are not in FSDPLinear"),
+        (plain, "decentralized", REPLICAS, "replicate_group must be None since fully_shard was called on no part"),
+        (with_own_hook, "bytegrad", REPLICAS, r"has the all-reduce hook .* already"),
+        (
+            sharded,
+            "bytegrad",
+            {"quantize_weights": "MinMaxUInt3"},
+            "None, a Compressor or one of .*, got 'MinMaxUInt3'",
+        ),
+        (sharded, "bytegrad", {"quantize_weights": "sign1bit"}, "codec that needs error feedback, .* got 'sign1bit'"),
+        (sharded, "bytegrad", {"quantize_weights": TopK()}, "codec that needs error feedback, .* got TopK"),
+        (plain, "bytegrad", EIGHT_BITS, "None since fully_shard was called on no part of Linear"),
+        (with_own_all_gather, "bytegrad", EIGHT_BITS, "the module has the all-gather OwnAllGather already"),
+        (with_memory_of_the_group, "bytegrad", EIGHT_BITS, "all-gather ProcessGroupAllocAllGather"),
+        (of_an_own_class, "bytegrad", EIGHT_BITS, r"0.weight defines .* \(GathersItself.fsdp_pre_all_gather\)"),
+        (sharded, "decentralized", REPLICAS | EIGHT_BITS, "must be None with DecentralizedAlgorithm"),
     ],
-    ids=["two dimensions", "replicate", "offload", "own comm", "two meshes", "no parameters"],
 )
-def test_modules_that_are_refused(make: object, message: str) -> None:
-    module = make()  # type: ignore[operator]
-    with pytest.raises(ValueError, match=f"attach: {message}"):
-        tb.attach(module, optimizer_of(module), "bytegrad")
-
-
-@pytest.mark.parametrize("group", [[0, 1], dist.GroupMember.NON_GROUP_MEMBER], ids=["ranks", "not a member"])
-def test_replicate_group_must_be_a_group(group: object) -> None:
-    module = sharded()
-    with pytest.raises(TypeError, match=r"replicate_group must be a torch\.distributed\.ProcessGroup .* got"):
-        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=group)  # type: ignore[arg-type]
-
-
-def test_replicate_group_is_for_sharded_modules() -> None:
-    module = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="replicate_group must be None since fully_shard was called on no part"):
-        tb.fsdp.attach(module, optimizer_of(module), "decentralized", replicate_group=dist.group.WORLD)
-
-
-def test_replicas_need_the_hook_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sharded()
-    module.set_all_reduce_hook(hook := lambda gradient: None)
-    # Other ranks may have no such hook, and would wait for this rank.
+def test_refusals(
+    make: Callable[[], nn.Module],
+    algorithm: tb.Algorithm | str,
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before ranks communicate: other ranks may not refuse, and would wait for this rank."""
+    module = make()
+    optimizer = optimizer_of(module)
+    if algorithm == "q_adam":
+        optimizer = tb.QAdamOptimizer(module.parameters(), warmup_steps=2)
+        algorithm = tb.QAdamAlgorithm(optimizer)
+    options = {name: dist.group.WORLD if value is WORLD else value for name, value in options.items()}
     monkeypatch.setattr(tb.Algorithm, "reify", lambda *_, **__: pytest.fail("refused after ranks have communicated"))
-    with pytest.raises(ValueError, match=r"attach: the module has the all-reduce hook .* already"):
-        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
-    (param_group,) = fsdp_param_groups(module)
-    assert fsdp_all_reduce_hook(param_group) is hook
+    with pytest.raises(ValueError, match=f"attach: .*{message}"):
+        tb.fsdp.attach(module, optimizer, algorithm, **options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        (OwnCodecs(MinMaxUInt4()), {}, r"OwnCodecs\.make_shard_codecs must return .*codecs\.MeanCodecs, .* got MinM"),
+        (
+            OwnCodecs(MeanCodecs(Cast("bfloat16"))),
+            {},
+            "make_shard_codecs sends with Cast.*, but make_codec returns MinM",
+        ),
+        ("bytegrad", {"replicate_group": [0, 1]}, "attach: replicate_group must be a .*ProcessGroup .* got list"),
+        ("bytegrad", {"replicate_group": dist.GroupMember.NON_GROUP_MEMBER}, "of which this rank is a member, got"),
+    ],
+)
+def test_refused_types(algorithm: tb.Algorithm | str, options: dict[str, Any], message: str) -> None:
+    module = sharded()
+    with pytest.raises(TypeError, match=message):
+        tb.fsdp.attach(module, optimizer_of(module), algorithm, **options)
+
+
+def test_the_refusal_names_algorithms_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    tb.extend.register("own", OwnAlgorithm)
+    module = sharded()
+    with pytest.raises(ValueError, match=r"ByteGradAlgorithm and CompressedAllReduceAlgorithm and OwnAlgorithm do$"):
+        tb.attach(module, optimizer_of(module), "powersgd")
 
 
 def test_gradients_that_were_never_averaged_raise_a_warning() -> None:
@@ -317,64 +368,6 @@ def test_an_all_reduce_of_the_users_is_not_taken_for_gradients(
         dist.all_reduce(torch.ones(5), group=group)
 
 
-class OwnAllGather:
-    """An all-gather of the user's."""
-
-
-def with_own_all_gather() -> nn.Module:
-    module = sharded()
-    module.set_custom_all_gather(OwnAllGather())  # type: ignore[arg-type]
-    return module  # type: ignore[return-value]
-
-
-def with_memory_of_the_group() -> nn.Module:
-    module = sharded()
-    module.set_allocate_memory_from_process_group_for_comm(True)
-    (param_group,) = fsdp_param_groups(fully_shard(nn.Linear(2, 2)))
-    module.set_custom_reduce_scatter(fsdp_reduce_scatter(param_group)[0])
-    return module  # type: ignore[return-value]
-
-
-class GathersItself(torch.Tensor):
-    """A shard that defines how it is gathered."""
-
-    def fsdp_pre_all_gather(self) -> None: ...
-
-    def fsdp_post_all_gather(self) -> None: ...
-
-
-def of_an_own_class() -> nn.Module:
-    module = sharded()
-    module[0].weight._local_tensor = module[0].weight._local_tensor.detach().as_subclass(GathersItself)  # type: ignore[index,union-attr,operator]
-    return module  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    ("make", "quantize_weights", "message"),
-    [
-        (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
-        (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
-        (sharded, tb.codecs.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
-        (lambda: nn.Linear(2, 2), "minmax_uint8", "must be None since fully_shard was called on no part of Linear"),
-        (with_own_all_gather, "minmax_uint8", "must be None if the module has the all-gather OwnAllGather already"),
-        (with_memory_of_the_group, "minmax_uint8", "must be None if .* all-gather ProcessGroupAllocAllGather"),
-        (of_an_own_class, "minmax_uint8", r"must be None if 0.weight defines .* \(GathersItself.fsdp_pre_all_gather\)"),
-    ],
-)
-def test_weights_that_are_not_quantised(make: object, quantize_weights: object, message: str) -> None:
-    module = make()  # type: ignore[operator]
-    with pytest.raises(ValueError, match=f"attach: quantize_weights {message}"):
-        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", quantize_weights=quantize_weights)  # type: ignore[arg-type]
-
-
-def test_weights_are_not_both_averaged_and_quantised() -> None:
-    module, group = sharded(), dist.group.WORLD
-    with pytest.raises(ValueError, match="quantize_weights must be None with DecentralizedAlgorithm"):
-        tb.fsdp.attach(
-            module, optimizer_of(module), "decentralized", replicate_group=group, quantize_weights="minmax_uint8"
-        )
-
-
 def test_weights_that_no_codec_encodes_are_named() -> None:
     module = fully_shard(nn.Linear(4, 3).double())
     message = "weights of FSDPLinear are gathered in full precision, .* does not encode torch.float64"
@@ -395,40 +388,53 @@ def test_weights_that_no_codec_encodes_are_named() -> None:
     assert len(caught) == 1
 
 
-def test_parts_that_communicate_together_are_attached_together() -> None:
-    layers = [nn.Linear(4, 3), nn.Linear(3, 2)]
-    fully_shard(layers)
-    with pytest.raises(ValueError, match="Linear communicates together with parameters that are not in FSDPLinear"):
-        tb.attach(layers[0], optimizer_of(layers[0]), "bytegrad")
-    tb.attach(nn.Sequential(*layers), optimizer_of(nn.Sequential(*layers)), "bytegrad").detach()
-
-
 def test_attach_after_an_evaluation_that_left_whole_weights() -> None:
     module = sharded()
     optimizer = optimizer_of(module)
     with torch.no_grad():
-        module(torch.ones(2, 4))
-    tb.attach(module, optimizer, "bytegrad").detach()
+        module(torch.ones(2, 4))  # the root then lists the gathered parameters
+    assert type(module[0].weight) is nn.Parameter
+    with tb.attach(module, optimizer, "bytegrad"):
+        assert isinstance(module[0].weight, DTensor)
 
 
-def test_two_algorithms_are_refused() -> None:
-    module = sharded()
-    optimizer = optimizer_of(module)
-    match = "ByteGradAlgorithm is attached to the module already"
-    with tb.attach(module, optimizer, "bytegrad"), pytest.raises(ValueError, match=match):
-        tb.attach(module, optimizer, "bytegrad")
-
-
-def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
+def test_attached_modules_are_refused() -> None:
     module = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 3)), nn.Linear(3, 2)))
-    match = "the module has the reduce-scatter RowScatter already; .* detach the algorithm of a module around it"
-    with tb.attach(module, optimizer_of(module), "bytegrad"), pytest.raises(ValueError, match=match):
-        tb.attach(module[0], optimizer_of(module[0]), "bytegrad")
+    with tb.attach(module, optimizer_of(module), "bytegrad"):
+        with pytest.raises(ValueError, match="ByteGradAlgorithm is attached to the module already"):
+            tb.attach(module, optimizer_of(module), "bytegrad")
+        match = "the module has the reduce-scatter RowScatter already; .* detach the algorithm of a module around it"
+        with pytest.raises(ValueError, match=match):
+            tb.attach(module[0], optimizer_of(module[0]), "bytegrad")
 
 
-@pytest.mark.parametrize("quantize_weights", [None, "minmax_uint8"])
-def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
-    assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("bytegrad", {}),
+        ("bytegrad", EIGHT_BITS),
+        ("low_precision_decentralized", REPLICAS),
+        ("async", REPLICAS),
+        ("diloco", REPLICAS),
+    ],
+)
+def test_one_rank_trains_as_without(algorithm: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(8, 4), []
+    options = {name: dist.group.WORLD if value is WORLD else value for name, value in options.items()}
+    for is_attached in (False, True):
+        torch.manual_seed(1)
+        module = sharded()
+        optimizer = optimizer_of(module)
+        with ExitStack() as stack:
+            if is_attached:
+                stack.enter_context(tb.fsdp.attach(module, optimizer, algorithm, **options))
+            for _ in range(2):
+                optimizer.zero_grad()
+                module(x).square().sum().backward()
+                optimizer.step()
+        weights.append([parameter.full_tensor() for parameter in module.parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])

@@ -1,15 +1,14 @@
-"""One of four ranks in two meshes of two. Sharded modules average weights between the meshes. Started by torchrun.
+"""Weights of sharded modules, averaged between the replicas of four ranks in two meshes of two.
 
 Alongside each sharded module, the same algorithm trains an unsharded module over the same two ranks, with the mean of
 the gradients of its mesh's ranks. Both are bitwise equal throughout: a sum of two values is the same in any order, all
 factors of the optimizers are powers of two, and in the net "even" no block of a codec lies in two shards.
-
-Arguments: names of CASES, or keys of CHECKS.
 """
 
 import copy
 import io
-import sys
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,17 +17,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 
 import torchbagua as tb
-from rank_cases import run_cases
 from torchbagua.transport.gloo import GlooTransport
 
 BLOCK = 16
-STEPS = 7
+STEPS = 5
 
 
 class Net(nn.Module):
@@ -77,17 +81,13 @@ def diloco(compression: Any = None, inner_steps: int = 2, **options: Any) -> tb.
 
 FOUR_BITS = tb.codecs.MinMaxUInt4(BLOCK)
 CASES = {
-    "decentralized": Case(tb.DecentralizedAlgorithm()),
     "decentralized, uneven": Case(tb.DecentralizedAlgorithm(bucket_cap_mb=0.001), is_even=False),
     "shift one": Case(tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2)),
     "low precision": Case(
         tb.LowPrecisionDecentralizedAlgorithm(compression=tb.codecs.MinMaxUInt8(BLOCK), communication_interval=2)
     ),
     "low precision, uneven": Case(tb.LowPrecisionDecentralizedAlgorithm(), is_even=False, is_exact=False),
-    "diloco": Case(diloco()),
     "diloco, uneven": Case(diloco(), is_even=False),
-    "diloco in 4 bits": Case(diloco(FOUR_BITS)),
-    "diloco in 4 bits, uneven": Case(diloco(FOUR_BITS), is_even=False, is_exact=False),
     "streaming diloco": Case(diloco(FOUR_BITS, 4, fragments=2, delay=1)),
     "local sgd": Case(tb.LocalSGDAlgorithm(inner_steps=3, compression=FOUR_BITS)),
 }
@@ -267,7 +267,7 @@ def unfreeze(mesh: DeviceMesh) -> None:
 
 def load(mesh: DeviceMesh) -> None:
     """Weights are loaded after attach, into shards and into an unsharded module; no round in flight changes them."""
-    for name in ("streaming diloco", "low precision", "decentralized"):
+    for name in ("streaming diloco", "low precision", "decentralized, uneven"):
         both = trainers_of(CASES[name], mesh)
         own = CASES[name].net(5).state_dict()
         checkpoint = {key: value + 1 / 8 for key, value in own.items() if value.is_floating_point()}
@@ -371,7 +371,65 @@ def refuse(mesh: DeviceMesh) -> None:
     assert all(torch.equal(gathered[0], weight) for weight in gathered)
 
 
-RESUMED = ["decentralized", "low precision", "streaming diloco"]
+def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model, optimizers = get_state_dict(module, optimizer)
+    return {"model": model, "optimizers": optimizers}
+
+
+def whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the weights and Adam's moments, unsharded."""
+    found = {name: whole(parameter) for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key} of {name}"] = whole(optimizer.state[parameter][key])
+    return found
+
+
+def checkpoint(algorithm: tb.Algorithm, saved_on: tuple[int, int], loaded_on: tuple[int, int]) -> None:
+    """Load the distributed checkpoint of a mesh, of replicas and shards, on a mesh with other numbers of both."""
+
+    def train(steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            module(data_of(step, 0, dist.get_rank())).square().mean().backward()
+            optimizer.step()
+
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    for shape in (saved_on, loaded_on):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 37), nn.Tanh(), nn.Linear(37, 3))
+        for layer in (module[0], module):
+            fully_shard(layer, mesh=mesh["shards"])
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        averages_weights = isinstance(algorithm, tb.DiLoCoAlgorithm)
+        options = {"replicate_group": mesh.get_group("replicas")} if averages_weights else {}
+        if shape is saved_on:
+            with tb.fsdp.attach(module, optimizer, algorithm, **options) as attachment:
+                train(range(3))
+                with attachment.averaged_weights():
+                    dcp.save(states(module, optimizer), checkpoint_id=folders[0])
+                    saved = whole_state(module, optimizer)
+                train(range(3, 5))
+            continue
+        before = {name: whole(parameter) for name, parameter in module.named_parameters()}
+        loaded = states(module, optimizer)
+        dcp.load(loaded, checkpoint_id=folders[0])
+        set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizers"])
+        with tb.fsdp.attach(module, optimizer, algorithm, **options):
+            state = whole_state(module, optimizer)
+            # Each replica has its own Adam moments, and the checkpoint contains a mix of those of both replicas.
+            compared = before if averages_weights else saved
+            assert_same(*({key: found[key] for key in compared} for found in (state, saved)), "loaded")
+            assert not any(torch.equal(before[name], saved[name]) for name in before)
+            train(range(3, 6))
+        for name, parameter in module.named_parameters():
+            assert whole(parameter).isfinite().all()
+            assert not torch.equal(whole(parameter), saved[name])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
 
 
 class WithoutTorchGroup(GlooTransport):
@@ -398,8 +456,9 @@ def reduce_over_fsdps_group(mesh: DeviceMesh) -> None:
         assert not torch.equal(before, whole(module.weight))
 
 
-CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
-    **{f"resumed {name}": partial(resume, CASES[name]) for name in RESUMED},
+OF_TWO_MESHES: dict[str, Callable[[DeviceMesh], None]] = {
+    **{name: partial(train, case) for name, case in CASES.items()},
+    **{f"resumed {name}": partial(resume, CASES[name]) for name in ("low precision", "streaming diloco")},
     "unfrozen": unfreeze,
     "loaded": load,
     "in the background": average_in_background,
@@ -409,12 +468,12 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
 }
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    run_cases(sys.argv[1:], lambda name: train(CASES[name], mesh) if name in CASES else CHECKS[name](mesh))
+def on_two_meshes(check: Callable[[DeviceMesh], None]) -> None:
+    check(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
 
 
-if __name__ == "__main__":
-    main()
+CHECKS: dict[str, Callable[[], None]] = {
+    **{f"averaged weights: {name}": partial(on_two_meshes, check) for name, check in OF_TWO_MESHES.items()},
+    "averaged weights: checkpoint": partial(checkpoint, tb.DiLoCoAlgorithm(inner_steps=2), (2, 2), (4, 1)),
+    "checkpoint": partial(checkpoint, tb.ByteGradAlgorithm(), (1, 4), (2, 2)),
+}
