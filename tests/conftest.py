@@ -22,8 +22,6 @@ from processor_time import ProcessorTime
 
 # A deadline would measure how busy the machine is; the blob reproduces a failure that CI found.
 hypothesis.settings.register_profile("torchbagua", deadline=None, print_blob=True)
-# Under compute-sanitizer every launch takes long: `--hypothesis-profile=few`.
-hypothesis.settings.register_profile("few", deadline=None, print_blob=True, max_examples=4)
 hypothesis.settings.load_profile("torchbagua")
 
 # Ranks are threads, and several tests run at once: with a thread pool for each they would wait for one another.

@@ -21,8 +21,6 @@ from ranks import run_ranks
 from test_ddp import check_runs
 from test_decentralized import check_decentralized, check_low_precision
 from test_resume import checkpoint, resume
-from torchbagua.codecs import TensorSpec
-from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from training import Tower, Wide, build
 from training import train as train_hooked
 
@@ -285,17 +283,3 @@ def test_buckets_refuse_dtypes_that_they_cannot_send() -> None:
             tb.extend.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
 
     run_ranks(1, body)
-
-
-def test_the_mean_of_an_nccl_all_reduce() -> None:
-    """gloo's all-reduce replaces NCCL's here."""
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        world = tb.BaguaProcessGroup(group).world
-        world.nccl = group
-        values = torch.tensor([1.0, 2.0**-40], dtype=torch.float64) + group.rank()
-        AllReduceMean(world, TensorSpec((2,), values.dtype, values.device, "bucket"), 3.0)(values)
-        return values
-
-    for values in run_ranks(3, body):
-        assert torch.equal(values, torch.tensor([2.0, (3 + 3 * 2.0**-40) / 3], dtype=torch.float64))

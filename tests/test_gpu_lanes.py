@@ -332,11 +332,15 @@ def test_a_failed_job_raises_its_error_in_its_waiter(
         lane.launch(lambda: pytest.fail("it runs behind a failure"))
 
 
-@pytest.mark.parametrize(("dtype", "average"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "average"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True), (torch.float64, True)]
+)
 def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: bool) -> None:
     size = 4
     whole = torch.randint(-40, 41, (size, 1000), generator=torch.Generator().manual_seed(0)).to(dtype) / 8
-    expected = whole.float().sum(0) / (size if average else 1)
+    if dtype == torch.float64:
+        whole += 2.0**-40  # more bits than float32 has
+    expected = whole.double().sum(0) / (size if average else 1)
     recorder = tb.observe.Recorder()
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,8 +355,8 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
         return x, out
 
     for x, out in run_ranks(size, body):
-        assert torch.equal(x.float(), expected)
-        assert torch.equal(out.float(), expected)
+        assert torch.equal(x.double(), expected)
+        assert torch.equal(out.double(), expected)
     messages = [(event.phase, event.operation, event.peers, event.wire_bytes) for event in recorder.events]
     ring_bytes = 1000 * dtype.itemsize * 3 // 2
     assert messages == [("send", "all_reduce", (1,), ring_bytes), ("receive", "all_reduce", (3,), ring_bytes)] * 2

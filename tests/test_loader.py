@@ -278,29 +278,29 @@ class TestChoice:
         (tmp_path / "torchbagua" / "_csrc").mkdir()
         assert loader.sources() == tmp_path / "torchbagua" / "_csrc"
 
-    def test_reference_can_be_forced(self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
-        monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
-        assert loader.choose(loader.CPU) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
-
-    def test_jit_can_be_forced_past_a_built_library(
+    def test_a_path_can_be_forced_past_a_built_library(
         self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
+        assert loader.choose(loader.CPU) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "jit")
-        with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, but no C\+\+ compiler was found"):
-            loader.choose(loader.CPU)
         monkeypatch.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
         assert loader.choose(loader.CPU).path == "jit"
 
-    def test_forced_built_library_that_is_absent_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TORCHBAGUA_NATIVE", "aot")
-        with pytest.raises(RuntimeError, match="TORCHBAGUA_NATIVE=aot, but no library for cpu was built ahead of time"):
-            loader.choose(loader.CPU)
-
-    def test_other_values_raise(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TORCHBAGUA_NATIVE", "AOT")
-        with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT' is not allowed: set it to one of aot, jit"):
+    @pytest.mark.parametrize(
+        ("forced", "error", "message"),
+        [
+            ("jit", RuntimeError, r"TORCHBAGUA_NATIVE=jit, but no C\+\+ compiler was found"),
+            ("aot", RuntimeError, "TORCHBAGUA_NATIVE=aot, but no library for cpu was built ahead of time"),
+            ("AOT", ValueError, "TORCHBAGUA_NATIVE='AOT' is not allowed: set it to one of aot, jit"),
+        ],
+    )
+    def test_a_forced_path_that_is_unavailable_raises(
+        self, forced: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", forced)
+        with pytest.raises(error, match=message):
             loader.choose(loader.CPU)
 
     def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_ranks_communicate_only_when_a_phase_may_begin() -> None:
     assert run_ranks(2, body) == [[0, 0, 0, 1, 0, 0, 1]] * 2
 
 
-@pytest.mark.parametrize("stop", [0, 2, 3, 4, 7])
+@pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_loaded_state_continues(stop: int) -> None:
     """With the highest count of all ranks: a rank that had joined has counted fewer steps."""
 
