@@ -68,7 +68,7 @@ def test_pairing_continues_when_buckets_are_rebuilt() -> None:
     model = build(Normed)
 
     def unfreeze(trainer: Trainer, attachment: tb.Attachment) -> None:
-        if attachment.impl.rounds.step == 3:
+        if attachment.impl.rounds.step == 2:  # peers repeat after two rounds; three have begun when buckets are rebuilt
             trainer.module.frozen.requires_grad_(True)
 
     algorithm = tb.DecentralizedAlgorithm(True, "shift_one")

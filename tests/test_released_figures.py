@@ -63,10 +63,12 @@ def test_tables_have_every_contestant_of_a_run() -> None:
     assert tables == measured - {COMPUTE_ONLY}
 
 
-def record(revision: str = "a", *, hour: int = 0, step_ms: float = 100.0, **row: Any) -> dict[str, Any]:
+def record(
+    revision: str = "a", *, hour: int = 0, minute: int = 40, step_ms: float = 100.0, **row: Any
+) -> dict[str, Any]:
     """Return a record as network.py writes it, with one network and one contestant."""
     return {
-        "environment": {"git_revision": revision, "date_utc": f"2026-11-25T{hour:02}:40:00+00:00"},
+        "environment": {"git_revision": revision, "date_utc": f"2026-11-25T{hour:02}:{minute}:00+00:00"},
         "networks": [
             {
                 "title": "200mbit",
@@ -110,8 +112,9 @@ def test_the_newest_three_runs_of_one_revision_in_different_hours_are_chosen(tmp
     assert released.newest_runs(tmp_path) == ["figures-00.json", "figures-01.json", "figures-02.json"]
     add("10", record("new", hour=10))
     add("11", record("new", hour=11))
-    add("12", record("new", hour=11))
-    add("13", record("new-dirty", hour=13))
+    add("12", record("new", hour=11, minute=50))
+    for hour in range(3):
+        add(f"13-{hour}", record("new-dirty", hour=hour))
     other = record("new", hour=14)
     other["networks"][0]["num_ranks"] = 2
     add("14", other)
@@ -122,6 +125,6 @@ def test_the_newest_three_runs_of_one_revision_in_different_hours_are_chosen(tmp
     assert released.newest_runs(tmp_path) == ["figures-12.json", "figures-15.json", "figures-16.json"]
     for path in tmp_path.glob("figures-0*.json"):
         path.unlink()
-    for path in tmp_path.glob("figures-1[0-5].json"):
+    for path in tmp_path.glob("figures-1[0-5]*.json"):
         path.unlink()
     assert released.newest_runs(tmp_path) is None
