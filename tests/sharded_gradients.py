@@ -23,7 +23,13 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from torchbagua.codecs import Compressor, Identity, MeanCodecs, MinMaxUInt4, MinMaxUInt8
-from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua.fsdp._torch import (
+    fsdp_all_gather,
+    fsdp_computed_with,
+    fsdp_param_groups,
+    fsdp_reduce_scatter,
+    has_gradient_hooks,
+)
 
 BLOCK = 16
 F32 = np.float32
@@ -50,7 +56,7 @@ class OwnAlgorithm(tb.Algorithm):
 
 
 class Net(nn.Module):
-    """Layers whose first dimensions do not divide evenly over ranks, a frozen layer, and a skippable layer."""
+    """Layers whose first dimensions do not divide evenly over ranks, a frozen and a skippable layer, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +64,13 @@ class Net(nn.Module):
         self.middle = nn.ModuleList([nn.Linear(37, 37), nn.Linear(37, 37)])
         self.frozen = nn.Linear(37, 37).requires_grad_(False)
         self.last = nn.Linear(37, 3)
+        self.register_buffer("scale", torch.randint(1, 100, ()).float())  # exact in bfloat16
 
     def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
         x = self.first(x).tanh()
         x = self.middle[0](x).tanh()
         x = x if skips else self.middle[1](x).tanh()
-        return self.last(self.frozen(x))
+        return self.last(self.frozen(x)) * self.scale
 
 
 def exact(x: Any) -> Any:
@@ -368,6 +375,8 @@ def train(name: str, device: torch.device) -> None:
         check_trace(case, recorder)
         attachment.detach()
         assert all(map(lambda old, new: old is new, before, comms(module)))
+        groups = [fsdp_param_groups(part)[0] for part in module.modules() if isinstance(part, FSDPModule)]
+        assert not any(has_gradient_hooks(parameter) for group in groups for parameter in fsdp_computed_with(group))
 
 
 def check_trace(case: Case, recorder: tb.observe.Recorder) -> None:
