@@ -126,7 +126,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
 
 
 def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
-    compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 60")
+    compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 200")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
     # Not a fork: interrupting it would end the compiler too.
     with python_started(LOAD, empty_checkout, **variables) as process:
@@ -225,6 +225,7 @@ def test_without_compiler_the_reference_runs_with_one_warning(checkout: Path) ->
         "TORCHBAGUA_NATIVE=reference",
     ):
         assert part in err
+    assert fork_python(code, checkout, CXX="absent-c++", TORCHBAGUA_NATIVE="reference") == (0, "None\n" * 2, "")
 
 
 def test_built_library_that_does_not_load_raises(checkout: Path) -> None:
