@@ -187,6 +187,10 @@ def gather_exactly() -> None:
                 assert all(map(torch.equal, module.parameters(), whole)), name
                 module.reshard()
         assert fsdp_all_gather(param_group)[0] is torch_gather
+    own: Any = object()
+    module.set_custom_all_gather(own)
+    with tb.attach(module, optimizer, BYTEGRAD):
+        assert fsdp_all_gather(param_group)[0] is own
 
 
 def refuse_to_gather(*_: Any, **__: Any) -> None:

@@ -308,6 +308,22 @@ def test_an_element_with_a_tiny_second_moment_moves_no_farther_than_with_adam(be
     assert moved[3].isnan()
 
 
+def test_a_parameter_whose_memory_order_changes_keeps_its_momentum() -> None:
+    """The momentum, in another order than the parameter, is updated in a copy."""
+    weights = [nn.Parameter(torch.zeros(2, 3, 4, 5)) for _ in range(2)]
+    server, gradients = Server(), torch.randn(4, 2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    for weight in weights:
+        optimizer = tb.QAdamOptimizer([weight], warmup_steps=1)
+        optimizer.attach_averager(server)
+        for number, gradient in enumerate(gradients):
+            if weight is weights[1] and number == 2:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+            optimizer.step()
+    assert weights[0].all()
+    assert torch.equal(*weights)
+
+
 def test_maximize_steps_the_other_way_after_the_warm_up() -> None:
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     server = Server()

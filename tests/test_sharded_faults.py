@@ -80,12 +80,13 @@ KILLED = [
     for way, size in (("bytegrad", 3), ("weights in 8 bits", 3), ("replicas", 4), ("backend", 4))
 ]
 STOPPED = Trial("gathered ahead", 4, "stop", victim=0, delay_s=0.3)
+ASLEEP = Trial("decentralized", 4, "sleep", victim=2, place=("forward", 3, 1))  # the others wait for weights
 RAISED = Trial("replicas, flat", 4, "raise", victim=0, place=("step", 2, 0))
 
 
 @pytest.mark.slow
 def test_survivors_raise_and_exit() -> None:
-    trials = [*KILLED, STOPPED, RAISED]
+    trials = [*KILLED, STOPPED, ASLEEP, RAISED]
     results = run_trials([json.dumps(asdict(trial)) for trial in trials], timeout_s=300, ends_whole=True)
     for trial, result in zip(trials, results, strict=True):
         check(result)
