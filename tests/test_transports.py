@@ -16,7 +16,6 @@ from torchbagua.transport.gloo import GlooTransport
 from transports import PlayedNccl, QueueTransport, StagedOnCpu, StagedOverGloo, play_pinned_memory
 
 DEADLINE = timedelta(seconds=1)
-TIMEOUT = timedelta(seconds=2)  # for transports that fail
 
 MESSAGES = {"message_bits", "connect", "dtypes", "tags", "twin"}
 DEADLINES = {"missing_member", "deadline_of_messages", "abort_of_peer", "abort_by_another_thread"}
@@ -243,7 +242,7 @@ LONG = timedelta(seconds=2)
         ),
         (WritesToSent, DEADLINE, "sent_tensor_stays", r"tensor sent to rank \d, after wait_send: expected byte"),
         (SendsLater, DEADLINE, "sent_tensor_is_free", r"message from rank \d, which has overwritten .* got 0; "),
-        (ReturnsEarly, LONG, "late_send", r"message from rank 1, at the end of wait_receive: expected byte 0"),
+        (ReturnsEarly, 3 * LONG, "late_send", r"message from rank 1, at the end of wait_receive: expected byte 0"),
         (MixesTags, DEADLINE, "tags", r"message from rank \d with tag 4001 of \[0, 5, 1, 4001\]: expected byte"),
         (SumsTwice, DEADLINE, "all_reduce", r"all_reduce of 1 elements of torch.float32: expected element 0"),
         (GathersElsewhere, DEADLINE, "all_gather", r"all_gather_into_tensor in place: output of torch.uint8"),
@@ -274,6 +273,6 @@ def test_a_broken_transport_fails_the_right_check(
     LeavesThread.over.clear()
     try:
         with pytest.raises(TransportFault, match=f"^torchbagua: check {failed!r} failed on .*{why}"):
-            check_transport(maker, deadline=deadline, timeout=2 * deadline if deadline is LONG else TIMEOUT)
+            check_transport(maker, deadline=deadline, timeout=2 * deadline)
     finally:
         LeavesThread.over.set()
