@@ -127,7 +127,7 @@ class Case:
         freezes: whether a bias is frozen in the second step, and unfrozen in the third.
         weights: the argument quantize_weights of fsdp.attach.
         replicas: how replicas are averaged: by attach's "hook", or by a "backend"; empty without replicas.
-        shards: the number of ranks that share a module with replicas; with 1, torch's `replicate` is used.
+        shards: the number of ranks that share a module with replicas; with a backend, 1 stands for torch's `replicate`.
     """
 
     algorithm: tb.Algorithm = BYTEGRAD
@@ -189,6 +189,7 @@ BY_HOOK = {
     "cast within": Case(CAST_WITHIN, within=in_bfloat16),
     "premultiplied sum": Case(FLAT, within=in_8_bits, prepare=divide_by_three, divisors=(3, 1, 1)),
     "weights in 8 bits": Case(accumulates="within", weights=EIGHT),
+    "one shard": Case(shards=1, accumulates="within"),
 }
 BY_BACKEND = {**WITH_REPLICAS, "replicated": Case(shards=1, accumulates="within")}
 CASES = PLAIN | {
@@ -290,7 +291,7 @@ def comms(module: nn.Module) -> list[Any]:
 def shard(case: Case, module: Net, mesh: DeviceMesh) -> None:
     options = {"mesh": mesh, "mp_policy": case.policy}
     wrap: Callable[..., Any] = replicate
-    if case.shards > 1:
+    if case.replicas != "backend" or case.shards > 1:
         wrap, options["reshard_after_forward"] = fully_shard, case.reshards
     if not case.skips:
         wrap([module.first, module.middle[0]], **options)
@@ -323,10 +324,10 @@ def train(name: str, device: torch.device) -> None:
     torch.manual_seed(rank // shards if case.replicas == "hook" else 0)  # attach broadcasts the first replica's weights
     module = Net().to(device)
     mesh = make_mesh(case, name, shards, device)
-    if case.replicas == "backend" and shards > 1:
-        shard(case, module, mesh)
+    if case.replicas and (case.replicas == "hook" or shards == 1):
+        shard(case, module, mesh["shards" if case.replicas == "hook" else "replicas"])
     else:
-        shard(case, module, mesh["shards" if shards > 1 else "replicas"] if case.replicas else mesh)
+        shard(case, module, mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     recorder, attachment, before = tb.observe.Recorder(), None, comms(module)
     if case.replicas == "backend":

@@ -24,11 +24,6 @@ from sharded_gradients import CASES, PLAIN, OwnAlgorithm
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit, TopK
 from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
-from torchbagua.fsdp.collectives import BoundedReduceScatter, bound_reduce_scatters
-from torchbagua.fsdp.comm_runner import FirstFailure
-from torchbagua.fsdp.parts import communicating_parts
-from torchbagua.fsdp.same_rows import SameRows
-from torchbagua.runtime.parameters import sharded_parts
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
@@ -42,13 +37,16 @@ def run(ranks: int, names: Iterable[str]) -> None:
 
 OF_TWO_RANKS = [
     "bytegrad",
-    "four bits",
     "own algorithm",
     "premultiplied sum",
+    "sum",
     "reduced in bfloat16",
     "accumulated before",
     "not a number",
     "weights in 8 bits",
+    "weights in 4 bits, accumulated after",
+    "replicas by hook: one shard",
+    "replicas by backend: replicated",
     "scaled",
     "gathered",
     "gathered exactly",
@@ -58,9 +56,10 @@ OF_TWO_RANKS = [
 # With three ranks, a sum is divided by no power of two; with six, there are other numbers of replicas than of shards.
 OF_THREE_RANKS = ["bytegrad", "weights in 4 bits, accumulated after", "not a number", "uneven nodes", "branches"]
 OF_SIX_RANKS = ["replicas by hook: bytegrad", "replicas by backend: bytegrad"]
+ELSEWHERE = {*OF_TWO_RANKS, *OF_SIX_RANKS} - {"gathered", "branches"}
 OF_FOUR_RANKS = {
-    "gradients": [name for name in [*PLAIN, "overlapped", "gathered", "branches"] if name not in OF_TWO_RANKS[:-4]],
-    "replicas": [name for name in [*CASES, *CHECKS] if name.startswith("replicas") and name not in OF_SIX_RANKS],
+    "gradients": [name for name in [*PLAIN, "overlapped", "gathered", "branches"] if name not in ELSEWHERE],
+    "replicas": [name for name in [*CASES, *CHECKS] if name.startswith("replicas") and name not in ELSEWHERE],
     "weights": list(sharded_weights.CHECKS),
 }
 
@@ -443,23 +442,6 @@ def test_without_its_own_arguments_attach_takes_any_module(algorithm: str) -> No
     with tb.fsdp.attach(module, optimizer_of(module), algorithm) as attachment:
         module(torch.ones(2, 4)).sum().backward()
         assert attachment.ddp is (module if algorithm == "bytegrad" else None)
-
-
-def test_without_a_torch_group_fsdp_keeps_torchs_reduce_scatter() -> None:
-    """It warns, since attach's timeout then does not bound the reduce-scatter."""
-    module = sharded()
-    (part,) = communicating_parts(module, sharded_parts(module))
-    world = dist.group.WORLD
-    assert world is not None
-    for transport, is_bounded in ((None, True), (QueueTransport, False)):
-        own = tb.BaguaProcessGroup(world, transport=transport)
-        with ExitStack() as undo, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            bound_reduce_scatters(undo, own, FirstFailure([own]), [part], SameRows(own.world, [part]))
-            assert isinstance(fsdp_reduce_scatter(part.param_group)[0], BoundedReduceScatter) == is_bounded
-        messages = [str(warning.message).partition(",")[0] for warning in caught]
-        assert messages == ([] if is_bounded else ["torchbagua: FSDP itself reduce-scatters gradients"])
-        own.close()
 
 
 class WithoutSends(QueueTransport):
