@@ -50,7 +50,7 @@ def test_gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None) -> None
     assert runs[0].averaged[0].keys() == dict(model.named_parameters()).keys()
 
 
-@pytest.mark.parametrize(("mode", "nodes"), [("all", UNEVEN), ("shift_one", None)])
+@pytest.mark.parametrize(("mode", "nodes"), [("all", UNEVEN), ("shift_one", UNEVEN)])
 def test_decentralized(mode: str, nodes: Sequence[int] | None) -> None:
     """Weights and buffers equal the oracle."""
     model, algorithm = build(Wide), tb.DecentralizedAlgorithm(True, mode, bucket_cap_mb=0.01)
