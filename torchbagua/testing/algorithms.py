@@ -140,7 +140,9 @@ class _Suite:
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         # An error on one rank ends the others, later.
         errors.sort(key=lambda failed: isinstance(failed[1], tb.CommunicationError | OtherMemberFailed))
-        for rank, error in errors[:1]:
+        if errors:  # if several ranks raise the same, the lowest one, whichever was first
+            same = [failed for failed in errors if type(failed[1]) is type(errors[0][1])]
+            rank, error = min(same, key=lambda failed: failed[0])
             what = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
             raise AlgorithmFault(f"torchbagua: check {name!r} failed on rank {rank}: {what}") from error
         if late:
