@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from devices import CPU, on_device, require_gpu
+from devices import CPU, load_kernels, on_device, require_gpu
 from pretended_driver import HostOperation
-from torchbagua import native
 from torchbagua.native.ops import NATIVE_OPS
 
 OPS = torch.ops.torchbagua
@@ -33,10 +32,7 @@ def backend_of(request: pytest.FixtureRequest) -> Backend:
         host = request.getfixturevalue("host_kernels")
         return Backend("host", lambda name: on_device(HostOperation(host, name), CPU))  # type: ignore[arg-type]
     device = CPU if request.param == "cpu" else require_gpu()
-    native.load()
-    rows = [row for row in native.status() if row.device == device.type]
-    assert rows
-    assert not [row for row in rows if row.path == "reference"], rows
+    load_kernels(device)
 
     def kernel(name: str) -> Callable[..., Any]:
         return on_device(getattr(OPS, name).default, device)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from devices import CPU, require_gpu
+from devices import CPU, decide_on_device, require_gpu
 from host_kernels import HostKernels, compile_kernels
 from made_once import made_once
 from processor_time import ProcessorTime
@@ -92,7 +92,7 @@ def gpu() -> torch.device:
 def where_commits_are_decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide on the host what a step commits, or as on a GPU, where reading a value would block."""
     if request.param == "device":
-        monkeypatch.setattr("torchbagua.runtime.parameter_state.requires_host_sync", lambda tensor: True)
+        decide_on_device(monkeypatch)
 
 
 @pytest.fixture(scope="session")

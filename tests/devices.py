@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchbagua import native
+from torchbagua.runtime import parameter_state
+
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 ALIGNMENT_BYTES = 16  # of a kernel's widest access
@@ -19,6 +22,19 @@ def require_gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU that this torch can use")
     return GPU
+
+
+def load_kernels(device: torch.device, prefix: str = "") -> None:
+    """Load the native kernels; fail if an operation on `device` whose name begins with `prefix` has none."""
+    native.load()
+    rows = [row for row in native.status() if row.device == device.type and row.operation.startswith(prefix)]
+    assert rows
+    assert not [row for row in rows if row.path == "reference"], rows
+
+
+def decide_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide what a step commits as on a GPU, where reading a value would block."""
+    monkeypatch.setattr(parameter_state, "requires_host_sync", lambda tensor: True)
 
 
 class GuardedCopy:

@@ -1,18 +1,33 @@
-"""The native codecs for the tests: their bytes, tables of blocks, and hostile values."""
+"""The native codecs for the tests: their bytes, tables of blocks, and hostile values; and the numbers of QAdam."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from devices import CPU
-from torchbagua import native
+from devices import CPU, load_kernels
 from torchbagua.native.topk import index_bits
 
 OPS = torch.ops.torchbagua
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 L = 128  # a block length of the tests: four of the kernels' 32 lanes
 TILE = 4096  # elements: the kernels process longer blocks in several steps
+_FORM = {"beta1": 0.9, "share": 0.1 / 1024}
+QADAM = {
+    "qadam_update": {
+        "gradient_sign": -1.0,
+        "weight_decay": 0.1,
+        "shrink": 0.99,
+        "beta1": 0.9,
+        "root_correction2": 0.3,
+        "eps": 1e-8,
+        "largest_ratio": 0.7,  # many ratios of random values are larger
+        "step_size": 1e-3,
+    },
+    "qadam_form_momenta": _FORM,
+    "qadam_form_gradients": _FORM,
+}
+"""The numbers that QAdam's operations take, by operation."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +49,7 @@ class Codec:
 
     def on(self, device: torch.device) -> "Codec":
         """Return the same codec with its kernels on `device`, which are loaded."""
-        native.load()
-        rows = [row for row in native.status() if row.device == device.type and row.operation.startswith(self.name)]
-        assert rows
-        assert not [row for row in rows if row.path == "reference"], rows
+        load_kernels(device, self.name)
         return replace(self, device=device)
 
     def payload_bytes(self, length: int) -> int:

@@ -3,6 +3,7 @@
 Unlike the duration of a run, it hardly depends on what else the machine does.
 """
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Generator
@@ -17,23 +18,29 @@ _OTHER = "imports and collection"
 
 
 class ProcessorTime:
-    """Adds up the processor time of this process, and of those that its tests start, by test file."""
+    """Sums the processor time of this process, and of the processes that its tests start, for each test file."""
 
     def __init__(self) -> None:
         self._user_s: Counter[str] = Counter()
         self._system_s: Counter[str] = Counter()
-        self._own, self._started = (0.0, 0.0), (0.0, 0.0)
+        self._last = [0.0] * 4
         self._add(_OTHER)
 
     def _add(self, name: str) -> None:
-        now, forks = os.times(), warm_python.processor_times()
-        own, started = (now.user, now.system), (now.children_user + forks.user_s, now.children_system + forks.system_s)
-        used = [now - last for now, last in zip(own, self._own, strict=True)]
+        times, (forks_user_s, forks_system_s) = os.times(), warm_python.processor_times()
+        now = [
+            times.user,
+            times.system,
+            times.children_user + forks_user_s,
+            times.children_system + forks_system_s,
+        ]
+        user_s, system_s, started_user_s, started_system_s = map(operator.sub, now, self._last)
+        self._last = now
         if name != _OTHER:  # outside of tests this process starts only workers, which report themselves
-            used = [used_s + now - last for used_s, now, last in zip(used, started, self._started, strict=True)]
-        self._user_s[name] += used[0]
-        self._system_s[name] += used[1]
-        self._own, self._started = own, started
+            user_s += started_user_s
+            system_s += started_system_s
+        self._user_s[name] += user_s
+        self._system_s[name] += system_s
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

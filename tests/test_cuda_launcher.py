@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import low_rank
-from native_codecs import MINMAX_UINT4, MINMAX_UINT8, SIGN_1BIT, Codec, lay_out, num_elements
+from native_codecs import MINMAX_UINT4, MINMAX_UINT8, QADAM, SIGN_1BIT, Codec, lay_out, num_elements
 from pretended_driver import STREAM, PretendedCompiler, PretendedDriver, kernels_on
 from torchbagua.native import launcher, loader, tensor_tables
 from torchbagua.native.ops import NATIVE_OPS
@@ -68,20 +68,6 @@ def test_a_launch_has_a_team_of_threads_for_each_block(codec: Codec, num_teams: 
 
 # The elements of each tensor: more tensors than a table has rows, many of them empty, and a tensor of several chunks.
 QADAM_LENGTHS = [0, 1, 15, 16, 0, 17, 1000, 2 * tensor_tables.CHUNK_ELEMENTS + 5, *[0] * 61, 7, 7, 0]
-QADAM_NUMBERS = {
-    "qadam_update": {
-        "gradient_sign": -1.0,
-        "weight_decay": 0.1,
-        "shrink": 0.99,
-        "beta1": 0.9,
-        "root_correction2": 0.3,
-        "eps": 1e-8,
-        "largest_ratio": 0.7,
-        "step_size": 1e-3,
-    },
-    "qadam_form_momenta": {"beta1": 0.9, "share": 0.1 / 1024},
-    "qadam_form_gradients": {"beta1": 0.9, "share": 0.1 / 1024},
-}
 
 
 def qadam_lists(operation: str) -> list[list[Tensor]]:
@@ -104,31 +90,31 @@ def qadam_launches(operation: str) -> list[tuple[str, int]]:
     return [(f"torchbagua_{operation}_{dtype}", grid) for dtype, grid in zip(types, (4, 1 + 3 + 1, 1), strict=True)]
 
 
-@pytest.mark.parametrize("operation", QADAM_NUMBERS)
+@pytest.mark.parametrize("operation", QADAM)
 def test_launches_over_lists(operation: str) -> None:
     driver = PretendedDriver()
-    kernels_on(driver).call(operation, *qadam_lists(operation), **QADAM_NUMBERS[operation])
+    kernels_on(driver).call(operation, *qadam_lists(operation), **QADAM[operation])
     shape = (1, 1, tensor_tables.TABLE_THREADS, 1, 1)
     expected = [(kernel.removeprefix("torchbagua_"), (grid, *shape)) for kernel, grid in qadam_launches(operation)]
     assert launches_of(driver) == expected
 
 
-@pytest.mark.parametrize("operation", QADAM_NUMBERS)
+@pytest.mark.parametrize("operation", QADAM)
 def test_empty_tensors_and_lists_launch_nothing(operation: str) -> None:
     driver = PretendedDriver()
     num_lists = len(qadam_lists(operation))
     for lists in ([[] for _ in range(num_lists)], [[torch.zeros(0)] for _ in range(num_lists)]):
-        kernels_on(driver).call(operation, *lists, **QADAM_NUMBERS[operation])
+        kernels_on(driver).call(operation, *lists, **QADAM[operation])
     assert driver.calls == []
 
 
-@pytest.mark.parametrize("operation", QADAM_NUMBERS)
+@pytest.mark.parametrize("operation", QADAM)
 def test_lists_are_refused_before_anything_is_called(operation: str) -> None:
     driver = PretendedDriver()
     lists = qadam_lists(operation)
     lists[-1][-2] = torch.zeros(8)
     with pytest.raises(ValueError, match=rf"^torchbagua::{operation}: \w+ must be .*, got "):
-        kernels_on(driver).call(operation, *lists, **QADAM_NUMBERS[operation])
+        kernels_on(driver).call(operation, *lists, **QADAM[operation])
     assert driver.calls == []
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
+from devices import decide_on_device
 from pairwise import pairwise
 from q_adam_life import ChannelsLast
 from ranks import leave_by_exception, run_ranks
@@ -294,11 +295,6 @@ class Loop:
 
 def same(first: Tensors, second: Tensors) -> bool:
     return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-
-
-def decide_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide what a step commits as on a GPU, where reading a value would block."""
-    monkeypatch.setattr("torchbagua.runtime.parameter_state.requires_host_sync", lambda tensor: True)
 
 
 @pairwise(

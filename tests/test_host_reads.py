@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from devices import decide_on_device
 from ranks import run_ranks
-from torchbagua.runtime import parameter_state
 from torchbagua.training import grad_scaler
 from training import Tower, build
 
@@ -64,7 +64,7 @@ class ImitatedCopy:
 def device_of_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU, or a CPU that torchbagua treats as a GPU."""
     if device.type == "cpu":
-        monkeypatch.setattr(parameter_state, "requires_host_sync", lambda tensor: True)
+        decide_on_device(monkeypatch)
         monkeypatch.setattr(grad_scaler, "is_on_gpu", lambda tensor: True)
         monkeypatch.setattr(grad_scaler, "HostCopy", ImitatedCopy)
     return device

@@ -237,23 +237,10 @@ def test_same_bytes_from_any_wire(backend: Backend, codec: Codec) -> None:
 
 
 BAD_SCALES = [(torch.nan,), (torch.inf,), (2.0**126,), (-1.0,), (-0.0,)]
+BAD_BOUNDS = [(torch.nan, 1.0), (1.0, torch.nan), (-torch.inf, 1.0), (0.0, torch.inf), (1.0, 2.0**126), (1, 0.5)]
 BAD_HEADERS = {
-    "minmax_uint8": [
-        (torch.nan, 1.0),
-        (1.0, torch.nan),
-        (-torch.inf, 1.0),
-        (0.0, torch.inf),
-        (1.0, 2.0**126),
-        (1, 0.5),
-    ],
-    "minmax_uint4": [
-        (torch.nan, 1.0),
-        (1.0, torch.nan),
-        (-torch.inf, 1.0),
-        (0.0, torch.inf),
-        (1.0, 2.0**126),
-        (1, 0.5),
-    ],
+    "minmax_uint8": BAD_BOUNDS,
+    "minmax_uint4": BAD_BOUNDS,
     "sign1bit": BAD_SCALES,
     "topk": BAD_SCALES,
     "blockk": BAD_SCALES,

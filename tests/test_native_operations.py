@@ -17,7 +17,7 @@ import oracle
 from backends import BACKENDS, Backend, backend_of
 from devices import CPU
 from host_kernels import HostKernels, QAdamForm, QAdamStep
-from native_codecs import assert_same_values, random_bits
+from native_codecs import QADAM, assert_same_values, random_bits
 from torchbagua.codecs.base import TensorSpec, by_name
 from torchbagua.collectives.low_rank_mean import FactorPlace, Orthogonaliser
 from torchbagua.native import launcher, tensor_tables
@@ -27,18 +27,7 @@ from torchbagua.native.qadam import MOMENTA_CODECS
 OPS = torch.ops.torchbagua
 # Of a tensor: shorter and longer than a vector of a kernel, empty ones first, last and several in a row.
 LENGTHS = [0, 1, 0, 0, 15, 16, 17, 1000, 3 * 2**15 + 5, *[0] * 61, 7, 7, 0]
-NUMBERS = {
-    "gradient_sign": -1.0,
-    "weight_decay": 0.1,
-    "shrink": 0.99,
-    "beta1": 0.9,
-    "root_correction2": 0.3,
-    "eps": 1e-8,
-    "largest_ratio": 0.7,  # many ratios of the random values are larger
-    "step_size": 1e-3,
-}
-FORM = {"beta1": 0.9, "share": 0.1 / 1024}
-QADAM = {"qadam_update": NUMBERS, "qadam_form_momenta": FORM, "qadam_form_gradients": FORM}
+NUMBERS, FORM = QADAM["qadam_update"], QADAM["qadam_form_momenta"]
 RING = {
     "ring_difference": ["weights", "own", "left", "right", "difference"],
     "ring_advance": ["difference", "own", "weights"],

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 import torchbagua as tb
+from devices import decide_on_device
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
 from ranks import run_ranks
 from test_gpu_lanes import PlayedSideStream, play_streams
 from test_host_reads import Reads
 from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
-from torchbagua.runtime import parameter_state
 from torchbagua.runtime.lane import Job
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
@@ -76,7 +76,7 @@ def test_no_host_waits_for_another_rank_after_the_first_step(
     A host also does not wait for its GPU, after the warm-up and the first step that sends momenta.
     """
     model = build(Tower)
-    monkeypatch.setattr(parameter_state, "requires_host_sync", lambda tensor: True)
+    decide_on_device(monkeypatch)
     counted = Reads(monkeypatch, torch.device("cpu"))
 
     def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:

@@ -9,7 +9,6 @@ Run as a program, this file is the process that forks. It reads requests from st
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib
@@ -35,20 +34,13 @@ import programs
 _IMPORTED = ("torch", "torch._dynamo")
 
 
-@dataclasses.dataclass
-class ProcessorTimes:
-    """The processor time of all programs that were waited for."""
-
-    user_s: float = 0.0
-    system_s: float = 0.0
+_processor_s = [0.0, 0.0]
 
 
-_times = ProcessorTimes()
-
-
-def processor_times() -> ProcessorTimes:
-    """Returns the processor time of all programs so far."""
-    return dataclasses.replace(_times)
+def processor_times() -> tuple[float, float]:
+    """Returns the user and system time in seconds of all programs that were waited for."""
+    user_s, system_s = _processor_s
+    return user_s, system_s
 
 
 class Fork:
@@ -89,8 +81,7 @@ class Fork:
             is_done, _, _ = select.select([server.stdout], [], [], timeout_s)
             if not is_done:
                 os.kill(self.pid, signal.SIGKILL)
-            status, _times.user_s, _times.system_s = json.loads(server.stdout.readline())
-            self._status = int(status)
+            self._status, *_processor_s[:] = json.loads(server.stdout.readline())
             if not is_done:
                 return None
         return self._status
