@@ -1,7 +1,7 @@
 """Multi-node DiLoCo: every step averages gradients within a node, and rounds run between nodes."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,13 +21,6 @@ from training import build
 H = 4
 NODES = {"2 x 2": [0, 0, 1, 1], "uneven": [0, 1, 1, 0, 1], "2 x 4": [0, 0, 0, 0, 1, 1, 1, 1]}
 WAYS = ["DDP of all ranks", "DDP of a node"]
-OF_NODES: list[dist.ProcessGroup] = []  # kept alive until all ranks are done: see run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _forget_groups() -> Iterator[None]:
-    yield
-    OF_NODES.clear()
 
 
 class NodeTrainer(Trainer):
@@ -38,11 +31,8 @@ class NodeTrainer(Trainer):
         self.own_group = group
         if way == "DDP of a node":
             ranks = [rank for rank, on in enumerate(nodes) if on == node]
-            store = group.get_group_store()
-            number = store.add(f"trainers of rank {group.rank()}", 1)  # later tests use the same group
-            store = dist.PrefixStore(f"node {node} of trainer {number}", store)
+            store = dist.PrefixStore(f"node{node}", group.get_group_store())
             self.own_group = gloo_group(store, ranks.index(group.rank()), len(ranks), TIMEOUT)
-            OF_NODES.append(self.own_group)
             model = copy.deepcopy(model)
             with torch.no_grad():
                 model.last.weight.add_(node)
