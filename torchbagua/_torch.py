@@ -176,6 +176,11 @@ def num_collectives(group: dist.ProcessGroup) -> int:
 # DistributedDataParallel. Checked in 2.11 to 2.13.
 
 
+def remove_autograd_hooks(ddp: DistributedDataParallel) -> None:
+    """Have the reducer of a DDP do nothing in a later backward of its module, even if its last backward has failed."""
+    ddp.reducer._remove_autograd_hooks()
+
+
 def comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
     """Return DDP's list of hooks and their states: no public method tells whether a hook is registered.
 

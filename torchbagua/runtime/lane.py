@@ -308,6 +308,14 @@ class Lane:
         """Whether a job has raised."""
         return self._worker.failure is not None
 
+    def clear_failure(self) -> None:
+        """Release what the frames in the error's traceback refer to: those of the training loop refer to modules.
+
+        Jobs keep the error, and DDP's reducer keeps jobs, so that the garbage collector does not find the cycle.
+        """
+        if self._worker.failure is not None:
+            _clear_frames(self._worker.failure)
+
     @property
     def is_of_other_process(self) -> bool:
         """Whether this process was forked from the one with the lane's thread."""

@@ -26,6 +26,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -47,7 +48,7 @@ from torchbagua.runtime.optimizer_steps import unwrap
 from torchbagua.runtime.runner import AlgorithmImpl, Runner
 from torchbagua.runtime.weight_runner import WeightRunner
 from torchbagua.training.checks import TrainingSetup, check_arguments, mark_attached, warn_uncompressed
-from torchbagua.training.ddp import comm_hook, install_hook
+from torchbagua.training.ddp import abandon_ddp, comm_hook, install_hook
 from torchbagua.training.lint import install_gradient_lints, install_weight_lints, lint_arguments
 
 if TYPE_CHECKING:
@@ -159,7 +160,31 @@ class Attachment:
         self.runner.lane.check_process()
         self._end(failed=False)
 
-    def _end(self, *, failed: bool) -> None:
+    def abandon(self) -> None:
+        """Leave at once, as after a failure. The other ranks raise CommunicationError when they next communicate.
+
+        Not collective. Weights, buffers and optimizers remain as they are. If the module is a DistributedDataParallel,
+        it does nothing in a later backward, and its forward raises RuntimeError. To train on over other ranks, delete
+        all references to it, such as those in the traceback of a stored exception, wrap its module again, and attach.
+        While there is a reference, the forward of the new one raises RuntimeError, which names what refers to it.
+        Destroy the process group of the module too: other ranks may wait there, if DDP broadcasts buffers.
+
+        Call it on the training thread. After `detach`, it does nothing.
+
+        Raises:
+            RuntimeError: it was called within `averaged_weights`.
+        """
+        self._check_no_mean("abandon")
+        if not self._is_detached:
+            self.runner.process_group.private.abandon()
+            self._end(failed=True, is_abandoned=True)
+            for ddp in self._setup.ddps:
+                abandon_ddp(ddp)
+            self._setup = replace(self._setup, modules=self._setup.inners)  # refers to no DDP
+            self._weights = self._clock = None
+            self.runner.lane.clear_failure()
+
+    def _end(self, *, failed: bool, is_abandoned: bool = False) -> None:
         if self._is_detached or self.runner.lane.is_of_other_process:
             return
         self._is_detached = True
@@ -167,7 +192,7 @@ class Attachment:
             self._forgotten.detach()
         # Both must be determined before the final average of the weights.
         unused = [] if failed or self._clock is None else self._clock.unused_optimizers()
-        differ = failed and self._may_differ()
+        differ = failed and not is_abandoned and self._may_differ()
         with self._undo:
             if self._weights is not None and not failed:
                 self._weights.before_end()
@@ -451,6 +476,7 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None = None,
     observers: Sequence[Observer] = (),
     timeout: timedelta | None = None,
+    init_sync: bool = True,
 ) -> Attachment:
     """Attach an algorithm, which communicates a module's gradients or weights until you call `detach`. Collective.
 
@@ -488,6 +514,9 @@ def attach(
             CPU tensors it also bounds FSDP's own collectives. DDP's own collectives, for instance those that broadcast
             buffers, keep the group's timeout. The end of asynchronous averaging is not bounded: it waits for the ranks
             that are still training.
+        init_sync: as in DistributedDataParallel: whether a weight algorithm first broadcasts rank 0's parameters,
+            buffers and optimizer state, if the module is not a DistributedDataParallel. With False it sends nothing,
+            and you ensure that they are equal on all ranks. The same on all ranks. A gradient algorithm ignores it.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or ranks disagree on the algorithm, its arguments, the version
@@ -500,7 +529,8 @@ def attach(
         CommunicationError: a private group could not be opened.
         RuntimeError: the native library exists but cannot be loaded.
     """
-    setup = check_arguments(module, optimizer, algorithm, process_group, grad_scaler, observers, timeout)
+    arguments = module, optimizer, algorithm, process_group, grad_scaler, observers, timeout
+    setup = check_arguments(*arguments, init_sync=init_sync)
     return install(setup, process_group, observers, timeout)
 
 

@@ -68,6 +68,7 @@ class TrainingSetup:
         grad_scaler: the loop's GradScaler.
         sharding: FSDP2's part of the attachment; None if fully_shard was called on no part of the module.
         has_default_group: whether `attach` was given no process group.
+        init_sync: whether a weight algorithm makes weights, buffers and optimizers equal that no DDP has made equal.
     """
 
     modules: Sequence[torch.nn.Module]
@@ -76,6 +77,7 @@ class TrainingSetup:
     grad_scaler: torch.amp.GradScaler | None = None
     sharding: Sharding | None = None
     has_default_group: bool = False
+    init_sync: bool = True
 
     @cached_property
     def ddps(self) -> Sequence[DistributedDataParallel]:
@@ -260,6 +262,7 @@ class TrainingSetup:
             "the shapes and dtypes of buffers, as a digest": _digest(self.inner.buffers()),
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of modules that are a DistributedDataParallel": len(self.ddps),
+            "attach's argument init_sync": self.init_sync,
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
             "whether attach was given a replicate_group": self.replicate_group is not None,
             "attach's argument quantize_weights": repr(self.sharding and self.sharding.quantize_weights),
@@ -345,6 +348,8 @@ def check_arguments(
     observers: Sequence[Observer],
     timeout: timedelta | None,
     sharding: Sharding | None = None,
+    *,
+    init_sync: bool = True,
 ) -> TrainingSetup:
     """Check all arguments of attach and return them as a TrainingSetup.
 
@@ -372,12 +377,14 @@ def check_arguments(
     check_observers("attach", observers)
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
+    if not isinstance(init_sync, bool):
+        raise TypeError(f"attach: init_sync must be True or False, got {init_sync!r}")
     for each in modules:
         check_detached(each)
     if sharding is None and any(map(sharded_parts, modules)):
         # torchbagua.fsdp is above this package, and no training without sharded parts imports it.
         sharding = importlib.import_module("torchbagua.fsdp.attach_sharded").Sharding()
-    setup = TrainingSetup(modules, optimizers, algorithm, grad_scaler, sharding, process_group is None)
+    setup = TrainingSetup(modules, optimizers, algorithm, grad_scaler, sharding, process_group is None, init_sync)
     check_foreign_parameters(setup)
     if sharding is not None:
         sharding.check(setup)

@@ -5,10 +5,13 @@
 knows an optimizer only if `reify` was given one.
 """
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua import _concurrency
 from torchbagua._torch import (
+    active_ddp,
     comm_hooks_of,
     current_backward,
     queue_callback,
+    remove_autograd_hooks,
 )
 from torchbagua.observe.events import Timestamp
 from torchbagua.observe.tracer import Tracer
@@ -143,6 +148,44 @@ def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
         raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
     hooks[:] = [_Listed(hooks[0])]
     return trampoline
+
+
+def abandon_ddp(ddp: DistributedDataParallel) -> None:
+    """Have `ddp` do nothing in a later backward, and refuse its forward. Its module may be wrapped again without it."""
+    inner, old = ddp.module, weakref.ref(ddp)
+
+    def refuse(module: torch.nn.Module, inputs: Any) -> None:
+        if module is old():  # a shallow copy shares this hook
+            raise RuntimeError(
+                "torchbagua: this DistributedDataParallel was abandoned, since a rank failed; wrap its module again"
+            )
+
+    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+        if active_ddp() is None or module is not inner:
+            return
+        if old() is not None:
+            gc.collect()
+        if (kept := old()) is not None:
+            holders = sorted({_name_holder(each) for each in gc.get_referrers(kept) if each is not sys._getframe()})
+            raise RuntimeError(
+                "torchbagua: the module was wrapped again while its earlier DistributedDataParallel, which was "
+                f"abandoned, is still referenced by {' and '.join(holders) or 'a variable of a running function'}; "
+                "delete the references, which keep the memory of its buckets"
+            )
+        handle.remove()
+
+    remove_autograd_hooks(ddp)
+    ddp.register_forward_pre_hook(ModuleHook(refuse))
+    handle = inner.register_forward_pre_hook(ModuleHook(before_forward))
+
+
+def _name_holder(holder: Any) -> str:
+    if isinstance(holder, FrameType):
+        code = holder.f_code
+        return f"a variable of {code.co_name} ({code.co_filename}:{holder.f_lineno}), perhaps in a stored exception"
+    if isinstance(holder, dict) and "__name__" in holder:
+        return f"a global variable of {holder['__name__']}"
+    return f"an object of the class {type(holder).__name__}"
 
 
 class WaitTimer:

@@ -2,7 +2,7 @@
 
 Execution order of `install_weights`:
 
-1. All ranks get rank 0's weights and optimizer states, if no DDP has done so.
+1. All ranks get rank 0's weights and optimizer states, if no DDP has done so and the user has not excluded it.
 2. The runner creates its buckets.
 3. On several ranks, `DivergingWeights` watches loads of weights, the states of optimizers and running means.
 4. The DDPs send nothing any more: those that `attach` was given at once, others when they call a module (`OuterDdps`).
@@ -44,7 +44,7 @@ def install_weights(setup: TrainingSetup, runner: WeightRunner, undo: ExitStack)
     node_gradients = runner.open_node_gradients() if runner.open_node_gradients and global_ddps else None
     ignored = setup.ignored_names()
     unequal = [inner for module, inner in zip(setup.modules, setup.inners, strict=True) if module not in global_ddps]
-    if unequal:
+    if unequal and setup.init_sync:
         members = {id(tensor) for inner in unequal for _, tensor in named_tensors(inner)}
         own = [each for name, each in named_tensors(setup.inner) if name not in ignored and id(each) in members]
         broadcast_tensors(group.world, list(map(local_shard, own)), "the module")
