@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,7 +120,13 @@ def kill_marked(mark: str) -> None:
 
 @contextlib.contextmanager
 def _default_interrupt() -> Iterator[None]:
-    """Start processes with SIGINT's default: exec preserves that a signal is ignored, but not its handler."""
+    """Start processes with SIGINT's default: exec preserves that a signal is ignored, but not its handler.
+
+    Only the main thread can set it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,12 +1,13 @@
 """Applies every mutant of mutants.py to a copy of the repository, and prints which test finds it: `make mutants`.
 
-It runs the tests of `make test` until one fails: first the files that import the broken module, or names defined in it,
-directly or through a helper in tests/; then all other files; then 300 seeds of the simulation. A hang counts as found.
+It runs the tests of `make test` once as they are, and records which functions each file executes (executed.py). Of each
+mutant, it runs until a test fails: first the files that execute the broken function, then all others, then 300 seeds of
+the simulation. A hang counts as found.
 """
 
 import argparse
 import ast
-import math
+import json
 import os
 import re
 import shutil
@@ -15,8 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,9 +60,10 @@ class Run(NamedTuple):
     output: str
 
 
-def run(folder: Path, longest_s: float, *arguments: str) -> Run:
+def run(folder: Path, longest_s: float, *arguments: str, **variables: str) -> Run:
     """Run Python in a copy of the repository; then end the processes that it has started and left."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'benchmarks'}"}
+    paths = [folder, folder / "benchmarks", folder / "tests"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": folder, "env": environment}
     with tempfile.TemporaryFile("w+") as output:
         status = None
@@ -71,10 +74,9 @@ def run(folder: Path, longest_s: float, *arguments: str) -> Run:
         return Run(status, output.read())
 
 
-def run_tests(folder: Path, longest_s: float, tests: Sequence[str], num_processes: int) -> str | None:
+def run_tests(folder: Path, longest_s: float, tests: Sequence[str]) -> str | None:
     """Run tests until one fails. Return its id; None if none fails."""
-    parallel = ["-n", str(num_processes), "--dist", "worksteal"] if num_processes > 1 else ["-n", "0"]
-    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *parallel]
+    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-n", "0"]
     status, output = run(folder, longest_s, "-m", "pytest", *options, *tests)
     if status is None:
         return TIMEOUT
@@ -94,85 +96,75 @@ def run_simulation(folder: Path, longest_s: float) -> str | None:
     return f"simulation {found[1] if found else TIMEOUT if status is None else status}"
 
 
-class Imports(NamedTuple):
-    """What a file of tests/ refers to: modules, names of the package, and other files of tests/."""
-
-    modules: set[str]
-    names: set[str]
-    helpers: set[str]
-
-
-@cache
-def imports_of(path: Path) -> Imports:
-    """Return the imports of a file, and the attributes that it reads of imported modules of the package."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    modules, names, aliases = set[str](), set[str](), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-            aliases |= {
-                (alias.asname or alias.name).split(".")[0] for alias in node.names if "torchbagua" in alias.name
-            }
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            if node.module.startswith("torchbagua"):
-                names |= {alias.name for alias in node.names}
-                aliases |= {alias.asname or alias.name for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-            names.add(node.attr)
-    helpers = {module for module in modules if (ROOT / "tests" / f"{module}.py").is_file()}
-    return Imports(modules, names, helpers)
+def record_executed(folder: Path, longest_s: float, num_processes: int) -> dict[str, set[str]]:
+    """Run the tests of `make test`. Return the functions of the package that each file executes; see executed.py."""
+    with tempfile.TemporaryDirectory() as records:
+        options = ["-q", "-p", "executed", "-p", "no:cacheprovider", "-n", str(num_processes), "--dist", "worksteal"]
+        status, output = run(folder, longest_s, "-m", "pytest", *options, EXECUTED=records)
+        if status != 0:
+            sys.exit(f"the tests fail without a mutant:\n{output}")
+        executed: dict[str, set[str]] = {}
+        for path in Path(records).iterdir():
+            for file, places in json.loads(path.read_text()).items():
+                executed.setdefault(file, set()).update(places)
+        return executed
 
 
-def distance(path: Path, module: str, defined: set[str], above: frozenset[Path] = frozenset()) -> float:
-    """Return how many helpers are between a file and a module of the package; infinity if it does not use it."""
-    imports = imports_of(path)
-    is_user = any(name == module or name.startswith(f"{module}.") for name in imports.modules)
-    if is_user or imports.names & defined:
-        return 0
-    helpers = [ROOT / "tests" / f"{helper}.py" for helper in imports.helpers]
-    return 1 + min(
-        (distance(helper, module, defined, above | {path}) for helper in helpers if helper not in above),
-        default=math.inf,
-    )
+def broken_function(mutant: Mutant) -> str:
+    """Return the file of a mutant, and the first line of the innermost function that it breaks, if there is one."""
+    text = (ROOT / mutant.path).read_text(encoding="utf-8")
+    if mutant.package == "native":  # its callers run the kernels
+        return "torchbagua/native/"
+    line = text[: text.index(mutant.old)].count("\n") + 1 + (len(mutant.old) - len(mutant.old.lstrip("\n")))
+    functions = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    if not functions:
+        return f"{mutant.path}:"
+    innermost = max(functions, key=lambda node: node.lineno)
+    return f"{mutant.path}:{min([innermost.lineno, *(each.lineno for each in innermost.decorator_list)])}"
 
 
-def files_in_stages(mutant: Mutant) -> tuple[list[str], list[str]]:
-    """Return the test files that use the broken module, those named after it and the nearest first, and all others."""
-    module, defined = "torchbagua.native", set[str]()  # tests call native operations by torch.ops
-    if mutant.package != "native":
-        module = ".".join(mutant.path.with_suffix("").parts)
-        tree = ast.parse((ROOT / mutant.path).read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    paths = set((ROOT / "tests").glob("test_*.py")) - {ROOT / "tests/test_mutants.py"}  # a mutant does not apply twice
-    namesakes = {path for path in paths if mutant.path.stem.replace("_", "") in path.stem.replace("_", "")}
-    using: list[Path] = []
-    while not using:  # no test imports some modules, so that those of their package come first
-        distances = {path: distance(path, module, defined) for path in sorted(paths)}
-        using = [path for path in distances if distances[path] < math.inf or path in namesakes]
-        module = module.rpartition(".")[0]
-    using.sort(key=lambda path: (path not in namesakes, distances[path]))
-    others = [path for path in distances if path not in using]
-    return [str(path.relative_to(ROOT)) for path in using], [str(path.relative_to(ROOT)) for path in others]
+def files_in_stages(mutant: Mutant, executed: dict[str, set[str]]) -> tuple[list[str], list[str]]:
+    """Return the test files that execute the broken function, namesakes and special ones first, and all others."""
+    function = broken_function(mutant)
+    if not any(function in places for places in executed.values()):  # none in this process: take those of the module
+        function = function.partition(":")[0]
+    using = [
+        file
+        for file, places in executed.items()
+        if function in places or (":" not in function and any(place.startswith(function) for place in places))
+    ]
+    stem = ("native" if mutant.package == "native" else mutant.path.stem).replace("_", "")
+    using.sort(key=lambda file: (stem not in file.replace("_", ""), len(executed[file])))
+    tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py")}
+    return using, sorted(tests - {*using, "tests/test_mutants.py"})  # a mutant does not apply twice
 
 
-def find(mutant: Mutant, longest_s: float, num_processes: int, *, is_quick: bool) -> str | None:
-    """Return what finds a mutant; None if nothing does."""
-    using, others = files_in_stages(mutant)
+def find(
+    mutant: Mutant, executed: dict[str, set[str]], longest_s: float, *, is_quick: bool
+) -> tuple[str | None, float]:
+    """Return what finds a mutant, or None if nothing does, and the seconds."""
+    start_s = time.monotonic()
+    using, others = files_in_stages(mutant, executed)
     with copy_of_repository(mutant) as folder:
-        found = run_tests(folder, longest_s, using, num_processes)
+        found = run_tests(folder, longest_s, using)
         if found is None and not is_quick:
-            found = run_tests(folder, longest_s, others, num_processes) or run_simulation(folder, longest_s)
-        return found
+            found = run_tests(folder, longest_s, others) or run_simulation(folder, longest_s)
+    return found, time.monotonic() - start_s
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names, or beginnings of names or files")
     parser.add_argument("--list", action="store_true", help="list the mutants")
-    parser.add_argument("--quick", action="store_true", help="run only the tests that use the broken module")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="tests at a time (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="run only the tests that execute the broken function")
+    parser.add_argument("--processes", type=int, default=3, metavar="N", help="mutants at a time (default: 3)")
+    parser.add_argument(
+        "--executed", type=Path, metavar="FILE", help="write there what test files execute, or read it if it is there"
+    )
     # A test that hangs ends its process after four minutes, see faulthandler_timeout. This ends what is left.
     parser.add_argument(
         "--longest", type=float, default=2400, metavar="S", help="a longer run of tests counts as a hang"
@@ -188,15 +180,19 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.name:{width}}  {mutant.path}")
         return 0
-    survivors, is_sound = [], cache(lambda test: run_tests(clean, options.longest, [test], 1) is None)
-    print(f"{'mutant':{width}}  {'file':{file_width}}  seconds  found by")
-    with copy_of_repository() as clean:
-        for mutant in tqdm(mutants, disable=None):
-            start_s = time.monotonic()
-            found = find(mutant, options.longest, options.processes, is_quick=options.quick)
+    survivors, is_sound = [], cache(lambda test: run_tests(clean, options.longest, [test]) is None)
+    with copy_of_repository() as clean, ThreadPoolExecutor(options.processes) as pool:
+        if options.executed is not None and options.executed.exists():
+            executed = {file: {*places} for file, places in json.loads(options.executed.read_text()).items()}
+        else:
+            executed = record_executed(clean, options.longest, options.processes)
+        if options.executed is not None:
+            options.executed.write_text(json.dumps({file: sorted(places) for file, places in executed.items()}))
+        print(f"{'mutant':{width}}  {'file':{file_width}}  seconds  found by")
+        results = pool.map(partial(find, executed=executed, longest_s=options.longest, is_quick=options.quick), mutants)
+        for mutant, (found, seconds) in zip(mutants, tqdm(results, total=len(mutants), disable=None), strict=True):
             if found is None:
                 survivors.append(mutant)
-            seconds = time.monotonic() - start_s
             tqdm.write(f"{mutant.name:{width}}  {mutant.path!s:{file_width}}  {seconds:7.0f}  {found or 'NOTHING'}")
             if found is not None and "::" in found and not is_sound(found):
                 sys.exit(f"make mutants: {found} fails without a mutant too; mend that first")

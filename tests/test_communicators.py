@@ -133,9 +133,10 @@ class FailsOnce(GlooTransport):
 
 def test_a_failed_collective_closes_the_group_and_later_errors_repeat_the_first() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=FailsOnce)
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=FailsOnce, global_ranks=[4])
         own.open()
-        first = "^torchbagua: the first over the world group failed on rank 0: Connection closed by peer; a rank has"
+        where = r"the first over the world group failed on rank 0 \(global rank 4\)"
+        first = f"^torchbagua: {where}: Connection closed by peer; a rank has"
         with pytest.raises(tb.CommunicationError, match=first):
             own.world.all_reduce(torch.ones(1), "the first", list)
         for purpose in ("the first", "another"):
