@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 import torch
@@ -100,22 +99,6 @@ def test_alongside_a_collective_of_another_thread() -> None:
         assert means == [float(SIZE * step) for step in range(num_steps)]
 
     run_ranks(SIZE, body)
-
-
-def test_a_missing_rank_is_named() -> None:
-    failed = threading.Barrier(3)
-
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=1))
-        twin = own.world.silent_twin()
-        if own.rank != 1:
-            gather = ExactGather(twin, range(3), own.nodes, "the rows")
-            match = rf"all_gather of the rows over the world group failed on rank {own.rank} .* rank 1: "
-            with pytest.raises(tb.CommunicationError, match=match):
-                gather(make_result(own.rank, range(3), 3, torch.float32))
-        failed.wait()
-
-    run_ranks(3, body)
 
 
 def test_a_group_closed_by_a_failure_raises_it_on_all_threads() -> None:

@@ -5,7 +5,6 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -116,34 +115,15 @@ def test_an_operation_that_raises_fails_the_other_ranks_at_once(cls: type[SignSG
     assert max(run_ranks(2, body)) < 10
 
 
-def refused_impl(call: Callable[[Any], object]) -> tb.Algorithm:
-    class RefusedImpl(SignSGDImpl):
-        def __init__(self, runner: tb.extend.Runner) -> None:
-            super().__init__(runner)
-            call(self)
-
-    class Refused(tb.Algorithm):
-        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
-            return RefusedImpl(runner)
-
-    return Refused()
-
-
-def test_a_gradient_algorithm_cannot_average_weights() -> None:
-    message = "Refused's impl averages weights, because it calls runner.average, but Refused.averages_weights is False"
-    with pytest.raises(TypeError, match=message):
-        run_ranks(1, refused_impl(lambda impl: impl.runner.average(None)).reify)
-
-
 def test_the_defaults_of_a_gradient_algorithm_have_no_weights() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        impl = refused_impl(lambda impl: None).reify(group).impl
+        impl = SignSGDAlgorithm().reify(group).impl
         assert not impl.need_reset()
         assert not impl.finish()
         with impl.averaged_weights():
             pass
         impl.weights_loaded({})
-        with pytest.raises(TypeError, match="RefusedImpl is a gradient algorithm, so DDP provides its tensors"):
+        with pytest.raises(TypeError, match="SignSGDImpl is a gradient algorithm, so DDP provides its tensors"):
             impl.init_tensors(torch.nn.Linear(1, 1))
         impl.runner.close()
 
@@ -170,32 +150,20 @@ class Forgetful(tb.Algorithm):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: run_ranks(1, lambda group: Forgetful().reify(group)),
-            TypeError,
-            "Forgetful.make_impl must return an AlgorithmImpl, got None",
-        ),
-        (
-            lambda: tb.extend.register("five", 5),
-            TypeError,
-            "register: algorithm must be a class or a function that returns one, got 5",
-        ),
+        (lambda: run_ranks(1, Forgetful().reify), TypeError, "Forgetful.make_impl must return an AlgorithmImpl, got N"),
+        (lambda: tb.extend.register("five", 5), TypeError, "register: algorithm must be a class or a .* one, got 5"),
         (lambda: tb.extend.register(3, SignSGDAlgorithm), TypeError, "register: name must be a string, got 3"),
         (
             lambda: tb.extend.register("bytegrad", SignSGDAlgorithm),
             ValueError,
-            "an algorithm named 'bytegrad' is already registered",
+            "'bytegrad' is already registered",
         ),
-        (
-            lambda: tb.Algorithm.init("bytegrade"),
-            KeyError,
-            r"no algorithm is named 'bytegrade'; .*\[.*'bytegrad', 'compressed_allreduce'",
-        ),
+        (lambda: tb.Algorithm.init("bytegrade"), KeyError, r"'bytegrade'; .*\[.*'bytegrad', 'compressed_allreduce'"),
         (lambda: tb.ByteGrad(average="no"), TypeError, "ByteGradAlgorithm: average must be True or False, got 'no'"),
         (
             lambda: tb.GradientAllReduce(hierarchical=None),
             TypeError,
-            "GradientAllReduceAlgorithm: hierarchical must be True or False, got None",
+            "hierarchical must be True or False, got None",
         ),
     ],
 )
@@ -204,13 +172,8 @@ def test_wrong_algorithms_are_refused(call: Callable[[], object], error: type[Ex
         call()
 
 
-def test_registry() -> None:
-    assert {"bytegrad", "gradient_allreduce"} <= set(tb.available_algorithms())
-    assert tb.Algorithm.init("bytegrad", hierarchical=False) == tb.ByteGradAlgorithm(hierarchical=False)
-
-
 def test_descriptions_are_values() -> None:
-    algorithm = tb.ByteGradAlgorithm(block=64)
+    algorithm = tb.Algorithm.init("bytegrad", block=64)
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
     assert repr(algorithm) == "ByteGradAlgorithm(hierarchical=True, average=True, block=64, error_feedback=False)"
     with pytest.raises(AttributeError):
