@@ -136,12 +136,18 @@ def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: floa
         tb.DecentralizedAlgorithm(),
         tb.DecentralizedAlgorithm(True, "shift_one"),
         tb.LowPrecisionDecentralizedAlgorithm(),
+        tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+        tb.LocalSGDAlgorithm(1),
     ],
-    ids=["all", "shift_one", "low precision"],
+    ids=["all", "shift_one", "low precision", "diloco", "local sgd"],
 )
 def test_a_group_of_one_changes_nothing(device: torch.device, algorithm: tb.Algorithm) -> None:
     model = build(Normed).to(device)
-    (trace,) = run_ranks(1, lambda group: train(group, model, algorithm), device=device)
+
+    def reload(trainer: Trainer, attachment: tb.Attachment) -> None:
+        attachment.load_state_dict(attachment.state_dict())
+
+    (trace,) = run_ranks(1, lambda group: train(group, model, algorithm, after_step=reload), device=device)
     check_unchanged(trace)
 
 
