@@ -123,7 +123,7 @@ COLD = "low rank, cold"  # its results depend on the number of backward passes
 def make_q_adam(parameters: Sequence[nn.Parameter]) -> tb.QAdamOptimizer:
     """Return an optimizer whose parameters end their warm-ups after one and after two steps."""
     groups = [{"params": parameters[i::2], "warmup_steps": 1 + i} for i in range(2)]
-    return tb.QAdamOptimizer(groups, lr=0.01, betas=(BETA1, 0.99))
+    return tb.QAdamOptimizer(groups, lr=0.01, betas=(BETA1, 0.99), fused=True)  # a fused Adam would skip steps itself
 
 
 def in_full_precision(flat: torch.Tensor, group: tb.BaguaProcessGroup) -> None:
