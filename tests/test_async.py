@@ -93,19 +93,6 @@ def test_weights_are_averaged_again_after_a_load() -> None:
     run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
 
 
-def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
-    """A rank that has run out of data contributes its weights in detach, until all ranks are done."""
-
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> int:
-        for _ in range((2, 12)[rank]):
-            trainer.step()
-            time.sleep(0.005)
-        return attachment.impl.num_rounds
-
-    rounds = run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=5))
-    assert rounds[1] > rounds[0]
-
-
 def test_a_rank_that_aborts_alone_in_the_warm_up() -> None:
     model = build(Normed)
 
@@ -303,25 +290,15 @@ def test_a_rank_that_is_waited_for_long_is_named() -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         trainer.step()
         if rank == 1:
-            time.sleep(2)
+            time.sleep(4)
             attachment.impl.abort(trainer.ddp)
-        else:
-            with pytest.warns(RuntimeWarning, match="abort has waited longer than the timeout of 1 s for rank 1"):
-                attachment.impl.abort(trainer.ddp)
-
-    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
-
-
-def test_averaged_weights_on_one_rank_alone_raises_after_the_timeout() -> None:
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
-        trainer.step()
-        if rank == 0:
-            late = "averaged_weights has waited longer than the timeout of 1 s for rank 1; all ranks must enter it"
-            with pytest.raises(tb.CommunicationError, match=late), attachment.averaged_weights():
-                pass
-            trainer.step()  # averaging continues
-        else:
-            time.sleep(2)
+            return
+        late = "averaged_weights has waited longer than the timeout of 1 s for rank 1; all ranks must enter it"
+        with pytest.raises(tb.CommunicationError, match=late), attachment.averaged_weights():
+            pass
+        trainer.step()  # averaging continues
+        with pytest.warns(RuntimeWarning, match="abort has waited longer than the timeout of 1 s for rank 1"):
+            attachment.impl.abort(trainer.ddp)
 
     run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
 

@@ -1,14 +1,11 @@
 """Decentralized algorithms: steps are bitwise equal to the one-process oracle's, and replicas to their originals."""
 
-import copy
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import oracle
 import torchbagua as tb
@@ -149,34 +146,3 @@ def test_a_group_of_one_changes_nothing(device: torch.device, algorithm: tb.Algo
 
     (trace,) = run_ranks(1, lambda group: train(group, model, algorithm, after_step=reload), device=device)
     check_unchanged(trace)
-
-
-@pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, [0, 0, 1, 1]), (3, None)])
-def test_a_ring_of_two_has_a_single_replica_for_both_neighbours(size: int, nodes: Sequence[int] | None) -> None:
-    """It is saved and loaded as two replicas, as in any ring."""
-    module = build(lambda: nn.Linear(40, 30))
-
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, nodes=nodes)
-        trained = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        data = torch.Generator().manual_seed(group.rank())
-        with tb.attach(trained, optimizer, "low_precision_decentralized", process_group=own) as attachment:
-            for _ in range(3):
-                optimizer.zero_grad()
-                trained(torch.randn(4, 40, generator=data)).square().sum().backward()
-                optimizer.step()
-            (bucket,) = attachment.runner.weights
-            is_ring_of_two = size == 2 or nodes is not None
-            assert (bucket.replicas.left is bucket.replicas.right) == is_ring_of_two
-            state = attachment.state_dict()
-            replicas = state["impl"]
-            for name, left in replicas["left"].items():
-                assert torch.equal(left, replicas["right"][name]) == is_ring_of_two
-            bucket.replicas.left.zero_()
-            attachment.load_state_dict(state)
-            for side in ("left", "right"):
-                for name, part in bucket.named(getattr(bucket.replicas, side)).items():
-                    assert torch.equal(part, replicas[side][name])
-
-    run_ranks(size, body)

@@ -6,7 +6,6 @@ The first tests compare averaged gradients with the oracle. The others are cases
 import copy
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -198,12 +197,12 @@ EACH = pytest.mark.parametrize("name", NAMES)
 
 
 class Loop:
-    """One rank's training with an algorithm attached."""
+    """One rank's training with an algorithm attached, from the table or given."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        name: str,
+        algorithm: str | tb.Algorithm,
         model: nn.Module = TOWER,
         *,
         nodes: Sequence[int] | None = None,
@@ -215,7 +214,7 @@ class Loop:
     ) -> None:
         self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
         self.named = {n: parameter for n, parameter in self.ddp.module.named_parameters() if parameter.requires_grad}
-        make = make_q_adam if name == "QAdam" else partial(torch.optim.SGD, lr=lr)
+        make = make_q_adam if algorithm == "QAdam" else partial(torch.optim.SGD, lr=lr)
         shares = [list(self.named.values())[i::num_optimizers] for i in range(num_optimizers)]
         self.optimizers: list[torch.optim.Optimizer] = list(map(make, shares))
         self.scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=scale or 1, growth_interval=2)
@@ -224,7 +223,7 @@ class Loop:
         self.attachment = tb.attach(
             self.ddp,
             self.optimizers,
-            ALGORITHMS[name](self.optimizers[0]),
+            ALGORITHMS[algorithm](self.optimizers[0]) if isinstance(algorithm, str) else algorithm,
             process_group=None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes),
             grad_scaler=None if scale is None else self.scaler,
             observers=observers,
@@ -635,15 +634,14 @@ def test_a_second_synchronized_backward_with_momentum_is_refused() -> None:
                 loop.backward()  # without effect: it is cleared
             loop.ddp.zero_grad()
             loop.backward()
-            with pytest.raises(RuntimeError) as raised:
+            # A slower rank may first notice that the other one has closed its groups.
+            with pytest.raises(
+                RuntimeError, match=r"one synchronized backward pass.* under ddp\.no_sync|by peer"
+            ) as raised:
                 loop.backward()
         return str(raised.value)
 
-    errors = run_ranks(2, body)
-    # A slower rank may first notice that the other one has closed its groups.
-    refusal = r"one synchronized backward pass.* under ddp\.no_sync|by peer"
-    assert all(re.search(refusal, error) for error in errors)
-    assert any("under ddp.no_sync" in error for error in errors)
+    assert any("under ddp.no_sync" in error for error in run_ranks(2, body))
 
 
 def test_residuals_are_sent_once_after_a_load() -> None:
@@ -756,10 +754,13 @@ def test_states_that_do_not_fit_are_refused() -> None:
                 ({"sent": zeros, "mean": {}}, others),
                 ({"sent": [1], "mean": [1]}, others),
                 ({"sent": {"layers.0.weight": 1.0}, "mean": zeros}, others),
-                ({"odd": 1}, r"must have the keys \['mean', 'num_ranks', 'rank', 'sent'\], got .*'odd'"),
             ):
                 with pytest.raises(ValueError, match=message):
                     runner.load_state_dict({**state, **changes})
+            with pytest.raises(
+                ValueError, match=r"the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['rank'\]"
+            ):
+                runner.load_state_dict({"rank": loop.rank})
             assert same(loop.everything(), before)
             named = list(loop.named.items())[loop.rank : loop.rank + 1]
             values = {name: torch.zeros_like(parameter) for name, parameter in named}

@@ -108,29 +108,6 @@ def test_switching_within_a_run(name: str) -> None:
         assert_same_weights(weights)
 
 
-def test_forward_and_backward_inside_the_optimizers_step() -> None:
-    """Lightning does this, with a closure: the weights are bitwise equal."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
-        expected = train(group, model, tb.DecentralizedAlgorithm(), num_steps=4).final
-        trainer = Trainer(group, model)
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()):
-            for _ in range(4):
-
-                def closure() -> torch.Tensor:
-                    trainer.optimizer.zero_grad()
-                    loss = trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum()
-                    loss.backward()
-                    return loss
-
-                trainer.optimizer.step(closure)
-        return expected, weights_of(trainer.module)
-
-    for expected, with_closure in run_ranks(2, body):
-        assert_same_weights([expected, with_closure])
-
-
 @EVERY
 def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
     """An attention mask, for example. A round with it is valid."""

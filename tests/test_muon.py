@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, assert_same_weights, check_resume, train, weights_of
+from averaging import Normed, Trace, Trainer, assert_same_weights, train, weights_of
 from diloco_oracle import check_rounds, fragments_of
 from ranks import run_ranks
 from training import build
@@ -53,16 +53,6 @@ def test_rounds_equal_the_oracle(
         is_after_round = delay == 0 and step % 3 == 0
         for name in ("first.weight", "first.bias"):  # of Muon, and of AdamW
             assert torch.equal(first[name], second[name]) == is_after_round, (step, name)
-
-
-def test_a_run_resumes_bit_for_bit() -> None:
-    """With a round in flight; `rank_state_dict` contains the state of both optimizers."""
-    model, algorithm = build(Normed), tb.DiLoCoAlgorithm(3, delay=2)
-
-    def body(group: dist.ProcessGroup) -> None:
-        check_resume(group, model, algorithm, algorithm, 4, lr=0.01, make_optimizers=make_muon_and_adamw)
-
-    run_ranks(2, body)
 
 
 def make_with_reversed_parameters(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:

@@ -19,7 +19,7 @@ import torchbagua as tb
 from averaging import Normed, Trace, Trainer, Weights, assert_same_weights, stacked, train, weights_of
 from components import running
 from documentation import names_in
-from ranks import leave_by_exception, run_ranks
+from ranks import run_ranks
 from torchbagua.codecs import MinMaxUInt8
 from training import Wide, build
 
@@ -79,23 +79,6 @@ def test_the_overlapped_mean_equals_the_built_in_algorithm() -> None:
             assert_same_weights([weights, reference_weights])
         assert_same_weights([last, reference_last])
         assert_same_weights([final, reference_final])
-
-
-def test_ranks_out_of_step_raise() -> None:
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, copy.deepcopy(model))
-        attachment = tb.attach(trainer.ddp, trainer.optimizer, LocalSGD(1))
-        if group.rank():
-            attachment.impl.step += 1
-        with pytest.raises(
-            tb.CommunicationError, match=r"out of step in a round: .* steps: rank 0 has 1, rank 1 has 2"
-        ):
-            trainer.step()
-        leave_by_exception(attachment)
-
-    run_ranks(2, body)
 
 
 # An algorithm with its own tensors, buckets and hook, as Bagua's users write them.

@@ -4,9 +4,7 @@ The test fakes the streams, and gloo sends the gradients.
 """
 
 import copy
-import gc
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -186,19 +184,3 @@ def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monk
         return bool(runner.lane.has_failed)
 
     assert run_ranks(2, body) == [False, False]
-
-
-def test_the_optimizer_does_not_keep_a_deleted_runner_alive() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = tb.QAdamOptimizer([parameter])
-        runner = tb.QAdamAlgorithm(optimizer).reify(group)
-        runner.impl._agreement.compare(torch.device("cpu"))  # from now on, it is notified of steps
-        forgotten = weakref.ref(runner.impl._agreement)
-        del runner
-        gc.collect()
-        assert forgotten() is None
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-
-    run_ranks(1, body)

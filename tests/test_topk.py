@@ -15,56 +15,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from test_error_feedback import Loop
 from training import Tower, build
 
 MOMENTUM = 0.75
 TOWER = build(Tower)
 
 
-class Loop:
-    """One rank's training with SGD; without an algorithm, in full precision."""
-
-    def __init__(self, group: dist.ProcessGroup, algorithm: tb.Algorithm | None, momentum: float = 0.0) -> None:
-        self.ddp = DistributedDataParallel(copy.deepcopy(TOWER), process_group=group)
-        self.named = dict(self.ddp.module.named_parameters())
-        self.optimizer = torch.optim.SGD(self.named.values(), lr=0.01, momentum=momentum)
-        self.data = torch.Generator().manual_seed(group.rank())
-        self.recorder = tb.observe.Recorder()
-        if algorithm is not None:
-            self.attachment = tb.attach(self.ddp, self.optimizer, algorithm, observers=[self.recorder])
-
-    def backward(self) -> None:
-        self.optimizer.zero_grad()
-        self.ddp(torch.randn(6, 10, generator=self.data), 0).square().sum().backward()
-
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-
-
 def test_the_momentum_of_a_single_rank_is_that_of_sgd() -> None:
     """Bitwise, with nothing sent. Halfway, another attachment loads the state."""
 
     def body(group: dist.ProcessGroup) -> None:
-        expected, first = Loop(group, None, MOMENTUM), Loop(group, tb.TopKAlgorithm(momentum=MOMENTUM))
-        with first.attachment:
-            for _ in range(3):
-                expected.step()
-                data = first.data.get_state()
-                first.backward()  # whose gradients are cleared
-                first.data.set_state(data)
-                first.step()
-            state = copy.deepcopy(first.attachment.state_dict())
-        second = Loop(group, tb.TopKAlgorithm(0.1, momentum=MOMENTUM, warmup_steps=2))
-        second.ddp.load_state_dict(first.ddp.state_dict())
-        second.data = first.data
-        with second.attachment:
-            second.attachment.load_state_dict(state)
-            for _ in range(3):
-                expected.step()
-                second.step()
-        assert all(map(torch.equal, second.ddp.parameters(), expected.ddp.parameters()))
-        assert first.recorder.bytes_sent == second.recorder.bytes_sent == 0
+        recorder, state = tb.observe.Recorder(), {}
+        expected, data = copy.deepcopy(TOWER), torch.Generator().manual_seed(1000)
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.01, momentum=MOMENTUM)
+        first = Loop(group, tb.TopKAlgorithm(momentum=MOMENTUM), lr=0.01, observers=[recorder])
+        second = Loop(group, tb.TopKAlgorithm(0.1, momentum=MOMENTUM, warmup_steps=2), lr=0.01, observers=[recorder])
+        for loop in (first, second):
+            with loop.attachment:
+                if loop is second:
+                    second.ddp.load_state_dict(first.ddp.state_dict())
+                    second.data = first.data
+                    second.attachment.load_state_dict(state)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    expected(torch.randn(6, 10, generator=data), 0).square().sum().backward()
+                    optimizer.step()
+                    before = loop.data.get_state()
+                    loop.backward()  # whose gradients are cleared
+                    loop.data.set_state(before)
+                    loop.step()
+                state |= copy.deepcopy(loop.attachment.state_dict())
+        assert all(map(torch.equal, second.ddp.parameters(), expected.parameters()))
+        assert recorder.bytes_sent == 0
 
     run_ranks(1, body)
 
