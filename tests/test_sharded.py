@@ -95,7 +95,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 NOT_SUPPORTED = (
     r"\w+Algorithm does not support modules on which fully_shard was called; "
-    "ByteGradAlgorithm and CompressedAllReduceAlgorithm and OwnAlgorithm do$"
+    "ByteGradAlgorithm and CompressedAllReduceAlgorithm do$"
 )
 NEEDS_REPLICAS = r"Algorithm averages weights .* replicate_group=.* or CompressedAllReduce"
 
@@ -197,7 +197,6 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before ranks communicate: other ranks may not refuse, and would wait for this rank."""
-    monkeypatch.setattr(base, "_REGISTRY", {**base._REGISTRY, "own": OwnAlgorithm})
     module = make()
     optimizer = optimizer_of(module)
     if algorithm == "q_adam":
@@ -224,13 +223,20 @@ def test_refused_types(algorithm: tb.Algorithm | str, options: dict[str, Any], m
         tb.fsdp.attach(module, optimizer_of(module), algorithm, **options)
 
 
+def test_the_refusal_names_algorithms_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    tb.extend.register("own", OwnAlgorithm)
+    module = sharded()
+    with pytest.raises(ValueError, match=r"ByteGradAlgorithm and CompressedAllReduceAlgorithm and OwnAlgorithm do$"):
+        tb.attach(module, optimizer_of(module), "powersgd")
+
+
 def test_micro_steps_without_an_all_reduce() -> None:
     """Discarded ones are in no mean, all must reach the same parameters, and a warning reports those that are lost."""
     module = sharded()
     optimizer = optimizer_of(module)
-    attachment = tb.fsdp.attach(
-        module, optimizer, tb.CompressedAllReduceAlgorithm(None), replicate_group=dist.group.WORLD
-    )
+    full = tb.CompressedAllReduceAlgorithm(None)
+    first = tb.fsdp.attach(module, optimizer, full, replicate_group=dist.group.WORLD)
 
     def backward(value: float, *, reduces: bool) -> None:
         module.set_requires_all_reduce(reduces)
@@ -242,13 +248,17 @@ def test_micro_steps_without_an_all_reduce() -> None:
     backward(1.0, reduces=True)
     assert module[1].bias.grad.full_tensor().tolist() == [1.0, 1.0]
     backward(1.0, reduces=False)
+    with pytest.warns(RuntimeWarning, match="accumulated with set_requires_all_reduce.False. are lost"):
+        first.detach()
+    (param_group,) = fsdp_param_groups(module)
+    assert fsdp_all_reduce_hook(param_group) is None
+    second = tb.fsdp.attach(module, optimizer, full, replicate_group=dist.group.WORLD)
+    optimizer.zero_grad()
+    backward(1.0, reduces=False)
     module[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"must reach the same parameters, got 0.bias, 1.weight, 1.bias after 0.wei"):
         backward(1.0, reduces=True)
-    with pytest.warns(RuntimeWarning, match="accumulated with set_requires_all_reduce.False. are lost"):
-        attachment.detach()
-    (param_group,) = fsdp_param_groups(module)
-    assert fsdp_all_reduce_hook(param_group) is None
+    second.detach()
 
 
 @pytest.mark.parametrize(
