@@ -23,26 +23,6 @@ from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_param_groups, fsdp_redu
 from torchbagua.fsdp.collectives import BoundedGather
 
 
-def scale_gradients() -> None:
-    """All ranks skip the step if only the shard of rank 0 contains an Inf."""
-    rank = dist.get_rank()
-    module = fully_shard(nn.Linear(10, 37))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with tb.attach(module, optimizer, BYTEGRAD, grad_scaler=scaler):
-        for step in range(3):
-            optimizer.zero_grad()
-            weights = torch.ones(37)
-            weights[0] = torch.inf if step == 1 and rank == dist.get_world_size() - 1 else 1.0
-            before = module.weight.full_tensor().clone()
-            scaler.scale((module(torch.ones(1, 10)) * weights).sum()).backward()
-            assert bool(module.weight.grad.to_local().isnan().any()) == (step == 1 and rank == 0)
-            scaler.step(optimizer)
-            scaler.update()
-            assert torch.equal(before, module.weight.full_tensor()) == (step == 1)
-            assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
-
-
 def change_the_divisor() -> None:
     """The sum is divided by the factor of the step, also if it changes while the algorithm is attached."""
     size = dist.get_world_size()
@@ -388,7 +368,6 @@ def use_different_branches_of_replicas(way: str) -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     "branches": use_different_branches,
-    "scaled": scale_gradients,
     "another divisor": change_the_divisor,
     "gathered": gather_weights,
     "gathered exactly": gather_exactly,

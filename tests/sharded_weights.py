@@ -302,23 +302,26 @@ def average_in_background(mesh: DeviceMesh) -> None:
     assert all(same_on_replicas(mesh, value) for value in values_of(trainer).values())
 
 
-def skip_together(mesh: DeviceMesh) -> None:
-    """All ranks skip the step if one shard of one replica has an Inf."""
-    replica, own = mesh["replicas"].get_local_rank(), mesh["shards"].get_local_rank()
-    module = fully_shard(nn.Linear(8, 37), mesh=mesh["shards"])
+def skip_together(mesh: DeviceMesh | None = None) -> None:
+    """All ranks skip the step if one shard, of one replica, has an Inf; without replicas, gradients are averaged."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = fully_shard(nn.Linear(8, 37), mesh=None if mesh is None else mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    replicas = mesh["replicas"].get_group()
-    with tb.fsdp.attach(module, optimizer, "decentralized", grad_scaler=scaler, replicate_group=replicas):
+    replicas = None if mesh is None else mesh["replicas"].get_group()
+    overflowing, holder = (size - 1, 0) if mesh is None else (3, 2)  # the ranks with the Inf, and with its shard
+    algorithm = tb.ByteGradAlgorithm(block=BLOCK) if mesh is None else "decentralized"
+    with tb.fsdp.attach(module, optimizer, algorithm, grad_scaler=scaler, replicate_group=replicas):
         for step in range(3):
             optimizer.zero_grad()
             weights = torch.ones(37)
-            weights[0] = torch.inf if step == 1 and replica == 1 else 1.0
+            weights[0] = torch.inf if step == 1 and rank == overflowing else 1.0
             before = whole(module.weight)
-            scaler.scale((module(data_of(step, replica, own)) * weights).mean()).backward()
+            scaler.scale((module(data_of(step, rank // 2, rank % 2)) * weights).mean()).backward()
             has_inf = not bool(module.weight.grad.to_local().isfinite().all())
-            assert has_inf == (step == 1 and replica == 1 and own == 0)
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e3)
+            assert has_inf == (step == 1 and rank == holder)
+            if mesh is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1e3)
             scaler.step(optimizer)
             scaler.update()
             assert torch.equal(before, whole(module.weight)) == (step == 1)
@@ -448,6 +451,7 @@ def on_two_meshes(check: Callable[[DeviceMesh], None]) -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
+    "scaled": skip_together,
     **{f"averaged weights: {name}": partial(on_two_meshes, check) for name, check in OF_TWO_MESHES.items()},
     "averaged weights: checkpoint": partial(checkpoint, tb.DiLoCoAlgorithm(inner_steps=2), (2, 2), (4, 1)),
     "checkpoint": partial(checkpoint, tb.ByteGradAlgorithm(), (1, 4), (2, 2)),

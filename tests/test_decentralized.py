@@ -112,19 +112,15 @@ def check_low_precision(
     assert_same_weights([trace.final for trace in traces])
 
 
-@pairwise(size=[2, 3, 4], interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
-def test_low_precision(size: int, interval: int, bucket_cap_mb: float) -> None:
+@pairwise(
+    ranks=[(2, None), (3, None), (4, None), *((len(nodes), nodes) for nodes in NODES.values())],
+    interval=INTERVALS,
+    bucket_cap_mb=BUCKET_CAPS_MB,
+)
+def test_low_precision(ranks: tuple[int, list[int] | None], interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
-    model = build(Normed)
-    check_low_precision(run_ranks(size, lambda group: train(group, model, algorithm)), interval, None)
-
-
-@pairwise(nodes=list(NODES), interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
-def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: float) -> None:
-    algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
-    model, node_of_rank = build(Normed), NODES[nodes]
-    traces = run_ranks(len(node_of_rank), lambda group: train(group, model, algorithm, nodes=node_of_rank))
-    check_low_precision(traces, interval, node_of_rank)
+    model, (size, nodes) = build(Normed), ranks
+    check_low_precision(run_ranks(size, lambda group: train(group, model, algorithm, nodes=nodes)), interval, nodes)
 
 
 @pytest.mark.parametrize(

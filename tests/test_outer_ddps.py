@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from averaging import RARELY, Normed, alone, batches
+from averaging import RARELY, Normed, batches
 from ranks import gloo_group, run_ranks
 from training import build
 
@@ -125,42 +125,6 @@ def test_a_ddp_around_a_compiled_module_is_silent(way: str) -> None:
             if step == 0:
                 num_graphs_at_first = num_graphs
         assert num_graphs == num_graphs_at_first > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "is_later"), [(OPTIONS[0], False), (OPTIONS[1], True), (OPTIONS[2], False), (OPTIONS[2], True)]
-)
-def test_another_ddp_around_the_same_module_is_silent(options: dict[str, Any], is_later: bool) -> None:
-    """From its first forward on, no matter when it was created."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        module, twin = copy.deepcopy(model), copy.deepcopy(model)
-        first = DistributedDataParallel(module, process_group=group)
-        second = None if is_later else DistributedDataParallel(module, process_group=group, **options)
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        data = batches(group.rank())
-
-        def step(ddp: nn.Module) -> None:
-            batch = data()
-            twin.load_state_dict(module.state_dict())
-            for called in (ddp, twin):
-                called.zero_grad()
-                called(batch).square().sum().backward()
-            for own, expected in zip(module.parameters(), twin.parameters(), strict=True):
-                assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
-            optimizer.step()
-
-        with tb.attach(first, optimizer, RARELY["decentralized"]):
-            step(first)
-            if second is None:
-                second = DistributedDataParallel(module, process_group=group, **options)
-            step(second)
-            alone(group, lambda: step(second))
-        assert second.require_backward_grad_sync
-        assert second.require_forward_param_sync
-
-    run_ranks(2, body)
 
 
 # Refused when they call. Each returns the attached module, what is called in the first step, and the refused DDP.
