@@ -757,9 +757,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
             ):
                 with pytest.raises(ValueError, match=message):
                     runner.load_state_dict({**state, **changes})
-            with pytest.raises(
-                ValueError, match=r"the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['rank'\]"
-            ):
+            with pytest.raises(ValueError, match=r"the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['rank'\]"):
                 runner.load_state_dict({"rank": loop.rank})
             assert same(loop.everything(), before)
             named = list(loop.named.items())[loop.rank : loop.rank + 1]
