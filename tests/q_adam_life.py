@@ -64,7 +64,6 @@ class Trainer:
         self.device = device_of(model)
         self.life = Life()
         self.num_micro_batches = 1
-        self.synchronises_each = False
 
     def hook(self, nodes: Sequence[int] | None = None, **arguments: Any) -> tb.AlgorithmImpl:
         """Register the standalone hook, in a wrapper that records local gradients."""
@@ -85,8 +84,7 @@ class Trainer:
         self.life.local.append({})
         self.optimizer.zero_grad()
         for micro_batch in range(self.num_micro_batches):
-            is_synchronised = self.synchronises_each or micro_batch == self.num_micro_batches - 1
-            with nullcontext() if is_synchronised else self.ddp.no_sync():
+            with nullcontext() if micro_batch == self.num_micro_batches - 1 else self.ddp.no_sync():
                 x = torch.randn(6, 10, generator=self.data).to(self.device)
                 self.ddp(x, self.group.rank() + index).square().sum().backward()
         self.life.gradients.append({n: p.grad.clone() for n, p in self.named.items() if p.grad is not None})

@@ -1,15 +1,12 @@
 """Trials in which ranks train a sharded module and one rank fails; a process that has imported torch forks the ranks.
 
-Arguments: for each trial a number, which seeds all its choices, or a Trial's fields as JSON. Prints a line of JSON for
-each trial: the trial, and each rank's report.
+Arguments: a Trial's fields as JSON for each trial. Prints a line of JSON for each: the trial, and each rank's report.
 """
 
 import atexit
-import contextlib
 import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -18,11 +15,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,24 +38,13 @@ NUM_LAYERS = 4
 MOST_TRIES = 3
 
 
-@dataclass(frozen=True)
-class Way:
-    """An algorithm, and the sharded module that it is attached to.
+class Way(NamedTuple):
+    """An algorithm, None if FSDP averages with register_backend, and how its module is sharded and attached to."""
 
-    Attributes:
-        algorithm: the algorithm that is attached; None if FSDP itself averages over replicas, with register_backend.
-        replicas: the number of copies of the module.
-        reshards, prepare: `fully_shard`'s reshard_after_forward, and a function that is called with the sharded module.
-        options: `attach`'s options.
-        sizes: possible numbers of ranks.
-    """
-
-    algorithm: tb.Algorithm | None
+    algorithm: tb.Algorithm | None = tb.ByteGradAlgorithm()
     replicas: int = 1
-    reshards: bool | int = True
-    prepare: Callable[[Any], None] = lambda module: None
-    options: tuple[tuple[str, Any], ...] = ()
-    sizes: tuple[int, ...] = (2, 3, 4)
+    gathers_ahead: bool = False
+    quantize_weights: str | None = None
 
 
 def gather_ahead(module: Any) -> None:
@@ -71,16 +57,13 @@ def gather_ahead(module: Any) -> None:
 
 
 WAYS = {
-    "bytegrad": Way(tb.ByteGradAlgorithm()),
-    "four bits, not resharded": Way(tb.CompressedAllReduceAlgorithm(), reshards=False),
-    "resharded to two": Way(tb.ByteGradAlgorithm(), reshards=2, sizes=(4,)),
-    "gathered ahead": Way(tb.ByteGradAlgorithm(), prepare=gather_ahead),
-    "weights in 8 bits": Way(tb.ByteGradAlgorithm(), options=(("quantize_weights", "minmax_uint8"),)),
-    "replicas": Way(tb.ByteGradAlgorithm(), replicas=2, sizes=(4,)),
-    "replicas, flat": Way(tb.ByteGradAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
-    "decentralized": Way(tb.DecentralizedAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
-    "backend": Way(None, replicas=2, sizes=(4,)),
-    "diloco": Way(tb.DiLoCoAlgorithm(2, hierarchical=False), replicas=2, sizes=(4,)),
+    "bytegrad": Way(),
+    "gathered ahead": Way(gathers_ahead=True),
+    "weights in 8 bits": Way(quantize_weights="minmax_uint8"),
+    "replicas": Way(replicas=2),
+    "replicas, flat": Way(tb.ByteGradAlgorithm(hierarchical=False), replicas=2),
+    "decentralized": Way(tb.DecentralizedAlgorithm(hierarchical=False), replicas=2),
+    "backend": Way(None, replicas=2),
 }
 
 
@@ -91,8 +74,8 @@ class Trial:
     Attributes:
         way: of WAYS.
         size: the number of ranks.
-        fault: "kill" and "stop" come from outside, `delay_s` after the second step; "sleep", for longer than the
-            timeout, "raise" and "die" come at `place`: "forward", "backward" or "step" of a step and a layer.
+        fault: "stop" comes from outside after the second step; "sleep", for longer than the timeout, "raise" and "die"
+            come at `place`: "forward", "backward" or "step" of a step and a layer.
         victim: the rank that fails.
         timeout_s: attach's timeout.
         ends_whole: whether the ranks end as an interpreter does, which takes seconds in a fork.
@@ -102,19 +85,9 @@ class Trial:
     size: int
     fault: str
     victim: int
-    delay_s: float = 0.0
     place: tuple[str, int, int] = ("forward", 2, 0)
     timeout_s: float = ATTACH_TIMEOUT_S
     ends_whole: bool = False
-
-
-def random_trial(seed: int) -> Trial:
-    chance = random.Random(seed)
-    way = chance.choice([name for name, way in WAYS.items() if way.algorithm is not None])
-    size = chance.choice(WAYS[way].sizes)
-    fault = chance.choice(["kill", "stop", "sleep", "raise"])
-    place = (chance.choice(["forward", "backward", "step"]), chance.randrange(2, 8), chance.randrange(NUM_LAYERS))
-    return Trial(way, size, fault, chance.randrange(size), chance.uniform(0, 0.5), place)
 
 
 class Misbehaviour(ArithmeticError):
@@ -132,21 +105,20 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"), backend_override=override)
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(NUM_LAYERS)))
     for part in (*module, module):
-        fully_shard(part, mesh=mesh if way.algorithm is None else mesh["shards"], reshard_after_forward=way.reshards)
-    way.prepare(module)
+        fully_shard(part, mesh=mesh if way.algorithm is None else mesh["shards"])
+    if way.gathers_ahead:
+        gather_ahead(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     step = 0
 
     def reach(place: str, layer: int) -> None:
-        if rank == trial.victim and (place, step, layer) == tuple(trial.place):
+        if rank == trial.victim and (place, step, layer) == tuple(trial.place) and trial.fault != "stop":
+            report(fault_at=time.monotonic())
             if trial.fault == "sleep":
-                report(fault_at=time.monotonic())
                 time.sleep(SLEEP_S)
-            if trial.fault == "raise":
-                report(fault_at=time.monotonic())
+            elif trial.fault == "raise":
                 raise Misbehaviour("the loss is not what it was")
-            if trial.fault == "die":
-                report(fault_at=time.monotonic())
+            else:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     for index, layer in enumerate(module):
@@ -162,9 +134,15 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
             tb.fsdp.align_blocks(module)
             stack.callback(dist.destroy_process_group)
         else:
-            options = {"replicate_group": mesh.get_group("replicas") if way.replicas > 1 else None, **dict(way.options)}
-            timeout = timedelta(seconds=trial.timeout_s)
-            stack.enter_context(tb.fsdp.attach(module, optimizer, way.algorithm, timeout=timeout, **options))
+            attaching = tb.fsdp.attach(
+                module,
+                optimizer,
+                way.algorithm,
+                timeout=timedelta(seconds=trial.timeout_s),
+                replicate_group=mesh.get_group("replicas") if way.replicas > 1 else None,
+                quantize_weights=way.quantize_weights,
+            )
+            stack.enter_context(attaching)
         while True:
             optimizer.zero_grad()
             module(torch.randn(8, 64)).square().mean().backward()
@@ -176,8 +154,8 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
                 report(ready_at=time.monotonic())
 
 
-def run_rank(trial: Trial, rank: int, folder: Path) -> None:
-    """Train, and record the raised error and its time."""
+def run_rank(trial: Trial, rank: int, folder: Path) -> NoReturn:
+    """Train, record the raised error and its time, and exit."""
     facts: dict[str, Any] = {}
     path = folder / f"rank{rank}.json"
 
@@ -186,6 +164,9 @@ def run_rank(trial: Trial, rank: int, folder: Path) -> None:
         path.with_suffix(".new").write_text(json.dumps(facts))
         path.with_suffix(".new").rename(path)
 
+    with open(folder / f"rank{rank}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
     try:
         store = f"file://{folder}/store"
@@ -196,17 +177,6 @@ def run_rank(trial: Trial, rank: int, folder: Path) -> None:
         words = str(error).splitlines()[0] if isinstance(error, RuntimeError) else traceback.format_exc()
         report(raised_at=time.monotonic(), error=f"{type(error).__name__}: {words}")
     report(lanes=[thread.name for thread in threading.enumerate() if thread.name.startswith("torchbagua")])
-
-
-def start_rank(trial: Trial, rank: int, folder: Path) -> int:
-    """Fork a rank, and return its process id."""
-    process_id = os.fork()
-    if process_id:
-        return process_id
-    with open(folder / f"rank{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    run_rank(trial, rank, folder)
     if trial.ends_whole:
         sys.exit()
     # Registered exit functions run, and must end. The rest of an interpreter's exit takes seconds in a fork, which then
@@ -215,66 +185,61 @@ def start_rank(trial: Trial, rank: int, folder: Path) -> int:
     os._exit(0)
 
 
-def read(folder: Path, rank: int) -> dict[str, Any]:
-    path = folder / f"rank{rank}.json"
-    facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return facts
-
-
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     """Run a trial, end all processes, and return their reports; None if a busy machine reached no second step."""
-    processes = {rank: start_rank(trial, rank, folder) for rank in range(trial.size)}
-    statuses: dict[int, int] = {}
+    processes, statuses = {}, dict[int, int]()
+    for rank in range(trial.size):
+        processes[rank] = os.fork()
+        if not processes[rank]:
+            run_rank(trial, rank, folder)
 
-    def poll() -> None:
-        for rank, process_id in processes.items():
-            if rank not in statuses:
-                done, status = os.waitpid(process_id, os.WNOHANG)
-                if done:
-                    statuses[rank] = status
+    def read(rank: int) -> dict[str, Any]:
+        path = folder / f"rank{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def wait(is_over: Callable[[], bool], seconds: float) -> None:
         until = time.monotonic() + seconds
         while not is_over() and time.monotonic() < until:
             time.sleep(0.01)
-            poll()
+            for rank, process_id in processes.items():
+                if rank not in statuses:
+                    done, status = os.waitpid(process_id, os.WNOHANG)
+                    if done:
+                        statuses[rank] = status
 
-    fault_at = 0.0
+    key = "ready_at" if trial.fault == "stop" else "fault_at"
     try:
-        key = "ready_at" if trial.fault in ("kill", "stop") else "fault_at"
-        wait(lambda: key in read(folder, trial.victim) or len(statuses) == trial.size, 60)
-        if key not in read(folder, trial.victim):
+        wait(lambda: key in read(trial.victim) or len(statuses) == trial.size, 60)
+        if key not in read(trial.victim):
             return None
-        if trial.fault in ("kill", "stop"):
-            time.sleep(trial.delay_s)
-            os.kill(processes[trial.victim], signal.SIGKILL if trial.fault == "kill" else signal.SIGSTOP)
+        if trial.fault == "stop":
+            os.kill(processes[trial.victim], signal.SIGSTOP)
             fault_at = time.monotonic()
-        fault_at = read(folder, trial.victim).get("fault_at", fault_at)
+        else:
+            fault_at = read(trial.victim)["fault_at"]
         lives_on = {trial.victim} if trial.fault in ("sleep", "raise") else set()
         ending = {*range(trial.size)} - {trial.victim} | lives_on
         wait(lambda: ending <= statuses.keys(), PATIENCE_S)
-        ended_at = time.monotonic()
     finally:
         for rank, process_id in processes.items():
             if rank not in statuses:
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
                 os.waitpid(process_id, 0)
     ranks = []
     for rank in range(trial.size):
-        facts = read(folder, rank)
+        facts = read(rank)
         seconds = facts["raised_at"] - fault_at if "raised_at" in facts else None
         output = (folder / f"rank{rank}.txt").read_text()
         ranks.append({**facts, "seconds": seconds, "status": statuses.get(rank), "output": output})
-    return {"trial": asdict(trial), "ranks": ranks, "seconds_until_exit": ended_at - fault_at}
+    return {"trial": asdict(trial), "ranks": ranks}
 
 
 def main() -> NoReturn:
     for argument in sys.argv[1:]:
-        trial = random_trial(int(argument)) if argument.isdecimal() else Trial(**json.loads(argument))
         for _ in range(MOST_TRIES):
             folder = Path(tempfile.mkdtemp(prefix="torchbagua-fault-"))  # as a context, a rank's exit would remove it
-            result = run(trial, folder)
+            result = run(Trial(**json.loads(argument)), folder)
             shutil.rmtree(folder)
             if result is not None:
                 break

@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,63 +90,41 @@ def in_bfloat16(x: Any) -> Any:
     return torch.from_numpy(x).bfloat16().float().numpy()
 
 
-def divide_by_three(module: FSDPModule) -> None:
+def reduce_with(factor: float | None, sums_alone: bool, module: FSDPModule) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(3.0)
+            part.set_force_sum_reduction_for_comms(sums_alone)
+            if factor is not None:
+                part.set_gradient_divide_factor(factor)
 
 
-def sum_alone(module: FSDPModule) -> None:
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)
-
-
-def sum_then_divide_by_three(module: FSDPModule) -> None:
-    sum_alone(module)
-    divide_by_three(module)
+divide_by_three = partial(reduce_with, 3.0, False)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The differences of a case from plain `fully_shard` with ByteGrad.
-
-    Attributes:
-        algorithm: the attached or registered algorithm.
-        coded: returns a row as the codec of the algorithm decodes it.
-        within: the same within a module that has replicas.
-        policy, reshards: arguments of `fully_shard`.
-        prepare: called with the sharded module.
-        divisors: divide the sum within a module, the sum over replicas, and the result; by default the number of summed
-            rows, the number of replicas, and 1.
-        accumulates: if not empty, two micro-steps: they are summed "before" the reduction, as
-            `set_requires_gradient_sync` does, or "after" it; or the first is reduced only "within" the module.
-        poison: added to the first input of rank 0 in the second step, which is then the last.
-        skips: whether forward skips a layer, which gets no gradient; all layers then communicate together.
-        nodes: whether ranks are on two nodes.
-        compiles: whether a layer is compiled.
-        freezes: whether a bias is frozen in the second step, and unfrozen in the third.
-        weights: the argument quantize_weights of fsdp.attach.
-        replicas: how replicas are averaged: by attach's "hook", or by a "backend"; empty without replicas.
-        shards: the number of ranks that share a module with replicas; with a backend, 1 stands for torch's `replicate`.
-    """
+    """The differences of a case from plain `fully_shard` with ByteGrad."""
 
     algorithm: tb.Algorithm = BYTEGRAD
-    coded: Callable[[Any], Any] = in_8_bits
-    within: Callable[[Any], Any] = exact
+    coded: Callable[[Any], Any] = in_8_bits  # returns a row as the codec of the algorithm decodes it
+    within: Callable[[Any], Any] = exact  # the same within a module that has replicas
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     reshards: bool | int = True
-    prepare: Callable[[Any], None] = lambda module: None
+    prepare: Callable[[Any], None] = lambda module: None  # called with the sharded module
+    # Divide the sum within a module, the sum over replicas, and the result; by default the number of summed rows, the
+    # number of replicas, and 1.
     divisors: tuple[float, float, float] | None = None
+    # If not empty, two micro-steps: they are summed "before" the reduction, as `set_requires_gradient_sync` does, or
+    # "after" it; or the first is reduced only "within" the module.
     accumulates: str = ""
-    poison: float = 0.0
-    skips: bool = False
-    nodes: bool = False
-    compiles: bool = False
-    freezes: bool = False
-    weights: str | Compressor | None = None
-    replicas: str = ""
-    shards: int = 2
+    poison: float = 0.0  # added to the first input of rank 0 in the second step, which is then the last
+    skips: bool = False  # whether forward skips a layer, which gets no gradient; all layers then communicate together
+    nodes: bool = False  # whether ranks are on two nodes
+    compiles: bool = False  # whether a layer is compiled
+    freezes: bool = False  # whether a bias is frozen in the second step, and unfrozen in the third
+    weights: str | Compressor | None = None  # the argument quantize_weights of fsdp.attach
+    replicas: str = ""  # how replicas are averaged: by attach's "hook", or by a "backend"; empty without replicas
+    shards: int = 2  # ranks that share a module with replicas; with a backend, 1 stands for torch's `replicate`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,7 +139,7 @@ PLAIN = {
     "own algorithm": Case(OwnAlgorithm(), in_4_bits),
     "own algorithm, over nodes": Case(OwnAlgorithm(), in_4_bits, nodes=True, weights=EIGHT),
     "premultiplied sum": Case(prepare=divide_by_three, divisors=(3, 1, 1)),
-    "sum": Case(prepare=sum_alone),
+    "sum": Case(prepare=partial(reduce_with, None, True)),
     "reduced in bfloat16": Case(policy=IN_BFLOAT16),
     "accumulated before": Case(accumulates="before"),
     "not a number": Case(poison=float("nan")),
@@ -180,7 +159,7 @@ WITH_REPLICAS = {
     "bytegrad": Case(),
     "own algorithm": Case(OwnAlgorithm(), in_4_bits),
     "accumulated": Case(accumulates="after"),
-    "a divide factor": Case(prepare=sum_then_divide_by_three, divisors=(1, 1, 3), accumulates="within"),
+    "a divide factor": Case(prepare=partial(reduce_with, 3.0, True), divisors=(1, 1, 3), accumulates="within"),
     "reduced in bfloat16": Case(policy=IN_BFLOAT16, accumulates="within"),
 }
 BY_HOOK = {

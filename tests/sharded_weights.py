@@ -36,12 +36,7 @@ STEPS = 5
 
 
 class Net(nn.Module):
-    """Two layers, a norm with buffers, and a parameter that is not sharded.
-
-    Args:
-        width: the width of the hidden layer; if 1, the second of two ranks has shards without elements.
-        outputs: the width of the last layer.
-    """
+    """Two layers, a norm with buffers, and a parameter that is not sharded."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
@@ -56,17 +51,11 @@ class Net(nn.Module):
 
 @dataclass
 class Case:
-    """An algorithm, and the net that it trains.
-
-    Attributes:
-        algorithm: the attached algorithm.
-        is_even: whether shards are cut between blocks; otherwise first dimensions are odd, or 1.
-        is_exact: whether the weights are bitwise equal to those of an unsharded module.
-    """
+    """An algorithm, and the net that it trains."""
 
     algorithm: tb.Algorithm
-    is_even: bool = True
-    is_exact: bool = True
+    is_even: bool = True  # whether shards are cut between blocks; otherwise first dimensions are odd, or 1
+    is_exact: bool = True  # whether the weights are bitwise equal to those of an unsharded module
 
     def net(self, seed: int) -> Net:
         torch.manual_seed(seed)
@@ -99,12 +88,7 @@ def data_of(step: int, replica: int, shard: int) -> torch.Tensor:
 
 
 class Trainer:
-    """A net, its optimizer and its attachment.
-
-    Args:
-        mesh: a mesh of two dimensions, replicas and shards.
-        net: a sharded or an unsharded net.
-    """
+    """A sharded or an unsharded net, its optimizer and its attachment, on a mesh of replicas and shards."""
 
     def __init__(self, mesh: DeviceMesh, net: Net) -> None:
         self.mesh = mesh
@@ -285,32 +269,25 @@ def load(mesh: DeviceMesh) -> None:
             trainer.attachment.detach()
 
 
-def gradients_of(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
-    copied = copy.deepcopy(net)
-    copied.zero_grad()
-    copied(x).square().mean().backward()
-    return [parameter.grad for parameter in copied.parameters()]
-
-
 def average_in_background(mesh: DeviceMesh) -> None:
     """Average the gradients of the first steps, and then weights."""
     case = Case(tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=2), is_even=False)
-    trainer, reference = trainers_of(case, mesh)
+    trainer, unsharded = trainers_of(case, mesh)
     trainer.attach(case.algorithm)
-    with torch.no_grad():
-        for parameter, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
-            parameter.copy_(whole(value))
-    for step in range(2):
-        trainer.backward(step)
-        of_ranks = [gradients_of(reference.net, data_of(step, rank // 2, rank % 2)) for rank in range(4)]
-        for (name, parameter), *gradients in zip(trainer.net.named_parameters(), *of_ranks, strict=True):
-            if name != "plain":  # the loop reduces it, in another order
-                mean = ((gradients[0] + gradients[1]) / 2 + (gradients[2] + gradients[3]) / 2) / 2
-                assert torch.equal(whole(parameter.grad), mean), (step, name)
-        trainer.optimizer.step()
-        with torch.no_grad():
-            for parameter, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
-                parameter.copy_(whole(value))
+    unsharded.net.load_state_dict({name: whole(value) for name, value in trainer.net.state_dict().items()})
+    trainer.backward(0)
+    gradients = []
+    for rank in range(4):
+        copied = copy.deepcopy(unsharded.net)
+        copied.zero_grad()
+        copied(data_of(0, rank // 2, rank % 2)).square().mean().backward()
+        gradients.append([parameter.grad for parameter in copied.parameters()])
+    for (name, parameter), *of_ranks in zip(trainer.net.named_parameters(), *gradients, strict=True):
+        if name != "plain":  # the loop reduces it, in another order
+            mean = ((of_ranks[0] + of_ranks[1]) / 2 + (of_ranks[2] + of_ranks[3]) / 2) / 2
+            assert torch.equal(whole(parameter.grad), mean), name
+    trainer.optimizer.step()
+    trainer.train(range(1, 2))
     assert all(same_on_replicas(mesh, whole(parameter)) for parameter in trainer.net.parameters())
     trainer.train(range(2, 6))
     impl = trainer.attachment.impl
@@ -325,23 +302,26 @@ def average_in_background(mesh: DeviceMesh) -> None:
     assert all(same_on_replicas(mesh, value) for value in values_of(trainer).values())
 
 
-def skip_together(mesh: DeviceMesh) -> None:
-    """All ranks skip the step if one shard of one replica has an Inf."""
-    replica, own = mesh["replicas"].get_local_rank(), mesh["shards"].get_local_rank()
-    module = fully_shard(nn.Linear(8, 37), mesh=mesh["shards"])
+def skip_together(mesh: DeviceMesh | None = None) -> None:
+    """All ranks skip the step if one shard, of one replica, has an Inf; without replicas, gradients are averaged."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = fully_shard(nn.Linear(8, 37), mesh=None if mesh is None else mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    replicas = mesh["replicas"].get_group()
-    with tb.fsdp.attach(module, optimizer, "decentralized", grad_scaler=scaler, replicate_group=replicas):
+    replicas = None if mesh is None else mesh["replicas"].get_group()
+    overflowing, holder = (size - 1, 0) if mesh is None else (3, 2)  # the ranks with the Inf, and with its shard
+    algorithm = tb.ByteGradAlgorithm(block=BLOCK) if mesh is None else "decentralized"
+    with tb.fsdp.attach(module, optimizer, algorithm, grad_scaler=scaler, replicate_group=replicas):
         for step in range(3):
             optimizer.zero_grad()
             weights = torch.ones(37)
-            weights[0] = torch.inf if step == 1 and replica == 1 else 1.0
+            weights[0] = torch.inf if step == 1 and rank == overflowing else 1.0
             before = whole(module.weight)
-            scaler.scale((module(data_of(step, replica, own)) * weights).mean()).backward()
+            scaler.scale((module(data_of(step, rank // 2, rank % 2)) * weights).mean()).backward()
             has_inf = not bool(module.weight.grad.to_local().isfinite().all())
-            assert has_inf == (step == 1 and replica == 1 and own == 0)
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e3)
+            assert has_inf == (step == 1 and rank == holder)
+            if mesh is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1e3)
             scaler.step(optimizer)
             scaler.update()
             assert torch.equal(before, whole(module.weight)) == (step == 1)
@@ -371,20 +351,6 @@ def refuse(mesh: DeviceMesh) -> None:
     assert all(torch.equal(gathered[0], weight) for weight in gathered)
 
 
-def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model, optimizers = get_state_dict(module, optimizer)
-    return {"model": model, "optimizers": optimizers}
-
-
-def whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the weights and Adam's moments, unsharded."""
-    found = {name: whole(parameter) for name, parameter in module.named_parameters()}
-    for name, parameter in module.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{key} of {name}"] = whole(optimizer.state[parameter][key])
-    return found
-
-
 def checkpoint(algorithm: tb.Algorithm, saved_on: tuple[int, int], loaded_on: tuple[int, int]) -> None:
     """Load the distributed checkpoint of a mesh, of replicas and shards, on a mesh with other numbers of both."""
 
@@ -393,6 +359,18 @@ def checkpoint(algorithm: tb.Algorithm, saved_on: tuple[int, int], loaded_on: tu
             optimizer.zero_grad()
             module(data_of(step, 0, dist.get_rank())).square().mean().backward()
             optimizer.step()
+
+    def states() -> dict[str, Any]:
+        model, optimizers = get_state_dict(module, optimizer)
+        return {"model": model, "optimizers": optimizers}
+
+    def whole_state() -> dict[str, torch.Tensor]:
+        """Return the weights and Adam's moments, unsharded."""
+        found = {}
+        for name, parameter in module.named_parameters():
+            moments = {key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
+            found |= {f"{name} {key}": whole(value) for key, value in {"": parameter, **moments}.items()}
+        return found
 
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders)
@@ -409,16 +387,16 @@ def checkpoint(algorithm: tb.Algorithm, saved_on: tuple[int, int], loaded_on: tu
             with tb.fsdp.attach(module, optimizer, algorithm, **options) as attachment:
                 train(range(3))
                 with attachment.averaged_weights():
-                    dcp.save(states(module, optimizer), checkpoint_id=folders[0])
-                    saved = whole_state(module, optimizer)
+                    dcp.save(states(), checkpoint_id=folders[0])
+                    saved = whole_state()
                 train(range(3, 5))
             continue
-        before = {name: whole(parameter) for name, parameter in module.named_parameters()}
-        loaded = states(module, optimizer)
+        before = {f"{name} ": whole(parameter) for name, parameter in module.named_parameters()}
+        loaded = states()
         dcp.load(loaded, checkpoint_id=folders[0])
         set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizers"])
         with tb.fsdp.attach(module, optimizer, algorithm, **options):
-            state = whole_state(module, optimizer)
+            state = whole_state()
             # Each replica has its own Adam moments, and the checkpoint contains a mix of those of both replicas.
             compared = before if averages_weights else saved
             assert_same(*({key: found[key] for key in compared} for found in (state, saved)), "loaded")
@@ -426,7 +404,7 @@ def checkpoint(algorithm: tb.Algorithm, saved_on: tuple[int, int], loaded_on: tu
             train(range(3, 6))
         for name, parameter in module.named_parameters():
             assert whole(parameter).isfinite().all()
-            assert not torch.equal(whole(parameter), saved[name])
+            assert not torch.equal(whole(parameter), saved[f"{name} "])
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folders[0])
@@ -473,6 +451,7 @@ def on_two_meshes(check: Callable[[DeviceMesh], None]) -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
+    "scaled": skip_together,
     **{f"averaged weights: {name}": partial(on_two_meshes, check) for name, check in OF_TWO_MESHES.items()},
     "averaged weights: checkpoint": partial(checkpoint, tb.DiLoCoAlgorithm(inner_steps=2), (2, 2), (4, 1)),
     "checkpoint": partial(checkpoint, tb.ByteGradAlgorithm(), (1, 4), (2, 2)),

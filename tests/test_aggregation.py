@@ -1,5 +1,6 @@
 """torchbagua.compat.mlbench: mlbench's aggregations, with threads as ranks."""
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from aggregation_checks import (
@@ -24,6 +26,9 @@ from torchbagua.compat.mlbench import (
     PowerAggregation,
     SparsifiedAggregation,
 )
+from torchbagua.compat.mlbench.compressed import AlgorithmAggregation
+from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
+from training import build
 
 BY_LAYER = [False, True]
 Make = Callable[[dist.ProcessGroup], Aggregation]
@@ -85,18 +90,6 @@ def test_every_kind_of_parameter(device: torch.device, make: Make) -> None:
                 check_every_kind_of_parameter(group.rank(), 3, aggregation, by_layer=by_layer, device=device)
 
     run_ranks(3, body, device=device)
-
-
-def test_a_gradient_with_a_lazy_conjugation() -> None:
-    def body(group: dist.ProcessGroup) -> list[complex]:
-        model = nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
-        (model[0].conj() * (group.rank() + 1 + 1j)).real.sum().backward()
-        assert model[0].grad.is_conj()
-        with all_reduce(group) as aggregation:
-            aggregation.agg_grad()(model, "avg_world")
-        return model[0].grad.tolist()
-
-    assert run_ranks(2, body) == [[1.5 + 1j] * 2] * 2
 
 
 def test_a_subclass_that_overrides_only_agg() -> None:
@@ -165,12 +158,18 @@ def test_a_world_of_one_needs_no_process_group() -> None:
 
 
 def test_all_ranks_raise_for_a_bad_denominator() -> None:
+    """A call is a step, with its bucket, bytes and time."""
+
     def body(group: dist.ProcessGroup) -> None:
-        recorder = tb.observe.Recorder()
-        with all_reduce(group, observers=[recorder]) as aggregation:
+        recorder, summary = tb.observe.Recorder(), tb.observe.Summary()
+        with all_reduce(group, observers=[recorder, summary]) as aggregation:
             check_bad_denominators(group.rank(), aggregation)
         sent = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
         assert sum(event.num_elements for event in sent) == 4, "only the valid call sends elements"
+        assert {event.algorithm for event in sent} == {"AllReduceAggregation"}
+        assert {event.bucket for event in recorder.events if event.phase == "bucket"} == {"gradients"}
+        assert summary.figures.wait_ns == sum(e.duration_ns for e in recorder.events if e.phase == "wait") > 0
+        assert "AllReduceAggregation(world_size=2, divide_before=False), 2 ranks" in str(summary)
 
     run_ranks(2, body)
 
@@ -207,15 +206,14 @@ def test_refusals_before_anything_is_sent() -> None:
         if group.rank() == 1:
             return
         model = constant_model(0)
-        for make, words in ((all_reduce, "Allreduce not implemented for op=sum; .*avg_world, avg_custom"),
-                            (ring, "not implemented for op=sum; .*avg_world")):  # fmt: skip
-            with pytest.raises(NotImplementedError, match=words):
+        for make in (all_reduce, ring):
+            with pytest.raises(NotImplementedError, match=r"not implemented for op=sum; .*avg_world"):
                 make(group).agg_grad()(model, "sum")
         for neighbors, message in (
             ([1, 1], "ring of two"),
             ([0], "other ranks"),
             ([-1], "must be ranks"),
-            ([1.0], "ranks"),
+            ([1.0], "ra"),
         ):
             with pytest.raises(ValueError, match=message):
                 DecentralizedAggregation(0, neighbors, process_group=group)
@@ -242,12 +240,10 @@ def test_refusals_before_anything_is_sent() -> None:
 @pytest.mark.parametrize("differs", ["model", "call"])
 def test_ranks_with_different_calls_raise(differs: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        is_other = group.rank() == 1
-        model = nn.Linear(3, 2, bias=False) if is_other and differs == "model" else constant_model(0)
-        with all_reduce(group) as aggregation:
-            call = aggregation.agg_grad() if is_other and differs == "call" else aggregation.agg_model()
-            with pytest.raises(tb.CommunicationError, match="out of step: rank"):
-                call(model, "avg_world")
+        other = differs if group.rank() == 1 else ""
+        model = nn.Linear(3, 2, bias=False) if other == "model" else constant_model(0)
+        with all_reduce(group) as aggregation, pytest.raises(tb.CommunicationError, match="out of step: rank"):
+            (aggregation.agg_grad() if other == "call" else aggregation.agg_model())(model, "avg_world")
 
     run_ranks(2, body)
 
@@ -268,23 +264,210 @@ def test_a_failure_on_one_rank_ends_the_others(make: Make) -> None:
     assert time.monotonic() - start_s < TIMEOUT.total_seconds() / 2
 
 
-def test_traces_and_the_summary() -> None:
-    """Each call is a step, with its buckets, bytes and times."""
+# SparsifiedAggregation and PowerAggregation: they equal the algorithms that run in DDP, but are called by hand.
 
-    def body(group: dist.ProcessGroup) -> tuple[list[tb.observe.CommEvent], tb.observe.Summary]:
-        recorder, summary = tb.observe.Recorder(), tb.observe.Summary()
-        with all_reduce(group, observers=[recorder, summary]) as aggregation:
-            for by_layer in BY_LAYER:
-                aggregation.agg_model(by_layer)(nn.Linear(200, 50), "avg_world")
-        return recorder.events, summary
+NUM_STEPS = 4
+MakeOfModel = Callable[[nn.Module, dist.ProcessGroup], AlgorithmAggregation]
 
-    for events, summary in run_ranks(2, body):
-        assert {event.algorithm for event in events} == {"AllReduceAggregation"}
-        assert [event.bucket for event in events if event.phase == "bucket"] == ["weights", "weight", "bias"]
-        waits = [event.duration_ns for event in events if event.phase == "wait"]
-        assert summary.figures.num_steps == 2
-        assert summary.figures.wait_ns == sum(waits)
-        sent = [event for event in events if event.phase == "send" and event.operation != "agreement"]
-        # Half is sent in the reduce-scatter, and the other half in the all-gather.
-        assert sum(event.wire_bytes for event in sent) == 2 * 4 * 10_050
-        assert "AllReduceAggregation(world_size=2, divide_before=False), 2 ranks" in str(summary)
+
+def sparsified(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> SparsifiedAggregation:
+    return SparsifiedAggregation(model, ratio=0.1, process_group=group, **options)
+
+
+def blockk(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation:
+    return sparsified(model, group, compression="blockk")
+
+
+def randomk(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation:
+    return sparsified(model, group, compression="randomk")
+
+
+def power(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> PowerAggregation:
+    return PowerAggregation(model, world_size=group.size(), rank=2, process_group=group, **options)
+
+
+def warm_power(model: nn.Module, group: dist.ProcessGroup) -> PowerAggregation:
+    return power(model, group, reuse_query=True)
+
+
+def op_of(aggregation: AlgorithmAggregation) -> str:
+    return "avg" if isinstance(aggregation, PowerAggregation) else "avg_world"
+
+
+def network() -> nn.Module:
+    return build(lambda: nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 10)))
+
+
+def train(model: nn.Module, rank: int, before_step: Callable[[], None]) -> torch.Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=data)).square().sum().backward()
+        before_step()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("make", "algorithm"),
+    [
+        (sparsified, tb.TopKAlgorithm(0.1)),
+        (blockk, tb.TopKAlgorithm(0.1, selection="block")),
+        (randomk, RandomElementsAlgorithm(0.1)),
+        (power, tb.PowerSGDAlgorithm(2, start_step=0, min_rate=1, warm_start=False)),
+        (warm_power, tb.PowerSGDAlgorithm(2, start_step=0, min_rate=1)),
+    ],
+)
+def test_it_equals_the_algorithm(make: MakeOfModel, algorithm: tb.Algorithm) -> None:
+    """The weights are bitwise equal, all at once and by layer."""
+    template = network()
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(copy.deepcopy(template), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        data = torch.Generator().manual_seed(group.rank())
+        with tb.attach(ddp, optimizer, algorithm):
+            for _ in range(NUM_STEPS):
+                optimizer.zero_grad()
+                ddp(torch.randn(8, 20, generator=data)).square().sum().backward()
+                optimizer.step()
+        found = [torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])]
+        for by_layer in (False, True):
+            model = copy.deepcopy(template)
+            before = torch.random.get_rng_state()
+            with make(model, group) as aggregation:
+                function = aggregation.agg_grad(by_layer)
+                found.append(train(model, group.rank(), lambda: function(model, op_of(aggregation))))  # noqa: B023
+            assert torch.equal(torch.random.get_rng_state(), before), "torch's random numbers are left alone"
+        return found
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(weights, first[0]) for weights in [*first, *second])
+
+
+@pytest.mark.parametrize("make", [sparsified, randomk, power])
+def test_nothing_is_lost_between_calls(make: MakeOfModel) -> None:
+    """The results of all calls plus the residuals are the mean of all gradients; a call with NaN leaves no trace.
+
+    Calls may switch between all at once and by layer.
+    """
+
+    def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+        rank = group.rank()
+        model = copy.deepcopy(template)
+        draw = torch.Generator().manual_seed(10 + rank)
+        with make(model, group) as aggregation:
+            given, received = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
+            for step in range(5):
+                for name, parameter in model.named_parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=draw)
+                    if step == 2:
+                        parameter.grad[..., rank] = float("nan") if rank == 0 else 1.0
+                    else:
+                        given[name] += parameter.grad
+                aggregation.agg_grad(by_layer=step == 3)(model, op_of(aggregation))
+                for name, parameter in model.named_parameters():
+                    assert not parameter.grad.isfinite().all() if step == 2 else parameter.grad.isfinite().all()
+                    if step != 2:
+                        received[name] += parameter.grad
+            state = aggregation.state_dict()
+        kinds = {sparsified: ("sent", "mean"), randomk: ("residual",), power: ("error",)}[make]
+        return [given, received, *(state[kind] for kind in kinds)]
+
+    template = network()
+    ranks = run_ranks(2, body)
+    for name, _ in template.named_parameters():
+        given, received, kept, *of_mean = ([rank[kind][name] for rank in ranks] for kind in range(len(ranks[0])))
+        assert torch.equal(received[0], received[1])
+        mean = (given[0] + given[1]) / 2
+        left = (kept[0] + kept[1]) / 2 + sum(residual[0] + residual[1] for residual in of_mean)
+        assert float(left.norm()) > 0.1 or (make is power and mean.dim() == 1)
+        # Sums of a few numbers of size 1, each rounded.
+        torch.testing.assert_close(received[0] + left, mean, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*2 of 10 parameters in full precision, because .* does not encode torch.float64")
+@pytest.mark.filterwarnings("error:torchbagua")
+@pytest.mark.parametrize("make", [sparsified, power])
+def test_dtypes_devices_and_storage_stay(device: torch.device, make: MakeOfModel) -> None:
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        model = nn.ModuleList(nn.Linear(30, 40, device=device, dtype=dtype) for dtype in dtypes)
+        model.append(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last))
+        model.extend([nn.Linear(3, 3), nn.Linear(3, 3).double().requires_grad_(False)])  # unused, and frozen
+        draw = torch.Generator().manual_seed(group.rank())
+        used = list(model[:-2].parameters())
+        for parameter in used:
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=draw))
+        gradients = [parameter.grad for parameter in used]
+        places = [(gradient.data_ptr(), gradient.stride(), gradient.dtype) for gradient in gradients]
+        with make(model, group) as aggregation:
+            aggregation.agg_grad()(model, op_of(aggregation))
+        assert [(p.grad.data_ptr(), p.grad.stride(), p.grad.dtype) for p in used] == places
+        assert all(parameter.grad is None for parameter in model[-2:].parameters())
+        return gradients
+
+    first, second = run_ranks(2, body, device=device)
+    assert all(torch.equal(gradient, expected) for gradient, expected in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("make", [sparsified, randomk])
+def test_resumed_bit_for_bit(make: MakeOfModel) -> None:
+    """Over a group of the user's, with nodes, which stays open."""
+    template = network()
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
+        found = []
+        for is_resumed in (False, True):
+            model = copy.deepcopy(template)
+            aggregation = make(model, own)
+            draw = torch.Generator().manual_seed(group.rank())
+            for step in range(4):
+                if step == 2 and is_resumed:
+                    state = aggregation.state_dict()
+                    aggregation.close()
+                    aggregation = make(model, own)
+                    aggregation.load_state_dict(state)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=draw)
+                aggregation.agg_grad()(model, op_of(aggregation))
+            aggregation.close()
+            found.append([parameter.grad for parameter in model.parameters()])
+        assert all(map(torch.equal, *found))
+        own.all_reduce(torch.ones(3))
+        own.close()
+
+    run_ranks(4, body)
+
+
+def test_what_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    for ratio in (0, 1.5, -0.1):
+        with pytest.raises(ValueError, match="ratio must be above 0 and at most 1"):
+            SparsifiedAggregation(model, ratio=ratio)
+    for compression in ("minmax_uint8", "bytegrad", None):
+        with pytest.raises(ValueError, match=r"compression must be one of \['.*topk'"):
+            SparsifiedAggregation(model, compression=compression)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        PowerAggregation([model])
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        PowerAggregation(model, rank=0)
+    for aggregation in (SparsifiedAggregation(model), PowerAggregation(model)):
+        with pytest.raises(NotImplementedError):
+            aggregation.agg_model(by_layer=True)
+        with pytest.raises(NotImplementedError, match="aggregation not implemented for op=avg_custom"):
+            aggregation.agg_grad()(model, "avg_custom")
+        with pytest.raises(ValueError, match="model must be the model that the aggregation was created with"):
+            aggregation.agg_grad()(nn.Linear(4, 4), op_of(aggregation))
+
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match="world_size must be 2"):
+            PowerAggregation(model, process_group=group).agg_grad()(model, "avg")
+        with pytest.raises(ValueError, match="ranks disagree on .*ratio"):  # noqa: RUF043
+            SparsifiedAggregation(model, ratio=0.1 * (1 + group.rank()), process_group=group).agg_grad()(
+                model, "avg_world"
+            )
+
+    run_ranks(2, body)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,27 +22,53 @@ from torchbagua.compat.mlbench import (
 )
 from training import build
 
-Make = Callable[[nn.Module, dist.ProcessGroup], Any]
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def centralized_sgd(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> CentralizedSGD:
-    return CentralizedSGD(group.size(), model, lr=0.1, momentum=0.9, weight_decay=0.01, process_group=group, **options)
+class Compared(NamedTuple):
+    """An optimizer of mlbench, the optimizer of torch that it equals with a mean over two ranks, and how to step it."""
+
+    make: Callable[[nn.Module, dist.ProcessGroup], Any]
+    make_plain: Callable[[Any], torch.optim.Optimizer]
+    averages_weights: bool = False
+    by_closure: bool = True
 
 
-def averaged_sgd(model: nn.Module, group: dist.ProcessGroup) -> CentralizedSGD:
-    return centralized_sgd(model, group, by_layer=True, agg_grad=False)
+COMPARED = {
+    "centralized SGD": Compared(
+        lambda model, group: CentralizedSGD(2, model, process_group=group, **SGD), partial(torch.optim.SGD, **SGD)
+    ),
+    "averaged SGD": Compared(
+        lambda model, group: CentralizedSGD(2, model, process_group=group, by_layer=True, agg_grad=False, **SGD),
+        partial(torch.optim.SGD, **SGD),
+        averages_weights=True,
+        by_closure=False,
+    ),
+    "centralized Adam": Compared(
+        lambda model, group: CentralizedAdam(2, model, lr=0.01, amsgrad=True, process_group=group),
+        partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+        by_closure=False,
+    ),
+    "PowerSGD": Compared(
+        lambda model, group: PowerSGD(model, 0.1, 0.9, world_size=2, rank=99, process_group=group),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    ),
+    "decentralized SGD": Compared(
+        lambda model, group: DecentralizedSGD(group.rank(), [1 - group.rank()], model, lr=0.1, process_group=group),
+        partial(torch.optim.SGD, lr=0.1),
+        averages_weights=True,
+    ),
+}
 
 
-def centralized_adam(model: nn.Module, group: dist.ProcessGroup) -> CentralizedAdam:
-    return CentralizedAdam(group.size(), model, lr=0.01, amsgrad=True, process_group=group)
+class Tracker:
+    """Records the names of the methods that are called."""
 
+    def __init__(self) -> None:
+        self.calls: list[str] = []
 
-def power_sgd(model: nn.Module, group: dist.ProcessGroup) -> PowerSGD:
-    return PowerSGD(model, 0.1, 0.9, world_size=group.size(), rank=99, process_group=group)
-
-
-def decentralized_sgd(model: nn.Module, group: dist.ProcessGroup) -> DecentralizedSGD:
-    return DecentralizedSGD(group.rank(), [1 - group.rank()], model, lr=0.1, process_group=group)
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: self.calls.append(name)
 
 
 def network() -> nn.Module:
@@ -53,43 +79,27 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "centralized_adam":
-        return torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
-    arguments = {"centralized_sgd": (0.9, 0, 0.01), "averaged_sgd": (0.9, 0, 0.01), "power_sgd": (0.9,)}
-    return torch.optim.SGD(model.parameters(), 0.1, *arguments.get(name, ()))
-
-
-@pytest.mark.parametrize(
-    ("make", "by_closure"),
-    [
-        (centralized_sgd, True),
-        (averaged_sgd, False),
-        (centralized_adam, False),
-        (power_sgd, True),
-        (decentralized_sgd, True),
-    ],
-)
-def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: bool) -> None:
-    """With a scheduler and a closure: bitwise equal to torch's optimizer with an aggregation that is called by hand."""
-    template = network()
-    of_weights = make in (averaged_sgd, decentralized_sgd)
+@pytest.mark.parametrize("name", COMPARED)
+def test_it_equals_torchs_optimizer_with_an_aggregation(name: str) -> None:
+    """With a scheduler, a closure and a tracker: bitwise equal to torch's with an aggregation called by hand."""
+    template, compared = network(), COMPARED[name]
+    of_weights = compared.averages_weights
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
         for is_plain in (False, True):
-            model = copy.deepcopy(template)
-            if make is averaged_sgd:  # its constructor averages the weights
+            model, tracker = copy.deepcopy(template), Tracker()
+            if name == "averaged SGD":  # its constructor averages the weights
                 nn.init.constant_(model[0].bias, group.rank())
-            optimizer = plain(make.__name__, model)  # from now on torch calls hooks in its class's step too
+            optimizer = compared.make_plain(model.parameters())  # torch then calls hooks in its class's step too
             lr = optimizer.param_groups[0]["lr"]
             if not is_plain:
-                optimizer = make(model, group)
+                optimizer = compared.make(model, group)
             assert isinstance(optimizer, torch.optim.Optimizer)
             hooked: list[Any] = []
             optimizer.register_step_post_hook(lambda stepped, *_: hooked.append(stepped))  # noqa: B023
             aggregation = AllReduceAggregation(2, process_group=group)
-            if make is averaged_sgd and is_plain:
+            if name == "averaged SGD" and is_plain:
                 aggregation.agg_model()(model, "avg_world")
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             data = torch.Generator().manual_seed(group.rank())
@@ -103,8 +113,8 @@ def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: 
                 return loss
 
             for _ in range(5):
-                if by_closure and not is_plain:
-                    assert optimizer.step(compute) > 0
+                if compared.by_closure and not is_plain:
+                    assert optimizer.step(compute, tracker=tracker) > 0
                 else:
                     compute()
                     if is_plain and not of_weights:
@@ -115,45 +125,44 @@ def test_it_equals_torchs_optimizer_with_an_aggregation(make: Make, by_closure: 
                 scheduler.step()
             assert hooked == [optimizer] * 5
             assert optimizer.param_groups[0]["lr"] == lr / 4
+            if compared.by_closure and not is_plain:
+                calls = ["record_batch_opt_step", "record_batch_agg"]
+                assert tracker.calls == (calls if of_weights else calls[::-1]) * 5
             found.append(weights(model))
         return found[0], found[1]
 
     (own, expected), (of_rank_1, _) = run_ranks(2, body)
     assert torch.equal(own, of_rank_1)
-    if make is power_sgd:  # of full rank, computed in another order
+    if name == "PowerSGD":  # of full rank, computed in another order
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
     else:
         assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize(
-    ("make", "unscales"), [(centralized_sgd, False), (centralized_sgd, True), (decentralized_sgd, False)]
+    ("name", "unscales"), [("centralized SGD", False), ("centralized SGD", True), ("decentralized SGD", False)]
 )
-def test_a_grad_scaler_that_overflows_on_one_rank(make: Make, unscales: bool) -> None:
+def test_a_grad_scaler_that_overflows_on_one_rank(name: str, unscales: bool) -> None:
     """No rank waits for another. If gradients are averaged all ranks skip the step, otherwise only that rank."""
-    template = network()
+    template, averages_weights = network(), COMPARED[name].averages_weights
 
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    def body(group: dist.ProcessGroup) -> None:
         found = []
         for has_scaler in (False, True):
             model = copy.deepcopy(template)
-            optimizer = make(model, group)
+            optimizer = COMPARED[name].make(model, group)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100, enabled=has_scaler)
             data = torch.Generator().manual_seed(group.rank())
             for step in range(4):
                 optimizer.zero_grad()
                 x = torch.randn(8, 10, generator=data)
-                if step == 2:
-                    if not has_scaler:  # the equivalent steps
-                        if make is decentralized_sgd:
-                            if group.rank() == 1:
-                                scaler.scale(model(x).square().mean()).backward()
-                                optimizer.step()
-                            else:
-                                optimizer.step()
-                        continue
-                    x[0, 0] = float("inf") if group.rank() == 0 else 0.0 if make is centralized_sgd else x[0, 0]
-                scaler.scale(model(x).square().mean()).backward()
+                overflows = step == 2 and group.rank() == 0
+                if step == 2 and not averages_weights and not has_scaler:
+                    continue  # the equivalent of a skipped step
+                if overflows and has_scaler:
+                    x[0, 0] = torch.inf
+                if has_scaler or not overflows:
+                    scaler.scale(model(x).square().mean()).backward()
                 if unscales:
                     scaler.unscale_(optimizer)
                 scaler.step(optimizer)
@@ -161,32 +170,9 @@ def test_a_grad_scaler_that_overflows_on_one_rank(make: Make, unscales: bool) ->
             if has_scaler:
                 assert scaler.get_scale() == 2.0 ** (9 if group.rank() == 0 else 10)
             found.append(weights(model))
-        return found
+        assert torch.equal(*found)
 
-    for without, with_scaler in run_ranks(2, body):
-        assert torch.equal(without, with_scaler)
-
-
-def test_rank_0_and_a_tracker() -> None:
-    class Tracker:
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def __getattr__(self, name: str) -> Callable[[], None]:
-            return lambda: self.calls.append(name)
-
-    def body(group: dist.ProcessGroup) -> list[str]:
-        tracker = Tracker()
-        for make in (centralized_sgd, decentralized_sgd):
-            model = nn.Linear(3, 3)
-            optimizer = make(model, group)
-            model(torch.ones(3)).sum().backward()
-            optimizer.step(tracker=tracker)
-            optimizer.aggregation.close()
-        return tracker.calls
-
-    agg, step = "record_batch_agg", "record_batch_opt_step"
-    assert run_ranks(2, body) == [[agg, step, step, agg]] * 2
+    run_ranks(2, body)
 
 
 def test_only_means() -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous averaging in real time: no rank waits for another, and all lanes end in order."""
+"""Asynchronous averaging in real time: no rank waits for another, and all lanes end in order; votes and states."""
 
 import gc
 import threading
@@ -8,23 +8,18 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import oracle
 import torchbagua as tb
-from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
+from averaging import Normed, Trainer, Weights, assert_same_weights, weights_of
 from ranks import leave_by_exception, run_ranks
-from torchbagua.algorithms.weights import asynchronous
-from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl, CompressedMean
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl, CompressedMean, Vote, count_votes
 from torchbagua.collectives.process_group import PrivateGroups
-from torchbagua.runtime.weight_buckets import WeightBucket
-from torchbagua.transport import TransportMaker
+from torchbagua.runtime.parameters import LayoutWatch
 from training import build
-from transports import MessagesAlone
 
 
 def run_async(
@@ -32,14 +27,13 @@ def run_async(
     body: Callable[[int, Trainer, tb.Attachment], Any],
     algorithm: tb.Algorithm,
     timeout: timedelta = timedelta(seconds=30),
-    transport: TransportMaker | None = None,
 ) -> list[Any]:
     """Run `body(rank, trainer, attachment)` on every rank; no lane may remain."""
     model = build(Normed)
 
     def run(group: dist.ProcessGroup) -> Any:
         trainer = Trainer(group, model, lr=0.001)
-        own = tb.BaguaProcessGroup(group, timeout=timeout, transport=transport)
+        own = tb.BaguaProcessGroup(group, timeout=timeout)
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=own) as attachment:
             result = body(group.rank(), trainer, attachment)
         trainer.trace.final = weights_of(trainer.module)
@@ -74,32 +68,6 @@ def test_a_rank_that_evaluates_does_not_block_the_others() -> None:
     run_async(3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=10))
 
 
-def test_a_snapshot_that_is_sent_again_includes_the_rounds_since() -> None:
-    """Without updates, equal weights stay equal, however many rounds a rank does not answer."""
-    is_away, is_back = threading.Event(), threading.Event()
-
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
-        trainer.optimizers[0].param_groups[0]["lr"] = 0.0
-        weight = trainer.module.first.weight
-        before = weight.detach().clone()
-        if rank == 1:
-            trainer.step()
-            is_away.set()
-            wait_for_rounds(attachment.impl, attachment.impl.num_rounds + 6)
-            is_back.set()
-            trainer.step()
-            assert torch.allclose(weight, before + 4.0, atol=1e-4)
-        else:
-            assert is_away.wait(20)
-            with torch.no_grad():
-                weight.add_(8.0)
-            while not is_back.is_set():
-                trainer.step()
-            assert torch.allclose(weight, before + 4.0, atol=1e-4)
-
-    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
-
-
 def test_weights_are_averaged_again_after_a_load() -> None:
     """Differences of rounds from before the load are dropped, and later ones are not."""
 
@@ -125,19 +93,6 @@ def test_weights_are_averaged_again_after_a_load() -> None:
     run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
 
 
-def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
-    """A rank that has run out of data contributes its weights in detach, until all ranks are done."""
-
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> int:
-        for _ in range((2, 12)[rank]):
-            trainer.step()
-            time.sleep(0.005)
-        return attachment.impl.num_rounds
-
-    rounds = run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=5))
-    assert rounds[1] > rounds[0]
-
-
 def test_a_rank_that_aborts_alone_in_the_warm_up() -> None:
     model = build(Normed)
 
@@ -154,62 +109,22 @@ def test_a_rank_that_aborts_alone_in_the_warm_up() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("compression", [None, "minmax_uint8"])
-def test_abort_and_resume(compression: str | None) -> None:
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> list[Weights]:
-        impl = attachment.impl
-        seen = []
-        for _ in range(2):
-            for _ in range(1 + rank):
-                trainer.step()
-            wait_for_rounds(impl, impl.num_rounds + 1)
-            before = impl.num_rounds
-            impl.abort(trainer.ddp)
-            assert impl.mode == "stopped"
-            assert impl.num_rounds >= before
-            impl.abort(trainer.module)
-            seen.append(weights_of(trainer.module))
-            num_rounds = impl.num_rounds
-            trainer.step()
-            time.sleep(0.03)
-            assert impl.num_rounds == num_rounds  # each rank trains alone
-            seen.append({})
-            impl.resume(trainer.ddp)
-            impl.resume(trainer.ddp)
-            assert impl.mode == "running"
-            attachment.load_state_dict(attachment.state_dict())
-        return seen
-
-    seen = run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression=compression))
-    for weights in zip(*seen, strict=True):
-        assert_same_weights(weights)
-
-
 def test_a_loaded_state_resets_residuals_and_rebuilt_buckets_free_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten = weakref.WeakKeyDictionary[WeightBucket, set[str]]()
+    forgotten: dict[str, set[str]] = {}  # by thread
+    forget = CompressedMean.forget
 
-    class Recorded(CompressedMean):
-        def __init__(self, bucket: WeightBucket, codec: tb.codecs.Compressor) -> None:
-            super().__init__(bucket, codec)
-            self.forgotten = forgotten[bucket] = set()
-
-        def forget(self, names: Collection[str]) -> None:  # type: ignore[override]
-            super().forget(names)
-            self.forgotten.update(names)
-
-    monkeypatch.setattr(asynchronous, "CompressedMean", Recorded)
+    def record(mean: CompressedMean, names: Collection[str]) -> None:
+        forgotten.setdefault(threading.current_thread().name, set()).update(names)
+        forget(mean, names)
 
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         impl, runner = attachment.impl, attachment.runner
         while impl.num_rounds < 3:
             trainer.step()
         impl.abort(trainer.ddp, final_average=False)
-        names = {bucket: {tensor.name for tensor in bucket.tensors} for bucket in runner.buckets if bucket in forgotten}
-        assert names
-        assert not any(forgotten[bucket] for bucket in names)
+        monkeypatch.setattr(CompressedMean, "forget", record)
         attachment.load_state_dict(attachment.state_dict())
-        assert all(forgotten[bucket] >= names[bucket] for bucket in names)
-        names.clear()
+        assert forgotten[f"rank {rank}"] >= {n for n, p in trainer.module.named_parameters() if p.requires_grad}
         replaced = [weakref.ref(bucket) for bucket in runner.buckets]
         trainer.module.frozen.requires_grad_(True)
         trainer.step()
@@ -251,38 +166,6 @@ def test_all_ranks_get_a_last_mean_if_any_requests_it(wanting_ranks: set[int]) -
 
     first, second = run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=10_000))
     assert torch.equal(first["last.weight"], second["last.weight"]) == bool(wanting_ranks)
-
-
-def test_warm_up_averages_gradients_in_full_precision() -> None:
-    """Ranks stay equal and step with the oracle's mean gradient; rounds begin in the first step after the warm-up."""
-
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> list[tuple[Weights, Weights]]:
-        seen = []
-        local: Weights = {}
-        for name, parameter in trainer.module.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, name=name: local.update({name: parameter.grad.clone()})
-                )
-        for _ in range(2):
-            assert attachment.impl.mode == "warm-up"
-            assert attachment.impl.num_rounds == 0
-            trainer.step()
-            averaged = {name: p.grad.clone() for name, p in trainer.module.named_parameters() if p.requires_grad}
-            seen.append((dict(local), averaged))
-        assert attachment.impl.mode == "running"
-        trainer.step()
-        wait_for_rounds(attachment.impl, 1)
-        return seen
-
-    seen = run_async(
-        3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=2), transport=MessagesAlone
-    )
-    for by_rank in zip(*seen, strict=True):
-        for name in by_rank[0][0]:
-            expected = oracle.gradient_allreduce(stacked([local for local, _ in by_rank], name))
-            for _, averaged in by_rank:
-                np.testing.assert_array_equal(averaged[name].numpy().ravel(), expected)
 
 
 def test_warm_up_step_without_backward_through_the_module_raises() -> None:
@@ -327,37 +210,21 @@ def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all(monkeypatch: 
     assert ended == []
 
 
-@pytest.mark.parametrize("num_steps", [0, 1])
-def test_an_interval_of_zero(num_steps: int) -> None:
-    """Averaging ends, however early it is stopped."""
-
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
-        for _ in range(num_steps):
-            trainer.step()
-        attachment.impl.abort(trainer.ddp)
-        attachment.impl.resume(trainer.ddp)
-
-    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=0))
-
-
 def test_ranks_that_stop_for_different_reasons() -> None:
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
         trainer.step()
         message = "for different reasons: ranks 0 and 2 for abort, rank 1 for detach"
         with pytest.raises(tb.CommunicationError, match=message):
-            attachment.detach() if rank == 1 else attachment.impl.abort(trainer.ddp)
+            attachment.detach() if group.rank() == 1 else attachment.impl.abort(trainer.ddp)
         with pytest.raises(RuntimeError):
-            attachment.runner.lane.submit(lambda: None) if rank == 1 else trainer.step()
-
-    model = build(Normed)
-
-    def run(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, model)
-        attachment = tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
-        body(group.rank(), trainer, attachment)
+            attachment.runner.lane.submit(lambda: None) if group.rank() == 1 else trainer.step()
         leave_by_exception(attachment)
 
-    run_ranks(3, run)
+    run_ranks(3, body)
 
 
 def test_a_rank_that_leaves_ends_averaging_for_ranks_that_have_stopped_for_different_reasons() -> None:
@@ -423,25 +290,15 @@ def test_a_rank_that_is_waited_for_long_is_named() -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         trainer.step()
         if rank == 1:
-            time.sleep(2)
+            time.sleep(4)
             attachment.impl.abort(trainer.ddp)
-        else:
-            with pytest.warns(RuntimeWarning, match="abort has waited longer than the timeout of 1 s for rank 1"):
-                attachment.impl.abort(trainer.ddp)
-
-    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
-
-
-def test_averaged_weights_on_one_rank_alone_raises_after_the_timeout() -> None:
-    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
-        trainer.step()
-        if rank == 0:
-            late = "averaged_weights has waited longer than the timeout of 1 s for rank 1; all ranks must enter it"
-            with pytest.raises(tb.CommunicationError, match=late), attachment.averaged_weights():
-                pass
-            trainer.step()  # averaging continues
-        else:
-            time.sleep(2)
+            return
+        late = "averaged_weights has waited longer than the timeout of 1 s for rank 1; all ranks must enter it"
+        with pytest.raises(tb.CommunicationError, match=late), attachment.averaged_weights():
+            pass
+        trainer.step()  # averaging continues
+        with pytest.warns(RuntimeWarning, match="abort has waited longer than the timeout of 1 s for rank 1"):
+            attachment.impl.abort(trainer.ddp)
 
     run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
 
@@ -467,3 +324,115 @@ def test_an_extra_backward_pass_in_the_last_step_of_the_warm_up() -> None:
             train()
 
     run_ranks(2, body)
+
+
+# The votes by which ranks agree on when to stop.
+
+STOPS = Vote(reason="detach")
+
+
+@pytest.mark.parametrize(
+    ("votes", "outcome"),
+    [
+        ([Vote(), STOPS, Vote()], (None, 2, False)),
+        ([STOPS, Vote(reason="detach", wants_mean=True), Vote(wants_mean=True)], (None, 2, False)),
+        ([STOPS, STOPS, STOPS], (None, None, False)),
+        ([STOPS, Vote(reason="detach", wants_mean=True), STOPS], (None, None, True)),
+        ([Vote(), Vote(leaves=True), STOPS], (1, 1, False)),
+        # A rank that leaves ends the rounds for all ranks, whatever the other ranks stop for.
+        ([Vote(reason="abort", leaves=True), STOPS, STOPS], (0, None, False)),
+        ([STOPS, Vote(reason="abort"), Vote()], (None, 2, False)),
+        ([STOPS, Vote(num_loads=1), Vote()], (None, 2, False)),
+        ([STOPS, Vote(leaves=True, num_loads=1), Vote(gives_up=True)], (1, 2, False)),
+    ],
+)
+def test_all_ranks_come_to_the_same_outcome(votes: list[Vote], outcome: tuple[int | None, int | None, bool]) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[int | None, int | None, bool]:
+        world = tb.BaguaProcessGroup(group).world
+        *found, of_ranks = count_votes(world, votes[group.rank()], LayoutWatch(""), "a round")
+        assert of_ranks == votes
+        return found[0], found[1], found[2]
+
+    assert run_ranks(3, body) == [outcome] * 3
+
+
+@pytest.mark.parametrize("other", [Vote(gives_up=True), STOPS], ids=["gives up", "all stop"])
+def test_ranks_with_different_numbers_of_loads_all_raise(other: Vote) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        vote = (STOPS, Vote(reason="detach", num_loads=1), other)[group.rank()]
+        with pytest.raises(tb.CommunicationError, match="number of loads: ranks 0 and 2 have 0, rank 1 has 1"):
+            count_votes(tb.BaguaProcessGroup(group).world, vote, LayoutWatch(""), "a round")
+
+    run_ranks(3, body)
+
+
+# The state: differences that are not yet applied, which only the same rank loads.
+
+Body = Callable[[int, nn.Module, AsyncModelAverageAlgorithmImpl], Any]
+
+
+def on_ranks(size: int, body: Body, num_features: int = 3) -> list[Any]:
+    """Run `body` on ranks that have stopped averaging."""
+
+    def run(group: dist.ProcessGroup) -> Any:
+        module = nn.BatchNorm1d(num_features)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        own = tb.BaguaProcessGroup(group)
+        with tb.attach(module, optimizer, tb.AsyncModelAverageAlgorithm(), process_group=own) as attachment:
+            attachment.impl.abort(module, final_average=False)
+            return body(group.rank(), module, attachment.impl)
+
+    return run_ranks(size, run)
+
+
+def save(rank: int, module: nn.Module, impl: AsyncModelAverageAlgorithmImpl) -> dict[str, Any]:
+    """Return a state with pending differences of 10 for rank 0, 11 for rank 1, and so on."""
+    state = impl.state_dict()
+    assert state["has_differences"] is False
+    differences = {name: torch.full_like(part, 10.0 + rank) for name, part in state["differences"].items()}
+    snapshots = {name: module.get_buffer(name).clone() for name in state["buffer_snapshots"]}
+    return {**state, "step": 7, "has_differences": True, "differences": differences, "buffer_snapshots": snapshots}
+
+
+def test_pending_differences_of_a_loaded_state_are_applied() -> None:
+    states = on_ranks(2, save)
+    for rank, state in enumerate(states):
+        owner = {key: state[key] for key in ("rank", "num_ranks", "is_enabled")}
+        assert owner == {"rank": rank, "num_ranks": 2, "is_enabled": False}
+        assert state["differences"].keys() == {"weight", "bias", "running_mean", "running_var"}
+        assert state["buffer_snapshots"].keys() == {"running_mean", "running_var"}
+
+    def load(rank: int, module: nn.Module, impl: AsyncModelAverageAlgorithmImpl) -> None:
+        for has_differences, difference in ((False, 0.0), (True, 10.0 + rank)):
+            before = {name: module.state_dict()[name].clone() for name in states[rank]["differences"]}
+            impl.load_state_dict({**states[rank], "has_differences": has_differences})
+            for name, value in before.items():
+                assert torch.equal(module.state_dict()[name], value + difference)
+        assert (impl.step, impl.mode) == (7, "stopped")
+
+    on_ranks(2, load)
+
+
+def test_a_state_of_another_rank_or_of_other_weights_is_refused() -> None:
+    states = on_ranks(2, save)
+
+    def load(rank: int, module: nn.Module, impl: AsyncModelAverageAlgorithmImpl) -> None:
+        own = states[rank]
+        without = {key: value for key, value in own.items() if key != "buffer_snapshots"}
+        fewer = {**own, "differences": {"weight": own["differences"]["weight"]}}
+        for state, message in (
+            (states[1 - rank], rf"be from rank {rank} of 2, got a state from rank {1 - rank} of 2"),
+            ({**own, "num_ranks": 3}, rf"be from rank {rank} of 2, got a state from rank {rank} of 3"),
+            (without, r"must have the keys \[.*'buffer_snapshots'.*\], got \['differences'"),
+            (fewer, r"weights of this module, 4 tensors, got 1; they differ in \['bias'"),
+        ):
+            with pytest.raises(ValueError, match=rf"^AsyncModelAverageAlgorithm\.load_state_dict: .*{message}"):
+                impl.load_state_dict(state)
+
+    on_ranks(2, load)
+
+    def load_other_shapes(rank: int, module: nn.Module, impl: AsyncModelAverageAlgorithmImpl) -> None:
+        with pytest.raises(ValueError, match="weights of this module, 4 tensors, got 4; they differ in shapes"):
+            impl.load_state_dict(states[rank])
+
+    on_ranks(2, load_other_shapes, num_features=4)

@@ -1,9 +1,10 @@
-"""Asynchronous averaging with a controlled clock is bitwise equal to the one-process oracle."""
+"""Asynchronous averaging is bitwise equal to the one-process oracle: with a controlled clock, and a mean alone."""
 
 import itertools
 import random
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from torch import nn
 import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, is_buffer, weights_of
+from components import WeightComponent, running
 from ranks import run_ranks
 from torchbagua.algorithms.weights import asynchronous
+from torchbagua.codecs import MinMaxUInt8
 from training import Wide, build, flat
 from transports import group_like_the_oracle
 
@@ -25,11 +28,7 @@ F32 = np.float32
 
 
 class ControlledClock(threading.Condition):
-    """The clock of one rank's rounds, and the condition on which they wait for it. Only `advance` moves it.
-
-    Attributes:
-        num_waits: the number of waits that have begun.
-    """
+    """The clock of one rank's rounds, and the condition on which they wait for it. Only `advance` moves it."""
 
     def __init__(self, here: threading.local) -> None:
         super().__init__()
@@ -82,10 +81,7 @@ class ControlledTime:
 
 
 def clocked_run(
-    group: dist.ProcessGroup,
-    controlled: ControlledTime,
-    model: nn.Module,
-    algorithm: tb.AsyncModelAverageAlgorithm,
+    group: dist.ProcessGroup, controlled: ControlledTime, model: nn.Module, algorithm: tb.Algorithm
 ) -> tuple[Trainer, list[str], Weights]:
     """Train at this rank's own pace; return the trainer, the events in order, and the final weights."""
     plan = random.Random(group.rank())
@@ -106,9 +102,7 @@ def clocked_run(
             clock.advance(INTERVAL_MS / 1000)
             clock.until_waits(2 * index + 2)  # the lane now waits for a snapshot
             if plan.random() < 0.3:
-                clock.advance(
-                    1000
-                )  # the rank evaluates for longer than the lane waits; its last snapshot is used again
+                clock.advance(1000)  # evaluates for longer than the lane waits: the last snapshot is sent again
             else:
                 log.append("snapshot after")
                 step()
@@ -122,11 +116,11 @@ def clocked_run(
 class CompressedDifferences:
     """The ranks' means of snapshots: the last mean plus the compressed mean of differences from it."""
 
-    def __init__(self, size: int, compression: str | None) -> None:
-        self.mean: oracle.Array = np.zeros(size, F32)
+    def __init__(self, segments: list[int], compression: str | None) -> None:
+        self.mean: oracle.Array = np.zeros(sum(segments), F32)
         in_4_bits = compression == "minmax_uint4"
         coding = (128, oracle.quantise_block_4_bits) if in_4_bits else (2048, oracle.quantise_block)
-        self.two_phase = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *coding))
+        self.two_phase = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, segments, *coding))
 
     def average(self, snapshots: list[oracle.Array]) -> list[oracle.Array]:
         self.two_phase.sent = None  # no error feedback here: the residual stays in the weights
@@ -169,7 +163,7 @@ def test_equals_the_oracle_under_a_controlled_clock(
         steps = [0] * size
         rest = [iter(log) for log in logs]
         is_compressed = compression is not None and not is_buffer(name) and snapshots[0].dtype == F32
-        differences = CompressedDifferences(snapshots[0].size, compression)
+        differences = CompressedDifferences([snapshots[0].size], compression)
         for index in range(6):
             for rank, trace in enumerate(traces):
                 gives_snapshot = False
@@ -201,3 +195,58 @@ def test_equals_the_oracle_under_a_controlled_clock(
         ]
         for _, _, final in results:
             np.testing.assert_array_equal(flat(final[name]), oracle.ordered_sum(last) / F32(size))
+
+
+class MeanOfSnapshots:
+    """The weights, and the compressed mean of their bucket."""
+
+    def __init__(self, runner: tb.extend.WeightRunner) -> None:
+        self.weights = runner.algorithm.make_weights(runner, dict)
+
+    def append(self, bucket: Any) -> None:
+        bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
+        self.mean = asynchronous.CompressedMean(bucket, MinMaxUInt8())
+
+
+def snapshot_of(rank: int, number: int) -> torch.Tensor:
+    """Return weights that differ between ranks by about 0.01."""
+    shared = torch.randn(3000, generator=torch.Generator().manual_seed(number))
+    return shared + 0.01 * torch.randn(3000, generator=torch.Generator().manual_seed(1000 + 10 * rank + number))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_exact_mean_between_compressed_means_and_weights_loaded_without_residuals(size: int) -> None:
+    """The residual of the mean is added to the next mean, except for weights that `average` or `forget` names."""
+    algorithm = WeightComponent(make=MeanOfSnapshots, append=MeanOfSnapshots.append, codec=MinMaxUInt8())
+    exact, loaded, forgotten = (0, 3), {5: ["first"], 7: ["second"]}, {8: ["first", "second"]}
+    places = {"first": slice(0, 2500), "second": slice(2500, 3000)}
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        module = nn.Module()
+        module.first, module.second = nn.Parameter(torch.zeros(2500)), nn.Parameter(torch.zeros(500))
+        found = []
+        with running(group_like_the_oracle(group), algorithm, module=module) as (runner, component):
+            (bucket,) = component.weights
+            for number in range(9):
+                bucket.snapshot.copy_(snapshot_of(group.rank(), number))
+                component.mean.forget(forgotten.get(number, ()))
+                average = partial(component.mean.average, loaded.get(number, ()), is_exact=number in exact)
+                runner.lane.submit(average).result()
+                found.append(bucket.flat.clone())
+        return found
+
+    ranks = run_ranks(size, body)
+    formula = CompressedDifferences([2500, 500], "minmax_uint8")
+    for number in range(9):
+        snapshots = [snapshot_of(rank, number).numpy() for rank in range(size)]
+        if number in exact:
+            formula.mean = oracle.gradient_allreduce(snapshots)
+            means = [formula.mean] * size
+        else:
+            for name in (*loaded.get(number, ()), *forgotten.get(number, ())):
+                assert formula.two_phase.mean[places[name]].any()
+                formula.two_phase.mean[places[name]] = 0
+            means = formula.average(snapshots)
+            assert not np.array_equal(means[0], means[1])
+        for found, expected in zip(ranks, means, strict=True):
+            np.testing.assert_array_equal(found[number].numpy(), expected, err_msg=f"round {number}")

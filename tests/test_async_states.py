@@ -26,9 +26,9 @@ GROUPS: list[dist.ProcessGroup] = []  # kept alive: see run_ranks
 class Rank:
     """A rank whose commands run on a separate thread."""
 
-    def __init__(self, store: dist.Store, rank: int, warmup_steps: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, algorithm: tb.Algorithm) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"rank {rank}")
-        self.store, self.rank, self.warmup_steps = store, rank, warmup_steps
+        self.store, self.rank, self.algorithm = store, rank, algorithm
 
     def attach(self) -> None:
         group = gloo_group(self.store, self.rank, SIZE)
@@ -36,8 +36,8 @@ class Rank:
         self.module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.001)
         self.data = torch.Generator().manual_seed(self.rank)
-        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=self.warmup_steps)
-        self.attachment = tb.attach(self.module, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(group))
+        own = tb.BaguaProcessGroup(group)
+        self.attachment = tb.attach(self.module, self.optimizer, self.algorithm, process_group=own)
 
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -49,10 +49,17 @@ class Rank:
 class AbortAndResume(RuleBasedStateMachine):
     """Two ranks; `steps` and `is_enabled` contain their state as documented."""
 
-    @initialize(warmup_steps=st.sampled_from([0, 1, 3]))
-    def attach(self, warmup_steps: int) -> None:
+    @initialize(
+        interval_ms=st.sampled_from([0, 1]),
+        warmup_steps=st.sampled_from([0, 1, 3]),
+        compression=st.sampled_from([None, "minmax_uint8"]),
+    )
+    def attach(self, interval_ms: int, warmup_steps: int, compression: str | None) -> None:
         store = dist.HashStore()
-        self.ranks = [Rank(store, rank, warmup_steps) for rank in range(SIZE)]
+        algorithm = tb.AsyncModelAverageAlgorithm(
+            sync_interval_ms=interval_ms, warmup_steps=warmup_steps, compression=compression
+        )
+        self.ranks = [Rank(store, rank, algorithm) for rank in range(SIZE)]
         self.warmup_steps, self.steps, self.is_enabled = warmup_steps, 0, True
         self.on_all_ranks(Rank.attach)
 
@@ -88,6 +95,10 @@ class AbortAndResume(RuleBasedStateMachine):
     def resume(self) -> None:
         self.on_all_ranks(lambda rank: rank.attachment.impl.resume(rank.module))
         self.is_enabled = True
+
+    @rule()
+    def reload(self) -> None:
+        self.on_all_ranks(lambda rank: rank.attachment.load_state_dict(rank.attachment.state_dict()))
 
     @precondition(lambda self: self.is_enabled and not self.is_warming_up)
     @rule()

@@ -1,14 +1,11 @@
 """Decentralized algorithms: steps are bitwise equal to the one-process oracle's, and replicas to their originals."""
 
-import copy
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import oracle
 import torchbagua as tb
@@ -115,19 +112,15 @@ def check_low_precision(
     assert_same_weights([trace.final for trace in traces])
 
 
-@pairwise(size=[2, 3, 4], interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
-def test_low_precision(size: int, interval: int, bucket_cap_mb: float) -> None:
+@pairwise(
+    ranks=[(2, None), (3, None), (4, None), *((len(nodes), nodes) for nodes in NODES.values())],
+    interval=INTERVALS,
+    bucket_cap_mb=BUCKET_CAPS_MB,
+)
+def test_low_precision(ranks: tuple[int, list[int] | None], interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
-    model = build(Normed)
-    check_low_precision(run_ranks(size, lambda group: train(group, model, algorithm)), interval, None)
-
-
-@pairwise(nodes=list(NODES), interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
-def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: float) -> None:
-    algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
-    model, node_of_rank = build(Normed), NODES[nodes]
-    traces = run_ranks(len(node_of_rank), lambda group: train(group, model, algorithm, nodes=node_of_rank))
-    check_low_precision(traces, interval, node_of_rank)
+    model, (size, nodes) = build(Normed), ranks
+    check_low_precision(run_ranks(size, lambda group: train(group, model, algorithm, nodes=nodes)), interval, nodes)
 
 
 @pytest.mark.parametrize(
@@ -136,41 +129,16 @@ def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: floa
         tb.DecentralizedAlgorithm(),
         tb.DecentralizedAlgorithm(True, "shift_one"),
         tb.LowPrecisionDecentralizedAlgorithm(),
+        tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+        tb.LocalSGDAlgorithm(1),
     ],
-    ids=["all", "shift_one", "low precision"],
+    ids=["all", "shift_one", "low precision", "diloco", "local sgd"],
 )
 def test_a_group_of_one_changes_nothing(device: torch.device, algorithm: tb.Algorithm) -> None:
     model = build(Normed).to(device)
-    (trace,) = run_ranks(1, lambda group: train(group, model, algorithm), device=device)
+
+    def reload(trainer: Trainer, attachment: tb.Attachment) -> None:
+        attachment.load_state_dict(attachment.state_dict())
+
+    (trace,) = run_ranks(1, lambda group: train(group, model, algorithm, after_step=reload), device=device)
     check_unchanged(trace)
-
-
-@pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, [0, 0, 1, 1]), (3, None)])
-def test_a_ring_of_two_has_a_single_replica_for_both_neighbours(size: int, nodes: Sequence[int] | None) -> None:
-    """It is saved and loaded as two replicas, as in any ring."""
-    module = build(lambda: nn.Linear(40, 30))
-
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, nodes=nodes)
-        trained = copy.deepcopy(module)
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        data = torch.Generator().manual_seed(group.rank())
-        with tb.attach(trained, optimizer, "low_precision_decentralized", process_group=own) as attachment:
-            for _ in range(3):
-                optimizer.zero_grad()
-                trained(torch.randn(4, 40, generator=data)).square().sum().backward()
-                optimizer.step()
-            (bucket,) = attachment.runner.weights
-            is_ring_of_two = size == 2 or nodes is not None
-            assert (bucket.replicas.left is bucket.replicas.right) == is_ring_of_two
-            state = attachment.state_dict()
-            replicas = state["impl"]
-            for name, left in replicas["left"].items():
-                assert torch.equal(left, replicas["right"][name]) == is_ring_of_two
-            bucket.replicas.left.zero_()
-            attachment.load_state_dict(state)
-            for side in ("left", "right"):
-                for name, part in bucket.named(getattr(bucket.replicas, side)).items():
-                    assert torch.equal(part, replicas[side][name])
-
-    run_ranks(size, body)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, assert_same_weights, is_buffer, weights_of
+from averaging import Normed, Trace, Trainer, Weights, assert_same_weights, is_buffer, weights_of
 from diloco_oracle import check_rounds, fragments_of
 from ranks import TIMEOUT, gloo_group, run_ranks
 from torchbagua.observe import Recorder
@@ -81,31 +81,40 @@ def test_nodes_are_the_workers(nodes: str, way: str, arguments: dict[str, Any]) 
     assert_same_weights([trace.final for trace in traces])
 
 
-def test_gradients_are_the_means_of_a_node() -> None:
+def test_gradients_are_the_means_of_a_node_until_detach_restores_ddp() -> None:
     """Both DDPs give bitwise equal weights in the first steps, which are plain SGD with the mean gradient."""
     on = NODES["2 x 2"]
 
-    def body(group: dist.ProcessGroup) -> list[Trace]:
-        return [train(group, on, way, tb.DiLoCoAlgorithm(2), num_steps=3)[0] for way in WAYS]
+    def body(group: dist.ProcessGroup) -> list[Weights]:
+        firsts = [train(group, on, way, tb.DiLoCoAlgorithm(2), num_steps=1) for way in WAYS]
+        trainer = firsts[0][2]
+        assert trainer.ddp.broadcast_buffers
+        for _ in range(2):
+            trainer.step()  # DDP averages the gradients of all ranks
+        return [*(trace.updated[0] for trace, _, _ in firsts), weights_of(trainer.module)]
 
     ranks = run_ranks(4, body)
-    for ways in ranks:
-        for step in range(3):
-            for name, weight in ways[0].updated[step].items():
-                if not is_buffer(name):  # a DDP of a node broadcasts the buffers of its first rank
-                    assert torch.equal(weight, ways[1].updated[step][name]), (step, name)
-
+    for of_all, of_node, last in ranks:
+        for name, weight in of_all.items():
+            if not is_buffer(name):  # a DDP of a node broadcasts the buffers of its first rank
+                assert torch.equal(weight, of_node[name]), name
+                assert torch.equal(last[name], ranks[0][2][name]), name
     for node in (0, 1):
         gradients = []
         for rank in (2 * node, 2 * node + 1):
             module = copy.deepcopy(MODEL)
             module(torch.randn(6, 10, generator=torch.Generator().manual_seed(1000 + rank))).square().sum().backward()
             gradients.append(module.last.weight.grad)
-        expected = MODEL.last.weight - 0.01 * (gradients[0] + gradients[1]) / 2
+        expected = MODEL.last.weight.detach() - 0.01 * (gradients[0] + gradients[1]) / 2
         # Here another number of threads computes the gradients.
-        torch.testing.assert_close(
-            ranks[2 * node][0].updated[0]["last.weight"], expected.detach(), rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(ranks[2 * node][0]["last.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_node_is_flat() -> None:
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        return train(group, [0, 0], WAYS[0], tb.DiLoCoAlgorithm(H), num_steps=2)[0].updated[1]["last.weight"]
+
+    assert not torch.equal(*run_ranks(2, body))
 
 
 def test_each_rank_sends_its_shard() -> None:
@@ -131,7 +140,8 @@ def test_each_rank_sends_its_shard() -> None:
         assert sum(event.wire_bytes for event in between) == 2 * (num_elements // 2 // 2) * 4.25 / 8
 
 
-def test_unsupported_modules_and_groups_are_refused() -> None:
+def test_unsupported_modules_groups_and_join_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join gets its rank from torch's registry
     on = NODES["2 x 2"]
 
     def body(group: dist.ProcessGroup) -> None:
@@ -155,6 +165,13 @@ def test_unsupported_modules_and_groups_are_refused() -> None:
             tb.attach(trainer.ddp, trainer.optimizer, "diloco", process_group=other)
         with pytest.raises(ValueError, match=r"must have the module's ranks: rank . of 2, got rank . of 4"):
             tb.attach(trainer.ddp, trainer.optimizer, "decentralized", process_group=own)
+        for joining in (trainer, NodeTrainer(group, MODEL, on, WAYS[0])):
+            with (
+                pytest.raises(RuntimeError, match=r"does not support torch\.distributed\.algorithms\.Join"),
+                tb.attach(joining.ddp, joining.optimizer, "diloco", process_group=own),
+                Join([joining.ddp]),
+            ):
+                joining.step()
 
     run_ranks(4, body)
 
@@ -182,42 +199,3 @@ def test_parameters_that_ddp_ignores_stay_local(way: str) -> None:
         assert bool((trainer.module.norm.running_mean == group.rank()).all())
 
     run_ranks(4, body)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_join_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join gets its rank from torch's registry
-    on = NODES["2 x 2"]
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = NodeTrainer(group, MODEL, on, way)
-        own = tb.BaguaProcessGroup(group, nodes=on)
-        with (
-            pytest.raises(RuntimeError, match=r"does not support torch\.distributed\.algorithms\.Join"),
-            tb.attach(trainer.ddp, trainer.optimizer, "diloco", process_group=own),
-            Join([trainer.ddp]),
-        ):
-            trainer.step()
-
-    run_ranks(4, body)
-
-
-def test_detach_restores_ddp() -> None:
-    """DDP averages the gradients of all ranks and broadcasts buffers again."""
-    on = NODES["2 x 2"]
-
-    def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-        trainer = train(group, on, WAYS[0], tb.DiLoCoAlgorithm(2), num_steps=1)[2]
-        assert trainer.ddp.broadcast_buffers
-        for _ in range(2):
-            trainer.step()
-        return {name: weight for name, weight in weights_of(trainer.module).items() if not is_buffer(name)}
-
-    assert_same_weights(run_ranks(4, body))
-
-
-def test_one_node_is_flat() -> None:
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        return train(group, [0, 0], WAYS[0], tb.DiLoCoAlgorithm(H), num_steps=2)[0].updated[1]["last.weight"]
-
-    assert not torch.equal(*run_ranks(2, body))

@@ -1,7 +1,6 @@
 """float64 and complex values: summed in float64, or as pairs, and sent in full precision if the codec refuses them."""
 
 import copy
-import io
 import threading
 import warnings
 from collections.abc import Sequence
@@ -14,18 +13,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from averaging import Trainer, Weights, assert_same_weights, train, weights_of
+from averaging import Trainer, Weights, assert_same_weights, check_resume, train
 from q_adam_life import NUM_STEPS, Life, check_lives, initial_of
 from q_adam_life import Trainer as QAdamTrainer
 from ranks import run_ranks
 from test_ddp import check_runs
 from test_decentralized import check_decentralized, check_low_precision
-from test_resume import checkpoint, resume
 from training import Tower, Wide, build
 from training import train as train_hooked
 
 UNEVEN = [0, 1, 1, 0, 1]
-NODES = pytest.mark.parametrize("nodes", [None, UNEVEN], ids=["flat", "nodes"])
 ignores_warning = pytest.mark.filterwarnings("ignore:torchbagua. .* in full precision:RuntimeWarning")
 
 
@@ -50,21 +47,34 @@ def test_gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None) -> None
     assert runs[0].averaged[0].keys() == dict(model.named_parameters()).keys()
 
 
-@pytest.mark.parametrize(("mode", "nodes"), [("all", UNEVEN), ("shift_one", UNEVEN)])
-def test_decentralized(mode: str, nodes: Sequence[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "nodes"),
+    [
+        (tb.DecentralizedAlgorithm(bucket_cap_mb=0.01), UNEVEN),
+        (tb.DecentralizedAlgorithm(True, "shift_one", bucket_cap_mb=0.01), UNEVEN),
+        (tb.LowPrecisionDecentralizedAlgorithm(), None),
+        (tb.LowPrecisionDecentralizedAlgorithm(), UNEVEN),
+    ],
+)
+@ignores_warning
+def test_weights(algorithm: Any, nodes: Sequence[int] | None) -> None:
     """Weights and buffers equal the oracle."""
-    model, algorithm = build(Wide), tb.DecentralizedAlgorithm(True, mode, bucket_cap_mb=0.01)
-    traces = run_ranks(len(nodes or range(4)), lambda group: train(group, model, algorithm, nodes=nodes))
-    check_decentralized(traces, mode, 1, nodes)
+    model = build(Wide)
+    traces = run_ranks(len(nodes or range(3)), lambda group: train(group, model, algorithm, nodes=nodes))
+    if isinstance(algorithm, tb.DecentralizedAlgorithm):
+        check_decentralized(traces, algorithm.peer_selection_mode, 1, nodes)
+    else:
+        check_low_precision(traces, 1, nodes)
     assert {"norm.running_var", "running_turn"} <= traces[0].final.keys()
 
 
-@NODES
+@pytest.mark.parametrize(
+    "algorithm", [tb.LowPrecisionDecentralizedAlgorithm(), tb.DiLoCoAlgorithm(2, delay=1)], ids=repr
+)
 @ignores_warning
-def test_low_precision(nodes: Sequence[int] | None) -> None:
-    model, algorithm = build(Wide), tb.LowPrecisionDecentralizedAlgorithm()
-    traces = run_ranks(len(nodes or range(3)), lambda group: train(group, model, algorithm, nodes=nodes))
-    check_low_precision(traces, 1, nodes)
+def test_averaged_weights_resume(algorithm: tb.Algorithm) -> None:
+    model = build(Wide)
+    run_ranks(2, lambda group: check_resume(group, model, algorithm, algorithm, 3))
 
 
 def test_gradients_in_the_warm_up_of_async() -> None:
@@ -104,85 +114,6 @@ def test_qadam_steps_float64_in_float64() -> None:
     lives = run_ranks(3, body)
     check_lives(lives, initial_of(model), nodes)
     assert lives[0].momenta[-1]["layers.0.weight"].dtype == torch.float64
-
-
-@ignores_warning
-def test_qadam_resumes() -> None:
-    model = build(lambda: Tower(dtypes=(torch.float64, torch.float32)))
-
-    def body(group: dist.ProcessGroup) -> None:
-        def start() -> tuple[QAdamTrainer, tb.Attachment]:
-            trainer = QAdamTrainer(group, model)
-            algorithm = tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
-            return trainer, tb.attach(trainer.ddp, trainer.optimizer, algorithm)
-
-        first, attachment = start()
-        for _ in range(5):
-            first.step()
-        file = io.BytesIO()
-        saved = [attachment.state_dict(), first.optimizer.state_dict(), first.ddp.module.state_dict()]
-        torch.save([*saved, first.data.get_state()], file)
-        file.seek(0)
-        first.step()
-        attachment.detach()
-
-        second, attachment = start()
-        attachment_state, optimizer_state, model_state, data_state = torch.load(file, weights_only=True)
-        second.ddp.module.load_state_dict(model_state)
-        second.optimizer.load_state_dict(optimizer_state)
-        attachment.load_state_dict(attachment_state)
-        second.data.set_state(data_state)
-        second.life.weights += [{}] * 5  # its length is the number of steps
-        second.step()
-        attachment.detach()
-        assert_same_weights([initial_of(trainer.ddp.module) for trainer in (first, second)])
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [tb.LowPrecisionDecentralizedAlgorithm(), tb.DiLoCoAlgorithm(2, delay=1)],
-    ids=repr,
-)
-@ignores_warning
-def test_averaged_weights_resume(algorithm: tb.Algorithm) -> None:
-    model = build(Wide)
-
-    def body(group: dist.ProcessGroup) -> None:
-        first, second = Trainer(group, model), Trainer(group, model)
-        file = io.BytesIO()
-        with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
-            for _ in range(3):
-                first.step()
-            torch.save(checkpoint(first, attachment), file)
-            for _ in range(2):
-                first.step()
-        file.seek(0)
-        with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
-            resume(second, attachment, torch.load(file, weights_only=True))
-            for _ in range(2):
-                second.step()
-        assert_same_weights([weights_of(first.module), weights_of(second.module)])
-
-    run_ranks(2, body)
-
-
-def test_a_plain_module_starts_from_the_weights_of_rank_0() -> None:
-    model = build(Wide)
-
-    def body(group: dist.ProcessGroup) -> Weights:
-        module = copy.deepcopy(model)
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.add_(group.rank())
-        optimizer = torch.optim.SGD(module.parameters())
-        with tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)):
-            return weights_of(module)
-
-    first, second = run_ranks(2, body)
-    assert_same_weights([first, weights_of(model)])
-    assert_same_weights([first, second])
 
 
 def wrap(

@@ -6,11 +6,8 @@ The first tests compare averaged gradients with the oracle. The others are cases
 import copy
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -29,7 +26,6 @@ from pairwise import pairwise
 from q_adam_life import ChannelsLast
 from ranks import leave_by_exception, run_ranks
 from torchbagua.algorithms.gradient.function import MeanFunction
-from torchbagua.collectives.residuals import Momentum, Residual, VelocityResidual
 from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 Tensors = dict[str, torch.Tensor]
@@ -89,7 +85,7 @@ def check_runs(runs: Sequence[Run], name: str = "8 bits", nodes: Sequence[int] |
 
 
 @pairwise(
-    name=[name for name in MEANS if not name.endswith("flat")],
+    name=list(MEANS),
     ranks=[(2, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])],
     options=[
         {},
@@ -102,14 +98,6 @@ def test_the_oracle(name: str, ranks: tuple[int, list[int] | None], options: dic
     algorithm = MEANS[name][0]
     runs = run_ranks(size, lambda group: train(group, TOWER, algorithm, nodes=nodes, tells_optimizer=True, **options))
     check_runs(runs, name, nodes)
-
-
-@pytest.mark.parametrize("name", [name for name in MEANS if name.endswith("flat")])
-def test_the_oracle_without_regard_to_nodes(name: str) -> None:
-    nodes, algorithm = [0, 0, 1, 1], MEANS[name][0]
-    check_runs(
-        run_ranks(4, lambda group: train(group, TOWER, algorithm, nodes=nodes, tells_optimizer=True)), name, nodes
-    )
 
 
 def mixed() -> nn.Module:
@@ -134,7 +122,7 @@ COLD = "low rank, cold"  # its results depend on the number of backward passes
 def make_q_adam(parameters: Sequence[nn.Parameter]) -> tb.QAdamOptimizer:
     """Return an optimizer whose parameters end their warm-ups after one and after two steps."""
     groups = [{"params": parameters[i::2], "warmup_steps": 1 + i} for i in range(2)]
-    return tb.QAdamOptimizer(groups, lr=0.01, betas=(BETA1, 0.99))
+    return tb.QAdamOptimizer(groups, lr=0.01, betas=(BETA1, 0.99), fused=True)  # a fused Adam would skip steps itself
 
 
 def in_full_precision(flat: torch.Tensor, group: tb.BaguaProcessGroup) -> None:
@@ -145,20 +133,33 @@ def in_steps(flat: torch.Tensor) -> torch.Tensor:
     return flat.mul(64).round().div(64)
 
 
-@dataclass(frozen=True)
-class OwnAlgorithm(tb.Algorithm):
-    """A user's algorithm with a state of its own, which a device cannot unstage: rounded gradients."""
+class OwnState:
+    """A user's own state, which a device cannot unstage: the residual of a bucket."""
 
-    def make_impl(self, runner: tb.extend.GradientRunner) -> "OwnImpl":
-        return OwnImpl(runner)
+    def __init__(self, bucket: tb.extend.BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> None:
+        self.values = torch.zeros_like(bucket.flat) if held is None else torch.cat([values for (values,) in held])
+        self.last, self.staged = self.values.clone(), self.values.clone()
+
+    def continue_from_staged(self, parts: Sequence[slice]) -> None:
+        self.last = self.values.clone()
+        for part in parts:
+            self.last[part] = self.staged[part]
+
+    def commit(self, parts: Sequence[slice] | None = None) -> None:
+        for part in [slice(None)] if parts is None else parts:
+            self.values[part] = self.staged[part]
+
+    def expand(self, part: slice) -> Sequence[torch.Tensor]:
+        return [self.values[part]]
 
 
 class OwnImpl(tb.AlgorithmImpl):
+    """Averages rounded gradients."""
+
     def __init__(self, runner: tb.extend.GradientRunner) -> None:
         super().__init__(runner)
-        self.feedback = tb.extend.ErrorFeedback(
-            runner, tb.extend.ParameterState("OwnAlgorithm", OwnState, {"residual": None})
-        )
+        state = tb.extend.ParameterState("OwnAlgorithm", OwnState, {"residual": None})
+        self.feedback = tb.extend.ErrorFeedback(runner, state)
 
     def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
         self.feedback.append(bucket, self.append_mean)
@@ -167,39 +168,17 @@ class OwnImpl(tb.AlgorithmImpl):
         state: OwnState = self.feedback.state.of_bucket(bucket)
 
         def average(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
-            bucket.flat.add_(torch.cat(state.last))
+            bucket.flat.add_(state.last)
             sent = in_steps(bucket.flat)
-            state.staged = list((bucket.flat - sent).split(state.lengths))
-            bucket.flat.copy_(sent)
-            in_full_precision(bucket.flat, group)
+            state.staged = bucket.flat - sent
+            in_full_precision(bucket.flat.copy_(sent), group)
 
         bucket.append_python_op(average)
 
 
-class OwnState:
-    """The residual of each parameter of a bucket."""
-
-    def __init__(self, bucket: tb.extend.BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> None:
-        parts = [part for _, part in bucket.parts(bucket.flat)]
-        self.lengths = [len(part) for part in parts]
-        self.starts = [sum(self.lengths[:number]) for number in range(len(parts))]
-        self.values = [torch.zeros_like(part) for part in parts] if held is None else [values for (values,) in held]
-        self.last, self.staged = list(self.values), list(self.values)
-
-    def numbers(self, parts: Sequence[slice]) -> list[int]:
-        return [n for n, start in enumerate(self.starts) if any(part.start <= start < part.stop for part in parts)]
-
-    def continue_from_staged(self, parts: Sequence[slice]) -> None:
-        self.last = list(self.values)
-        for number in self.numbers(parts):
-            self.last[number] = self.staged[number]
-
-    def commit(self, parts: Sequence[slice] | None = None) -> None:
-        for number in range(len(self.starts)) if parts is None else self.numbers(parts):
-            self.values[number] = self.staged[number]
-
-    def expand(self, part: slice) -> Sequence[torch.Tensor]:
-        return [self.values[self.starts.index(part.start)]]
+class OwnAlgorithm(tb.Algorithm):
+    def make_impl(self, runner: tb.extend.GradientRunner) -> tb.AlgorithmImpl:
+        return OwnImpl(runner)
 
 
 ALGORITHMS: dict[str, Callable[[Any], tb.Algorithm]] = {
@@ -218,12 +197,12 @@ EACH = pytest.mark.parametrize("name", NAMES)
 
 
 class Loop:
-    """One rank's training with an algorithm attached."""
+    """One rank's training with an algorithm attached, from the table or given."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        name: str,
+        algorithm: str | tb.Algorithm,
         model: nn.Module = TOWER,
         *,
         nodes: Sequence[int] | None = None,
@@ -235,7 +214,7 @@ class Loop:
     ) -> None:
         self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
         self.named = {n: parameter for n, parameter in self.ddp.module.named_parameters() if parameter.requires_grad}
-        make = make_q_adam if name == "QAdam" else partial(torch.optim.SGD, lr=lr)
+        make = make_q_adam if algorithm == "QAdam" else partial(torch.optim.SGD, lr=lr)
         shares = [list(self.named.values())[i::num_optimizers] for i in range(num_optimizers)]
         self.optimizers: list[torch.optim.Optimizer] = list(map(make, shares))
         self.scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=scale or 1, growth_interval=2)
@@ -244,7 +223,7 @@ class Loop:
         self.attachment = tb.attach(
             self.ddp,
             self.optimizers,
-            ALGORITHMS[name](self.optimizers[0]),
+            ALGORITHMS[algorithm](self.optimizers[0]) if isinstance(algorithm, str) else algorithm,
             process_group=None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes),
             grad_scaler=None if scale is None else self.scaler,
             observers=observers,
@@ -376,8 +355,9 @@ def test_gradients_that_no_step_uses_commit_nothing(
         for _ in range(1 if name == "momentum" else 2):  # the first is not the second pass of an earlier step
             extra.backward()
         assert all(same(kept, before[kind]) for kind, kept in extra.kept().items())
-        plain.attachment.detach()
-        extra.attachment.detach()
+        for loop in (plain, extra):
+            loop.attachment.detach()
+            assert not any(parameter._backward_hooks for parameter in loop.named.values())
 
     run_ranks(2, body)
 
@@ -432,15 +412,13 @@ def test_nothing_is_lost_and_nothing_counts_twice(
     check_that_nothing_is_lost(name, add_gradients, **setting)
 
 
-@pytest.mark.parametrize("name", WITHOUT_MOMENTUM)
-def test_nothing_is_lost_of_parameters_that_some_or_no_ranks_use(name: str) -> None:
-    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.01, "reloads": True}
-    check_that_nothing_is_lost(name, one_pass, model=BRANCHES, **options)
-
-
+@pytest.mark.parametrize(("name", "model"), [*((name, BRANCHES) for name in WITHOUT_MOMENTUM), ("8 bits", WIDE)])
 @pytest.mark.filterwarnings("ignore:torchbagua. ByteGradAlgorithm sends")
-def test_nothing_is_lost_of_complex_parameters() -> None:
-    check_that_nothing_is_lost("8 bits", one_pass, model=WIDE, reloads=True)
+def test_nothing_is_lost_of_complex_parameters_and_of_those_that_some_or_no_ranks_use(
+    name: str, model: nn.Module
+) -> None:
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.01} if model is BRANCHES else {}
+    check_that_nothing_is_lost(name, one_pass, model=model, reloads=True, **options)
 
 
 def check_that_nothing_is_lost(
@@ -656,26 +634,14 @@ def test_a_second_synchronized_backward_with_momentum_is_refused() -> None:
                 loop.backward()  # without effect: it is cleared
             loop.ddp.zero_grad()
             loop.backward()
-            with pytest.raises(RuntimeError) as raised:
+            # A slower rank may first notice that the other one has closed its groups.
+            with pytest.raises(
+                RuntimeError, match=r"one synchronized backward pass.* under ddp\.no_sync|by peer"
+            ) as raised:
                 loop.backward()
         return str(raised.value)
 
-    errors = run_ranks(2, body)
-    # A slower rank may first notice that the other one has closed its groups.
-    refusal = r"one synchronized backward pass.* under ddp\.no_sync|by peer"
-    assert all(re.search(refusal, error) for error in errors)
-    assert any("under ddp.no_sync" in error for error in errors)
-
-
-def test_parameters_keep_no_hook_of_an_algorithm_that_has_ended() -> None:
-    def body(group: dist.ProcessGroup) -> list[int]:
-        loop, numbers = Loop(group, "8 bits"), []
-        with loop.attachment:
-            loop.step()
-            numbers.append(sum(len(p._backward_hooks or ()) for p in loop.named.values()))
-        return [*numbers, sum(len(p._backward_hooks or ()) for p in loop.named.values())]
-
-    assert run_ranks(2, body) == [[6, 0], [6, 0]]
+    assert any("under ddp.no_sync" in error for error in run_ranks(2, body))
 
 
 def test_residuals_are_sent_once_after_a_load() -> None:
@@ -743,51 +709,27 @@ def test_an_unfrozen_parameter_starts_without_a_residual() -> None:
     run_ranks(2, body)
 
 
-def test_a_commit_leaves_nothing_staged() -> None:
-    """A second commit changes nothing, and a later pass of a new step may encode again."""
-    whole = slice(0, 2)
-    residual = VelocityResidual(whole, torch.device("cpu"), Momentum(0.5, has_masking=False))
-    for value in (1.0, 2.0):
-        residual.stage(whole).fill_(value)
-        for _ in range(2):
-            residual.commit()
-            assert residual.values.tolist() == [value] * 2
-        residual.continue_from_staged([whole])
-    encoded_twice = Residual(whole, torch.device("cpu"))
-    encoded_twice.stage(whole).fill_(1.0)
-    encoded_twice.continue_from_staged([whole])
-    encoded_twice.stage(whole).fill_(2.0)
-    encoded_twice.commit()
-    assert encoded_twice.added(whole).tolist() == [2.0] * 2
-
-
-# States that are refused.
+# States that are refused. test_saved_states.py loads states of other arguments.
 
 
 @pytest.mark.parametrize(
     ("saved", "attached", "message"),
     [
-        (tb.ByteGradAlgorithm(), WITH, r"saved with error_feedback=False, .* algorithm has error_feedback=True"),
-        (WITH, tb.ByteGradAlgorithm(), r"saved with error_feedback=True, .* algorithm has error_feedback=False"),
         (MOMENTUM, tb.TopKAlgorithm(), r"saved with momentum=0\.75, .* algorithm has momentum=None"),
         (tb.PowerSGDAlgorithm(2), tb.PowerSGDAlgorithm(3), r"saved with rank=2, .* algorithm has rank=3"),
         (tb.PowerSGDAlgorithm(), tb.PowerSGDAlgorithm(min_rate=3), r"with min_rate=2\.0, .* min_rate=3\.0"),
         (tb.PowerSGDAlgorithm(), tb.PowerSGDAlgorithm(warm_start=False), "with warm_start=True, .* warm_start=False"),
-        (partial(tb.QAdamAlgorithm, error_feedback=True), "QAdam", "saved with compression=.minmax_uint8., .*sign1bit"),
+        (WITH, tb.ByteGradAlgorithm(), "with error_feedback=True, .* error_feedback=False"),
     ],
 )
-def test_a_state_of_other_arguments_is_refused(saved: Any, attached: Any, message: str) -> None:
+def test_a_state_of_other_arguments_is_refused(saved: tb.Algorithm, attached: tb.Algorithm, message: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        def attach(algorithm: Any) -> tb.Attachment:
-            ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
-            parameters = list(ddp.parameters())
-            if isinstance(algorithm, tb.Algorithm):
-                return tb.attach(ddp, torch.optim.SGD(parameters), algorithm)
-            optimizer = make_q_adam(parameters)
-            make = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
-            return tb.attach(ddp, optimizer, make(optimizer))
-
-        with attach(saved) as first, attach(attached) as second, pytest.raises(ValueError, match=message):
+        first, second = (
+            tb.attach(ddp, torch.optim.SGD(ddp.parameters()), algorithm)
+            for algorithm in (saved, attached)
+            for ddp in [DistributedDataParallel(nn.Linear(4, 2), process_group=group)]
+        )
+        with first, second, pytest.raises(ValueError, match=message):
             second.load_state_dict(first.state_dict())
 
     run_ranks(1, body)
@@ -795,15 +737,15 @@ def test_a_state_of_other_arguments_is_refused(saved: Any, attached: Any, messag
 
 def test_states_that_do_not_fit_are_refused() -> None:
     """Also if only some ranks load them. A refused state changes nothing."""
+    number, zeros = torch.zeros(1), {"layers.0.weight": torch.zeros(301, 10)}
+    others = "ByteGradAlgorithm.load_state_dict: sent and mean must contain .* got others"
 
     def body(group: dist.ProcessGroup) -> None:
         loop = Loop(group, "8 bits")
-        number, runner = torch.zeros(1), loop.attachment.runner
+        runner = loop.attachment.runner
         with loop.attachment:
             loop.step()
-            state, before = loop.attachment.state_dict(), loop.everything()
-            zeros = {"layers.0.weight": torch.zeros(301, 10)}
-            others = "ByteGradAlgorithm.load_state_dict: sent and mean must contain .* got others"
+            state, before = runner.state_dict(), loop.everything()
             for changes, message in (
                 ({"rank": 7}, "got a state from rank 7 of 2; every rank saves and loads its own state"),
                 ({"rank": 1 - loop.rank}, f"from rank {loop.rank} of 2, got a state from rank {1 - loop.rank} of 2"),
@@ -814,55 +756,13 @@ def test_states_that_do_not_fit_are_refused() -> None:
                 ({"sent": {"layers.0.weight": 1.0}, "mean": zeros}, others),
             ):
                 with pytest.raises(ValueError, match=message):
-                    loop.attachment.load_state_dict({**state, "impl": {**state["impl"], **changes}})
-            keys = r"must have the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['rank'\]"
-            with pytest.raises(ValueError, match=keys):
+                    runner.load_state_dict({**state, **changes})
+            with pytest.raises(ValueError, match=r"the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['rank'\]"):
                 runner.load_state_dict({"rank": loop.rank})
             assert same(loop.everything(), before)
             named = list(loop.named.items())[loop.rank : loop.rank + 1]
             values = {name: torch.zeros_like(parameter) for name, parameter in named}
             with pytest.raises(tb.CommunicationError, match="a digest of the names in the state"):
-                runner.load_state_dict({**state["impl"], "sent": values, "mean": values})
+                runner.load_state_dict({**state, "sent": values, "mean": values})
 
     run_ranks(2, body)
-
-
-def test_one_rank_alone_cannot_load() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters())
-        impl = WITH.reify(group, optimizer=optimizer, timeout=timedelta(seconds=2))
-        if group.rank() == 0:
-            with pytest.raises(tb.CommunicationError, match="loading the state"):
-                impl.load_state_dict(impl.state_dict())
-        impl.close()
-
-    run_ranks(2, body)
-
-
-def test_a_state_of_an_earlier_release() -> None:
-    """It has no residuals."""
-    earlier = {"algorithm": '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}', "impl": {}}
-
-    def body(group: dist.ProcessGroup) -> None:
-        for algorithm in (tb.ByteGradAlgorithm(), WITH):
-            ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
-            with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), algorithm) as attachment:
-                refusal = pytest.raises(ValueError, match=r"must have the keys \['mean', .*, got \[\]")
-                with refusal if algorithm is WITH else nullcontext():
-                    attachment.load_state_dict(earlier)
-
-    run_ranks(1, body)
-
-
-@pytest.mark.parametrize("name", ["8 bits", "QAdam"])
-def test_a_scaler_that_attach_does_not_know_warns(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, name)
-        loop.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with loop.attachment:
-            loop.step()
-
-    with pytest.warns(
-        RuntimeWarning, match=r"is stepped by a GradScaler that .* not given.* a wrong scale.*grad_scaler=scaler"
-    ):
-        run_ranks(1, body)

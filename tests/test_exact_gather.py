@@ -1,8 +1,6 @@
 """Rows that are gathered uncompressed: among all ranks or some, flat or via nodes, alongside another collective."""
 
-import threading
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 import torch
@@ -75,47 +73,6 @@ def test_a_row_crosses_to_each_other_node_once() -> None:
         return sum(nodes[target] != nodes[own.rank] for target in targets)
 
     assert run_ranks(5, body) == [1] * 5
-
-
-def test_alongside_a_collective_of_another_thread() -> None:
-    """A reduce-scatter may run while FSDP gathers the next weights."""
-    num_steps = 8
-
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group)
-        gather = ExactGather(own.world.silent_twin(), range(SIZE), own.nodes, "rows")
-        means = []
-
-        def reduce() -> None:
-            for step in range(num_steps):
-                means.append(own.reduce_scatter(torch.full((SIZE, 50_000), float(step)))[0].item())
-
-        thread = threading.Thread(target=reduce)
-        thread.start()
-        for step in range(num_steps):
-            out = make_result(own.rank, range(SIZE), 50_000 + step, torch.float32)
-            gather(out)
-            assert out.view(SIZE, -1)[:, 0].tolist() == [0.0, 10.0, 20.0, 30.0]
-        thread.join()
-        assert means == [float(SIZE * step) for step in range(num_steps)]
-
-    run_ranks(SIZE, body)
-
-
-def test_a_missing_rank_is_named() -> None:
-    failed = threading.Barrier(3)
-
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=1))
-        twin = own.world.silent_twin()
-        if own.rank != 1:
-            gather = ExactGather(twin, range(3), own.nodes, "the rows")
-            match = rf"all_gather of the rows over the world group failed on rank {own.rank} .* rank 1: "
-            with pytest.raises(tb.CommunicationError, match=match):
-                gather(make_result(own.rank, range(3), 3, torch.float32))
-        failed.wait()
-
-    run_ranks(3, body)
 
 
 def test_a_group_closed_by_a_failure_raises_it_on_all_threads() -> None:

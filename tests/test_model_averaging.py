@@ -1,6 +1,8 @@
 """Properties of all algorithms that average weights: DDP sends nothing, and all kinds of scripts can use them."""
 
-import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import ALGORITHMS, EVERY, RARELY, SYNCHRONOUS, Normed, Trainer, assert_same_weights, train, weights_of
 from ranks import init_default_group, run_ranks, without_default_group
-from training import Branches, Tower, build
+from training import build
 
 
 @pytest.mark.parametrize(
@@ -36,31 +38,6 @@ def test_ddp_sends_nothing(name: str, options: dict[str, Any]) -> None:
         trainer.step()
 
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("name", ["all", "async"])
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-def test_graphs_that_need_an_option_of_ddp(name: str, options: dict[str, Any]) -> None:
-    model = build(Tower if "static_graph" in options else Branches)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
-        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
-        data = torch.Generator().manual_seed(group.rank())
-        with tb.attach(ddp, optimizer, ALGORITHMS[name]):
-            for step in range(4):
-                optimizer.zero_grad()
-                ddp(torch.randn(4, 10, generator=data), step + group.rank()).square().sum().backward()
-                optimizer.step()
-        return weights_of(ddp.module)
-
-    weights = run_ranks(2, body)
-    assert_same_weights(weights)
-    start = dict(model.named_parameters())
-    assert not torch.equal(
-        weights[0]["layers.0.weight" if "static_graph" in options else "stem.weight"],
-        start.get("layers.0.weight", start.get("stem.weight")),
-    )
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -131,114 +108,6 @@ def test_switching_within_a_run(name: str) -> None:
         assert_same_weights(weights)
 
 
-def test_without_the_last_mean_every_rank_keeps_its_own_weights() -> None:
-    model, algorithm = build(Normed), tb.DecentralizedAlgorithm(final_average=False)
-    first, second = run_ranks(2, lambda group: train(group, model, algorithm, num_steps=2).final)
-    assert not torch.equal(first["last.weight"], second["last.weight"])
-
-
-def test_forward_and_backward_inside_the_optimizers_step() -> None:
-    """Lightning does this, with a closure: the weights are bitwise equal."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
-        expected = train(group, model, tb.DecentralizedAlgorithm(), num_steps=4).final
-        trainer = Trainer(group, model)
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()):
-            for _ in range(4):
-
-                def closure() -> torch.Tensor:
-                    trainer.optimizer.zero_grad()
-                    loss = trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum()
-                    loss.backward()
-                    return loss
-
-                trainer.optimizer.step(closure)
-        return expected, weights_of(trainer.module)
-
-    for expected, with_closure in run_ranks(2, body):
-        assert_same_weights([expected, with_closure])
-
-
-def test_accumulated_gradients() -> None:
-    """Several backward passes a step, inside no_sync (as DDP requires) or outside: one step, one round."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        trainer = Trainer(group, model, lr=0.01)
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()) as attachment:
-            for _ in range(3):
-                trainer.optimizer.zero_grad()
-                with trainer.ddp.no_sync():
-                    trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
-                trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
-                trainer.optimizer.step()
-            assert (attachment.impl.rounds.step, attachment.impl.rounds.num_backwards) == (3, 6)
-        assert trainer.ddp.require_backward_grad_sync
-        return weights_of(trainer.module)
-
-    assert_same_weights(run_ranks(2, body))
-
-
-def test_ranks_may_accumulate_different_numbers_of_backward_passes() -> None:
-    """A rank that leaves out a bad micro-batch still takes the step, and the round, of the others."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        trainer = Trainer(group, model, lr=0.01)
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()) as attachment:
-            for step in range(4):
-                trainer.optimizer.zero_grad()
-                for _ in range(1 if (group.rank(), step) == (1, 1) else 3):
-                    trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
-                trainer.optimizer.step()
-            assert attachment.impl.rounds.num_backwards == 12 - 2 * group.rank()
-        return weights_of(trainer.module)
-
-    assert_same_weights(run_ranks(2, body))
-
-
-def test_several_optimizers_over_one_model() -> None:
-    """The first optimizer defines steps; updates of the others between its steps are kept."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        trainer = Trainer(group, model, lr=0.01)
-        first = torch.optim.SGD(trainer.module.first.parameters(), lr=0.01)
-        rest = torch.optim.Adam([*trainer.module.norm.parameters(), *trainer.module.last.parameters()], lr=0.01)
-        with tb.attach(trainer.ddp, [first, rest], tb.DecentralizedAlgorithm()) as attachment:
-            for _ in range(4):
-                first.zero_grad()
-                rest.zero_grad()
-                trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
-                first.step()
-                rest.step()
-            assert attachment.impl.rounds.step == 4
-        moments = rest.state_dict()["state"]
-        return weights_of(trainer.module) | {str(key): value["exp_avg"] for key, value in moments.items()}
-
-    assert_same_weights(run_ranks(2, body))
-
-
-def test_a_schedule_of_numpy_numbers_that_differ_between_ranks() -> None:
-    """Detach makes the optimizer's moments equal; learning rates stay with the loop, whatever their type."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
-        trainer = Trainer(group, model)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: np.float64(0.5) ** step)
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)):
-            for _ in range(1 + group.rank()):
-                trainer.step()
-                scheduler.step()
-        momenta = [state["momentum_buffer"] for state in trainer.optimizer.state.values()]
-        return float(trainer.optimizer.param_groups[0]["lr"]), momenta
-
-    (first_lr, first), (second_lr, second) = run_ranks(2, body)
-    assert (first_lr, second_lr) == (0.05, 0.025)
-    assert all(map(torch.equal, first, second))
-
-
 @EVERY
 def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
     """An attention mask, for example. A round with it is valid."""
@@ -258,3 +127,173 @@ def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
         train(group, model, ALGORITHMS[name], lr=0.01, num_steps=4, after_step=check_mask)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_accumulated_gradients(skips: bool) -> None:
+    """Several backward passes a step, in no_sync or outside: one step, one round. A rank may skip a micro-batch."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()) as attachment:
+            for step in range(3):
+                trainer.optimizer.zero_grad()
+                is_short = skips and (group.rank(), step) == (1, 1)
+                with trainer.ddp.no_sync() if not is_short else nullcontext():
+                    trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
+                if not is_short:
+                    trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
+                trainer.optimizer.step()
+            assert attachment.impl.rounds.step == 3
+            assert attachment.impl.rounds.num_backwards == 6 - (skips and group.rank() == 1)
+        assert trainer.ddp.require_backward_grad_sync
+        return weights_of(trainer.module)
+
+    assert_same_weights(run_ranks(2, body))
+
+
+def test_detach_makes_moments_equal_and_leaves_learning_rates_alone() -> None:
+    """Those of a schedule of numpy numbers differ between ranks; without the last mean, weights differ too."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> tuple[Any, Any, Any]:
+        trainer = Trainer(group, model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: np.float64(0.5) ** step)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm):
+            for _ in range(1 + group.rank()):
+                trainer.step()
+                scheduler.step()
+        momenta = [state["momentum_buffer"] for state in trainer.optimizer.state.values()]
+        return float(trainer.optimizer.param_groups[0]["lr"]), momenta, weights_of(trainer.module)
+
+    for has_mean in (True, False):
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=10_000, final_average=has_mean)
+        first, second = run_ranks(2, partial(body, algorithm=algorithm))
+        assert (first[0], second[0]) == (0.05, 0.025)
+        if has_mean:
+            assert all(map(torch.equal, first[1], second[1]))
+        assert torch.equal(first[2]["last.weight"], second[2]["last.weight"]) == has_mean
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tb.Decentralized(communication_interval=0), ValueError, "interval must be at least 1, got 0"),
+        (lambda: tb.Decentralized(communication_interval=1.5), TypeError, r"interval must be an integer, got 1\.5"),
+        (lambda: tb.Decentralized(average_buffers=1), TypeError, "average_buffers must be True or False, got 1"),
+        (lambda: tb.Decentralized(True, "ring"), ValueError, r"must be one of \('all', 'shift_one'\), got 'ring'"),
+        (lambda: tb.Decentralized(bucket_cap_mb=-1), ValueError, "bucket_cap_mb must be at least 0, got -1"),
+        (lambda: tb.LowPrecisionDecentralized(communication_interval=-1), ValueError, "must be at least 1, got -1"),
+        (lambda: tb.AsyncModelAverage(sync_interval_ms=-1), ValueError, "interval_ms must be at least 0, got -1"),
+        (lambda: tb.AsyncModelAverage(warmup_steps=-1), ValueError, "warmup_steps must be at least 0, got -1"),
+        (lambda: tb.AsyncModelAverage("shift_one"), ValueError, "mode must be 'all', got 'shift_one'"),
+    ],
+)
+def test_bad_arguments(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def with_buffer(buffer: torch.Tensor) -> nn.Module:
+    module = nn.Linear(2, 1)
+    module.register_buffer("table", buffer)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make_module", "message"),
+    [
+        (
+            lambda rank: with_buffer(torch.zeros(1).to(torch.float8_e5m2)),
+            r"buffer table must be float64, .* or complex64, got torch\.float8_e5m2",
+        ),
+        (
+            lambda rank: with_buffer(torch.ones(2, device="meta")),
+            "attach: table must have values, got a tensor on the meta device",
+        ),
+        (
+            lambda rank: with_buffer(torch.zeros(5 - 2 * rank)),
+            "ranks disagree on the shapes and dtypes of buffers, as a digest",
+        ),
+        (
+            lambda rank: nn.Linear(2, 3) if rank else nn.Linear(3, 2),
+            "ranks disagree on the shapes, dtypes and requires_grad of parameters",
+        ),
+        (
+            lambda rank: nn.Sequential(nn.Linear(2, 1), nn.LazyLinear(1)),
+            r"attach: 1\.weight has no shape yet; run a forward of the module first",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_averaged(make_module: Callable[[int], nn.Module], message: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = make_module(group.rank())
+        optimizer = torch.optim.SGD(p for p in module.parameters() if not nn.parameter.is_lazy(p))
+        with pytest.raises(ValueError, match=message):
+            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_that_is_not_averaged_may_have_any_dtype() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = with_buffer(torch.zeros(1).to(torch.float8_e5m2))
+        optimizer = torch.optim.SGD(module.parameters())
+        algorithm = tb.DecentralizedAlgorithm(average_buffers=False)
+        tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group)).detach()
+
+    run_ranks(2, body)
+
+
+def test_optimizers_of_other_parameters_or_of_other_groups_on_another_rank() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module, own = nn.Linear(2, 1), tb.BaguaProcessGroup(group)
+        number = 1 + group.rank()
+        apart = [torch.optim.SGD(list(module.parameters())[index::number]) for index in range(number)]
+        for optimizers, message in (
+            ([torch.optim.SGD(nn.Linear(1, 1).parameters())], "SGD has 2 parameters that are not the module's"),
+            (apart, r"the optimizers, .* rank 0 has .*'SGD', \[2\]"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tb.attach(module, optimizers, "decentralized", process_group=own)
+
+    run_ranks(2, body)
+
+
+def test_a_compiled_module_instead_of_ddp() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(build(Normed), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with pytest.raises(TypeError, match=r"must be the DistributedDataParallel itself, got OptimizedModule"):
+            tb.attach(torch.compile(ddp, backend="eager"), optimizer, "decentralized")
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(("nodes", "unit"), [(None, "ranks"), ([0, 1, 2, 2, 2], "nodes")])
+def test_shift_one_needs_an_even_number(nodes: list[int] | None, unit: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
+        with pytest.raises(
+            ValueError, match=rf"ShiftOne\(\) \('shift_one'\) pairs {unit} and needs an even number, got 3"
+        ):
+            tb.attach(
+                trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm(True, "shift_one"), process_group=bagua_group
+            )
+        trainer.step()  # the refused attach left nothing behind
+
+    run_ranks(3 if nodes is None else 5, body)
+
+
+def test_async_interval_that_the_timeout_does_not_allow() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        with pytest.raises(ValueError, match=r"at most half the timeout of attach or of the group, 60 s, got 31000"):
+            tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=31_000))
+
+    run_ranks(1, body)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from averaging import RARELY, Normed, alone, batches
+from averaging import RARELY, Normed, batches
 from ranks import gloo_group, run_ranks
 from training import build
 
@@ -82,42 +81,6 @@ def test_a_module_whose_ddps_attach_was_not_given_trains_alone(
     run_ranks(2, body)
 
 
-def test_parts_have_a_hook_until_they_were_called_in_the_first_step() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
-        leaves = [*module[0], module[1]]
-        optimizer = torch.optim.SGD(module.parameters())
-
-        def num_hooks() -> list[int]:
-            return [len(leaf._forward_pre_hooks) for leaf in leaves]
-
-        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            for before_step in ([1, 1, 1], [0, 0, 1]):
-                module[0](torch.ones(1, 3)).sum().backward()
-                assert num_hooks() == before_step
-                optimizer.step()
-                assert num_hooks() == [0, 0, 1]
-            module[1](torch.ones(1, 3))
-            assert num_hooks() == [0, 0, 0]
-
-    run_ranks(2, body)
-
-
-def test_a_part_that_a_ddp_calls_only_after_the_first_step_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        parts = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
-        ddp = DistributedDataParallel(parts[1], process_group=group)
-        optimizer = torch.optim.SGD(parts.parameters())
-        with tb.attach(parts, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            parts[0](torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="is called by it only after the first step"):
-                    ddp(torch.ones(1, 3))
-
-    run_ranks(2, body)
-
-
 def test_a_ddp_around_the_ddp_that_attach_was_given_is_silent() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(3, 3)
@@ -128,52 +91,6 @@ def test_a_ddp_around_the_ddp_that_attach_was_given_is_silent() -> None:
             outer(torch.full((1, 3), 1.0 + group.rank())).sum().backward()
             assert torch.equal(module.weight.grad, torch.full((3, 3), 1.0 + group.rank()))
             assert not outer.require_backward_grad_sync
-
-    run_ranks(2, body)
-
-
-def test_a_ddp_around_a_ddp_that_was_found_is_refused_when_it_calls_again() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        outer = DistributedDataParallel(
-            nn.Sequential(DistributedDataParallel(module, process_group=group)), process_group=group
-        )
-        optimizer = torch.optim.SGD(module.parameters())
-        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            outer(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            with pytest.raises(RuntimeError, match="Sequential was wrapped in DistributedDataParallel after attach"):
-                outer(torch.ones(1, 3))
-
-    run_ranks(2, body)
-
-
-def test_a_ddp_that_ignores_what_attach_has_made_equal_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        container = nn.Sequential(module)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(container, ["0.1.bias"])
-        ddp = DistributedDataParallel(container, process_group=group)
-        optimizer = torch.optim.SGD(module.parameters())
-        with (
-            tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)),
-            pytest.raises(ValueError, match=r"ignores 0\.1\.bias, which attach did not know"),
-        ):
-            ddp(torch.ones(1, 3))
-
-    run_ranks(2, body)
-
-
-def test_a_ddp_over_other_ranks_than_the_default_group_is_refused() -> None:
-    """Run with a default group of one rank, as all tests."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        ddp = DistributedDataParallel(module, process_group=group)
-        optimizer = torch.optim.SGD(module.parameters())
-        expected = "process_group must have the ranks of the DistributedDataParallel around Linear: rank . of 2"
-        with tb.attach(module, optimizer, RARELY["decentralized"]), pytest.raises(ValueError, match=expected):
-            ddp(torch.ones(1, 3))
 
     run_ranks(2, body)
 
@@ -210,79 +127,60 @@ def test_a_ddp_around_a_compiled_module_is_silent(way: str) -> None:
         assert num_graphs == num_graphs_at_first > 0
 
 
+# Refused when they call. Each returns the attached module, what is called in the first step, and the refused DDP.
+Scene = tuple[nn.Module, nn.Module | None, nn.Module]
+
+
+def of_a_part_that_is_called_late(group: dist.ProcessGroup) -> Scene:
+    parts = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    return parts, parts[0], DistributedDataParallel(parts[1], process_group=group)
+
+
+def around_a_ddp_that_was_found(group: dist.ProcessGroup) -> Scene:
+    module = nn.Linear(3, 3)
+    inner = nn.Sequential(DistributedDataParallel(module, process_group=group))
+    outer = DistributedDataParallel(inner, process_group=group)
+    return module, outer, outer
+
+
+def ignoring_what_attach_has_made_equal(group: dist.ProcessGroup) -> Scene:
+    container = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(container, ["0.1.bias"])
+    return container[0], None, DistributedDataParallel(container, process_group=group)
+
+
+def over_other_ranks_than_the_default_group(group: dist.ProcessGroup) -> Scene:
+    """Tests have a default group of one rank."""
+    module = nn.Linear(3, 3)
+    return module, None, DistributedDataParallel(module, process_group=group)
+
+
 @pytest.mark.parametrize(
-    ("options", "is_later"), [(OPTIONS[0], False), (OPTIONS[1], True), (OPTIONS[2], False), (OPTIONS[2], True)]
+    ("make", "error", "message"),
+    [
+        (of_a_part_that_is_called_late, RuntimeError, "is called by it only after the first step"),
+        (around_a_ddp_that_was_found, RuntimeError, "Sequential was wrapped in DistributedDataParallel after attach"),
+        (ignoring_what_attach_has_made_equal, ValueError, r"ignores 0\.1\.bias, which attach did not know"),
+        (
+            over_other_ranks_than_the_default_group,
+            ValueError,
+            "process_group must have the ranks of the DistributedDataParallel around Linear: rank . of 2",
+        ),
+    ],
 )
-def test_another_ddp_around_the_same_module_is_silent(options: dict[str, Any], is_later: bool) -> None:
-    """From its first forward on, no matter when it was created."""
-    model = build(Normed)
-
+def test_a_ddp_that_is_refused(
+    make: Callable[[dist.ProcessGroup], Scene], error: type[Exception], message: str
+) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        module, twin = copy.deepcopy(model), copy.deepcopy(model)
-        first = DistributedDataParallel(module, process_group=group)
-        second = None if is_later else DistributedDataParallel(module, process_group=group, **options)
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        data = batches(group.rank())
-
-        def step(ddp: nn.Module) -> None:
-            batch = data()
-            twin.load_state_dict(module.state_dict())
-            for called in (ddp, twin):
-                called.zero_grad()
-                called(batch).square().sum().backward()
-            for own, expected in zip(module.parameters(), twin.parameters(), strict=True):
-                assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
-            optimizer.step()
-
-        with tb.attach(first, optimizer, RARELY["decentralized"]):
-            step(first)
-            if second is None:
-                second = DistributedDataParallel(module, process_group=group, **options)
-            step(second)
-            alone(group, lambda: step(second))
-        assert second.require_backward_grad_sync
-        assert second.require_forward_param_sync
-
-    run_ranks(2, body)
-
-
-def test_another_ddp_that_trains_more_is_refused_when_it_calls() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
-        ddp = DistributedDataParallel(module, process_group=group)
-        larger = DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)), process_group=group)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        with tb.attach(ddp, optimizer, RARELY["decentralized"]):
-            with pytest.raises(ValueError, match="averages gradients of 2 other parameters too"):
-                larger(torch.ones(1, 3))
-            ddp(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-
-    run_ranks(2, body)
-
-
-def test_a_module_that_is_wrapped_after_its_first_step() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(3, 3)
+        module, first, refused = make(group)
         optimizer = torch.optim.SGD(module.parameters())
-        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            module(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            ddp = DistributedDataParallel(module, process_group=group)
-            with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
-                ddp(torch.ones(1, 3))
+        own = None if make is over_other_ranks_than_the_default_group else tb.BaguaProcessGroup(group)
+        with tb.attach(module, optimizer, RARELY["decentralized"], process_group=own):
+            if first is not None:
+                first(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            for _ in range(2):
+                with pytest.raises(error, match=message):
+                    refused(torch.ones(1, 3))
 
     run_ranks(2, body)
-
-
-def test_a_module_in_an_attached_ddp_can_be_pickled_and_copied() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with tb.attach(ddp, optimizer, RARELY["decentralized"]):
-            pickled = pickle.dumps(ddp.module)
-            assert b"torchbagua.outer" not in pickled
-            for copied in (pickle.loads(pickled), copy.deepcopy(ddp.module)):
-                assert torch.equal(copied(torch.ones(1, 3)), ddp.module(torch.ones(1, 3)))
-
-    run_ranks(1, body)

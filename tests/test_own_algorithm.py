@@ -1,11 +1,11 @@
-"""Users' own gradient algorithms, written only against the documented interface."""
+"""Users' own gradient algorithms, written only against the documented interface, and those from one function."""
 
-import copy
 import pickle
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from documentation import names_in
 from ranks import run_ranks
+from torchbagua.algorithms import base
+from torchbagua.testing import check_algorithm
+from torchbagua.testing.simulation import Subject, check
 from training import Tower, build, train
 
 NAMES = names_in("extend/algorithm.md", "class SignSGDAlgorithm", module=__name__)
@@ -35,25 +38,6 @@ def test_majority_vote_with_the_standalone_hook(device: torch.device, size: int)
         for step, averaged in enumerate(run.averaged):
             for name, gradient in averaged.items():
                 assert torch.equal(gradient, majority([peer.local[step][name] for peer in runs])), name
-
-
-def test_observers_are_notified_of_every_byte(device: torch.device) -> None:
-    model = build(Tower).to(device)
-    recorders = [tb.observe.Recorder() for _ in range(3)]
-
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with tb.attach(ddp, optimizer, SignSGDAlgorithm(), observers=[recorders[group.rank()]]):
-            ddp(torch.ones(6, 10, device=device), 0).square().sum().backward()
-            optimizer.step()
-
-    run_ranks(3, body, device=device)
-    sent = [event for recorder in recorders for event in recorder.events if event.phase == "send"]
-    num_elements = sum(parameter.numel() for parameter in model.parameters())
-    # In both phases each rank sends to two others, in 16 bits; rows are 32 bytes long, or 64.
-    assert sum(event.num_elements for event in sent) == 4 * num_elements
-    assert 0 <= sum(event.bytes_sent for event in sent) - 2 * 4 * num_elements <= 32 * len(sent)
 
 
 def test_flat_tensor_of_another_length_is_refused() -> None:
@@ -116,34 +100,15 @@ def test_an_operation_that_raises_fails_the_other_ranks_at_once(cls: type[SignSG
     assert max(run_ranks(2, body)) < 10
 
 
-def refused_impl(call: Callable[[Any], object]) -> tb.Algorithm:
-    class RefusedImpl(SignSGDImpl):
-        def __init__(self, runner: tb.extend.Runner) -> None:
-            super().__init__(runner)
-            call(self)
-
-    class Refused(tb.Algorithm):
-        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
-            return RefusedImpl(runner)
-
-    return Refused()
-
-
-def test_a_gradient_algorithm_cannot_average_weights() -> None:
-    message = "Refused's impl averages weights, because it calls runner.average, but Refused.averages_weights is False"
-    with pytest.raises(TypeError, match=message):
-        run_ranks(1, refused_impl(lambda impl: impl.runner.average(None)).reify)
-
-
 def test_the_defaults_of_a_gradient_algorithm_have_no_weights() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        impl = refused_impl(lambda impl: None).reify(group).impl
+        impl = SignSGDAlgorithm().reify(group).impl
         assert not impl.need_reset()
         assert not impl.finish()
         with impl.averaged_weights():
             pass
         impl.weights_loaded({})
-        with pytest.raises(TypeError, match="RefusedImpl is a gradient algorithm, so DDP provides its tensors"):
+        with pytest.raises(TypeError, match="SignSGDImpl is a gradient algorithm, so DDP provides its tensors"):
             impl.init_tensors(torch.nn.Linear(1, 1))
         impl.runner.close()
 
@@ -170,32 +135,20 @@ class Forgetful(tb.Algorithm):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: run_ranks(1, lambda group: Forgetful().reify(group)),
-            TypeError,
-            "Forgetful.make_impl must return an AlgorithmImpl, got None",
-        ),
-        (
-            lambda: tb.extend.register("five", 5),
-            TypeError,
-            "register: algorithm must be a class or a function that returns one, got 5",
-        ),
+        (lambda: run_ranks(1, Forgetful().reify), TypeError, "Forgetful.make_impl must return an AlgorithmImpl, got N"),
+        (lambda: tb.extend.register("five", 5), TypeError, "register: algorithm must be a class or a .* one, got 5"),
         (lambda: tb.extend.register(3, SignSGDAlgorithm), TypeError, "register: name must be a string, got 3"),
         (
             lambda: tb.extend.register("bytegrad", SignSGDAlgorithm),
             ValueError,
-            "an algorithm named 'bytegrad' is already registered",
+            "'bytegrad' is already registered",
         ),
-        (
-            lambda: tb.Algorithm.init("bytegrade"),
-            KeyError,
-            r"no algorithm is named 'bytegrade'; .*\[.*'bytegrad', 'compressed_allreduce'",
-        ),
+        (lambda: tb.Algorithm.init("bytegrade"), KeyError, r"'bytegrade'; .*\[.*'bytegrad', 'compressed_allreduce'"),
         (lambda: tb.ByteGrad(average="no"), TypeError, "ByteGradAlgorithm: average must be True or False, got 'no'"),
         (
             lambda: tb.GradientAllReduce(hierarchical=None),
             TypeError,
-            "GradientAllReduceAlgorithm: hierarchical must be True or False, got None",
+            "hierarchical must be True or False, got None",
         ),
     ],
 )
@@ -204,14 +157,79 @@ def test_wrong_algorithms_are_refused(call: Callable[[], object], error: type[Ex
         call()
 
 
-def test_registry() -> None:
-    assert {"bytegrad", "gradient_allreduce"} <= set(tb.available_algorithms())
-    assert tb.Algorithm.init("bytegrad", hierarchical=False) == tb.ByteGradAlgorithm(hierarchical=False)
-
-
 def test_descriptions_are_values() -> None:
-    algorithm = tb.ByteGradAlgorithm(block=64)
+    algorithm = tb.Algorithm.init("bytegrad", block=64)
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
     assert repr(algorithm) == "ByteGradAlgorithm(hierarchical=True, average=True, block=64, error_feedback=False)"
     with pytest.raises(AttributeError):
         algorithm.average = False
+
+
+# An algorithm from one function. test_error_feedback.py tests its residuals.
+
+
+def in_full_precision(flat: torch.Tensor, group: tb.BaguaProcessGroup) -> None:
+    group.all_reduce(flat, average=True)
+
+
+def in_halves(flat: torch.Tensor) -> torch.Tensor:
+    """Return multiples of 1/2. An element at a time, since a resumed run has other buckets in its first step."""
+    return flat.mul(2).round().div(2)
+
+
+def failing(flat: torch.Tensor, group: tb.BaguaProcessGroup) -> None:
+    raise ArithmeticError("it does not add up")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    tb.extend.mean("exact")(in_full_precision)
+    tb.extend.mean("half", error_feedback=in_halves, description="in halves")(in_full_precision)
+    tb.extend.mean("failing")(failing)
+    tb.extend.mean("anonymous")(lambda flat, group: None)
+
+
+def test_a_function_is_an_algorithm() -> None:
+    """Bitwise the package's own mean in rank order."""
+    model, in_order = build(Tower), tb.GradientAllReduceAlgorithm(in_rank_order=True)
+    own, expected = (
+        run_ranks(2, lambda group, algorithm=algorithm: train(group, model, algorithm, bucket_cap_mb=0.01).weights)
+        for algorithm in (tb.Algorithm.init("exact"), in_order)
+    )
+    for weights, reference in zip(own, expected, strict=True):
+        assert all(torch.equal(weight, reference[name]) for name, weight in weights.items())
+    assert tb.available_algorithms()["half"] == "in halves"
+
+
+def test_a_function_keeps_the_contract_of_algorithms() -> None:
+    """Residuals are resumed too, into the buckets of a new DDP."""
+    check_algorithm(Subject(lambda optimizer: base.get("half")()))
+
+
+def attach_and_backward(group: dist.ProcessGroup, name: str) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), name):
+        ddp(torch.ones(1, 3)).sum().backward()
+
+
+def test_an_error_names_the_function() -> None:
+    def body(group: dist.ProcessGroup) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            attach_and_backward(group, "failing")
+        return str(raised.value)
+
+    # If the other rank fails first, a rank may see only that its connection is closed.
+    pattern = r"failing.*gradient bucket 0.*it does not add up"
+    assert any(re.search(pattern, message, re.DOTALL) for message in run_ranks(2, body))
+
+
+def test_ranks_cannot_compare_a_lambda() -> None:
+    with pytest.raises(TypeError, match="a function that can be imported by its name"):
+        run_ranks(1, partial(attach_and_backward, name="anonymous"))
+
+
+@pytest.mark.usefixtures("on_one_core")
+@pytest.mark.filterwarnings("ignore")
+def test_simulation() -> None:
+    check(Subject(lambda optimizer: base.get("half")()), seeds=range(8))

@@ -34,7 +34,7 @@ from q_adam_life import (
 from ranks import run_ranks
 from torchbagua._torch import forget_active_ddp
 from torchbagua.observe.events import Trace
-from training import Branches, Tower, build
+from training import Tower, build
 
 BLOCKS = {
     "minmax_uint8": (2048, oracle.quantise_block),
@@ -78,39 +78,25 @@ def test_a_whole_run_equals_the_oracle(
 
 
 @pytest.mark.parametrize("as_views", [False, True])
-def test_parameters_in_another_memory_order(as_views: bool) -> None:
-    """DDP flattens them in memory order; each is a single block here, whose codes do not depend on the order."""
+def test_parameters_in_another_memory_order_and_attach(as_views: bool) -> None:
+    """DDP flattens them in memory order; each is a single block here. attach equals the standalone hook."""
     model = build(ChannelsLast)
     assert not model.convolution.weight.is_contiguous()
     assert not model.transposed.is_contiguous()
 
     def body(group: dist.ProcessGroup) -> Life:
-        trainer = Trainer(group, model, gradient_as_bucket_view=as_views)
-        impl = trainer.hook()
-        for _ in range(NUM_STEPS):
-            trainer.step()
-        impl.close()
-        return trainer.life
-
-    check_lives(run_ranks(2, body), initial_of(model))
-
-
-def test_attach_equals_the_standalone_hook() -> None:
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> tuple[Life, Life]:
-        hooked, attached = Trainer(group, model), Trainer(group, model)
+        hooked, attached = (Trainer(group, model, gradient_as_bucket_view=as_views) for _ in range(2))
         impl = hooked.hook()
         with tb.attach(attached.ddp, attached.optimizer, tb.QAdamAlgorithm(attached.optimizer)):
             for _ in range(NUM_STEPS):
                 hooked.step()
                 attached.step()
         impl.close()
-        return hooked.life, attached.life
+        for weights, expected in zip(attached.life.weights, hooked.life.weights, strict=True):
+            assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+        return hooked.life
 
-    for hooked, attached in run_ranks(2, body):
-        for step in range(NUM_STEPS):
-            assert all(torch.equal(attached.weights[step][n], w) for n, w in hooked.weights[step].items())
+    check_lives(run_ranks(2, body), initial_of(model))
 
 
 class Sampling(tb.observe.Recorder, Trace):
@@ -148,27 +134,6 @@ def test_one_pass_is_bitwise_equal_to_separate_passes(has_feedback: bool) -> Non
         assert all(torch.equal(in_turn[name], weight) for name, weight in at_once.items())
 
 
-def test_parameters_that_some_or_no_ranks_use() -> None:
-    """Each parameter has a separate warm-up, so a bucket may contain parameters in and past their warm-up."""
-    model = build(Branches)
-
-    def body(group: dist.ProcessGroup) -> tuple[Tensors, dict[str, bool]]:
-        trainer = Trainer(group, model, find_unused_parameters=True)
-        # Ranks use both branches in turn, by rank and step; no rank uses "never".
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
-            for _ in range(NUM_STEPS):
-                trainer.step()
-            past = {name: trainer.optimizer.is_past_warmup(p) for name, p in trainer.named.items()}
-        return trainer.life.weights[-1], past
-
-    (first, past), *of_other_ranks = run_ranks(2, body)
-    for weights, _ in of_other_ranks:
-        assert all(torch.equal(weights[name], value) for name, value in first.items())
-    assert past["left.weight"]
-    assert not past["never.weight"]
-    assert torch.equal(first["never.weight"], model.never.weight)
-
-
 def test_gradients_in_full_precision() -> None:
     """Those of parameters in their warm-up, also next to others in a bucket, and those of another optimizer."""
     model = build(lambda: Tower((10, 20, 5, 1)))
@@ -199,33 +164,24 @@ def test_gradients_in_full_precision() -> None:
 def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
     """The loaded state decides which parameters are sent as momenta, not the number of those past their warm-up."""
 
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-        weight, bias = ddp.module.weight, ddp.module.bias
 
-        def optimizer_with(warmup_of_weight: int, warmup_of_bias: int) -> tb.QAdamOptimizer:
-            groups = [
-                {"params": [weight], "warmup_steps": warmup_of_weight},
-                {"params": [bias], "warmup_steps": warmup_of_bias},
-            ]
+        def optimizer_with(*warm_ups: int) -> tb.QAdamOptimizer:
+            groups = [{"params": [p], "warmup_steps": n} for p, n in zip(ddp.parameters(), warm_ups, strict=True)]
             return tb.QAdamOptimizer(groups, lr=0.01)
-
-        def step(optimizer: tb.QAdamOptimizer, index: int) -> None:
-            data = torch.Generator().manual_seed(10 * index + group.rank())
-            optimizer.zero_grad()
-            ddp(torch.randn(3, 4, generator=data)).square().sum().backward()
-            optimizer.step()
 
         def run(optimizer: tb.QAdamOptimizer, steps: range) -> None:
             for index in steps:
-                step(optimizer, index)
+                data = torch.Generator().manual_seed(10 * index + group.rank())
+                optimizer.zero_grad()
+                ddp(torch.randn(3, 4, generator=data)).square().sum().backward()
+                optimizer.step()
 
-        # The bias is past its warm-up.
-        earlier = optimizer_with(100, 1)
+        earlier = optimizer_with(100, 1)  # the bias is past its warm-up
         with tb.attach(ddp, earlier, tb.QAdamAlgorithm(earlier)):
             run(earlier, range(3))
         model, state = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(earlier.state_dict())
-
         results = []
         for steps_before in (0, 3):  # of an optimizer whose weight is past its warm-up
             own = optimizer_with(1, 100)
@@ -234,45 +190,8 @@ def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
                 ddp.module.load_state_dict(model)
                 own.load_state_dict(copy.deepcopy(state))
                 run(own, range(3, 6))
-            results.append(torch.cat([weight.detach().flatten(), bias.detach()]))
-        return results
-
-    for fresh, reloaded in run_ranks(2, body):
-        assert torch.equal(fresh, reloaded)
-
-
-@pytest.mark.parametrize("fused", [False, True])  # a fused Adam would skip steps itself
-def test_a_step_that_amp_skips_leaves_no_trace(fused: bool) -> None:
-    """Without error feedback. Only one rank has an Inf: weights, moments and counters of all ranks stay."""
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, model)
-        trainer.optimizer = tb.QAdamOptimizer(trainer.named.values(), warmup_steps=NUM_WARM, fused=fused, **SETTINGS)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        algorithm = tb.QAdamAlgorithm(trainer.optimizer)
-
-        def state() -> list[Any]:
-            moments = [value for each in trainer.optimizer.state.values() for value in each.values()]
-            return copy.deepcopy([*initial_of(trainer.ddp.module).values(), *moments])
-
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm, grad_scaler=scaler):
-            for step in range(NUM_WARM + 3):
-                trainer.optimizer.zero_grad()
-                x = torch.randn(6, 10, generator=trainer.data)
-                if step == NUM_WARM + 1 and group.rank() == 1:
-                    x[0, 0] = torch.inf
-                before, num_updates = state(), trainer.optimizer.num_updates
-                scaler.scale(trainer.ddp(x, 0).square().sum()).backward()
-                scaler.step(trainer.optimizer)
-                scaler.update()
-                is_skipped = step == NUM_WARM + 1
-                assert (trainer.optimizer.num_updates == num_updates) == is_skipped
-                if step:
-                    assert (
-                        all(map(torch.equal, map(torch.as_tensor, state()), map(torch.as_tensor, before))) == is_skipped
-                    )
-        assert scaler.get_scale() == 512.0
+            results.append(initial_of(ddp.module))
+        assert all(torch.equal(results[1][name], weight) for name, weight in results[0].items())
 
     run_ranks(2, body)
 
@@ -303,33 +222,6 @@ def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
         assert after <= before
 
 
-@pytest.mark.parametrize(
-    ("compression", "least", "most"), [("minmax_uint8", 0.97, 1.03), ("sign1bit", 1.3, float("inf"))]
-)
-def test_the_norm_that_clipping_sees(compression: str, least: float, most: float) -> None:
-    """In 8 bits it is the mean gradient's norm; in one bit it is larger, and QAdamAlgorithm advises not to clip."""
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> Life:
-        trainer = Trainer(group, model)
-        impl = trainer.hook(compression=compression, error_feedback=True)
-        for _ in range(25):
-            trainer.step()
-        impl.close()
-        return trainer.life
-
-    lives = run_ranks(2, body)
-
-    def norm(gradients: Tensors) -> float:
-        return float(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm())
-
-    ratios = []
-    for step in range(NUM_WARM, 25):
-        mean = {name: sum(life.local[step][name] for life in lives) / 2 for name in lives[0].local[step]}
-        ratios.append(norm(lives[0].gradients[step]) / norm(mean))
-    assert least < sorted(ratios)[len(ratios) // 2] < most
-
-
 # Ranks and optimizers that do not fit.
 
 
@@ -355,25 +247,20 @@ def test_optimizers_that_do_not_fit() -> None:
     run_ranks(1, body)
 
 
-def test_ranks_with_different_warm_ups() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, build(Tower), warmup_steps=3 + group.rank())
-        with pytest.raises(ValueError, match=r"disagree on QAdamAlgorithm's argument q_adam_optimizer \(warmup_steps"):
-            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
-
-    run_ranks(2, body)
-
-
-def test_ranks_with_different_numbers_of_updates() -> None:
-    """As if only rank 0 had loaded the optimizer's state."""
+@pytest.mark.parametrize(
+    ("warm_up_differs", "message"),
+    [(True, r"q_adam_optimizer \(warmup_steps"), (False, r"q_adam_optimizer \(updates of its parameters so far\)")],
+)
+def test_ranks_with_different_optimizers(warm_up_differs: bool, message: str) -> None:
+    """They differ in their warm-ups, or in their updates, as if only rank 0 had loaded the optimizer's state."""
 
     def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, build(Tower))
-        if group.rank() == 0:
+        trainer = Trainer(group, build(Tower), warmup_steps=3 + group.rank() * warm_up_differs)
+        if group.rank() == 0 and not warm_up_differs:
             for parameter in trainer.named.values():
                 parameter.grad = torch.ones_like(parameter)
             trainer.optimizer.step()
-        with pytest.raises(ValueError, match=r"q_adam_optimizer \(updates of its parameters so far\)"):
+        with pytest.raises(ValueError, match=f"disagree on QAdamAlgorithm's argument {message}"):
             tb.QAdamAlgorithm(trainer.optimizer).reify(group)
 
     run_ranks(2, body)

@@ -33,9 +33,14 @@ def small_model() -> nn.Module:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, seed: int = 1) -> None:
     data = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 7, generator=data)).square().sum().backward()
-        optimizer.step()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.randn(5, 7, generator=data)).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
 
 
 def assert_equal_models(first: nn.Module, second: nn.Module) -> None:
@@ -64,8 +69,10 @@ def test_hooks_are_called_once_though_adam_has_been_patched() -> None:
     assert calls == ["pre", "post"] * 2
 
 
-@pytest.mark.parametrize(("decoupled", "channels_last"), [(False, True), (True, False)])
-def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last: bool) -> None:
+@pytest.mark.parametrize(
+    ("decoupled", "channels_last", "maximize"), [(False, True, False), (True, False, False), (False, False, True)]
+)
+def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last: bool, maximize: bool) -> None:
     model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.LazyLinear(1)))
     model(torch.ones(1, 2, 5, 5))
     if channels_last:
@@ -73,7 +80,11 @@ def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     num_warm = 3
     optimizer = tb.QAdamOptimizer(
-        model.parameters(), warmup_steps=num_warm, decoupled_weight_decay=decoupled, **settings
+        model.parameters(),
+        warmup_steps=num_warm,
+        decoupled_weight_decay=decoupled,
+        maximize=maximize,
+        **settings,
     )
     server = Server()
     optimizer.attach_averager(server)
@@ -90,7 +101,7 @@ def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last
             moments = [state[name][key].numpy() for key in ("exp_avg", "exp_avg_sq")]
             weight, momentum = oracle.qadam_step(
                 before[name],
-                parameter.grad.numpy(),
+                parameter.grad.numpy() * np.float32(-1 if maximize else 1),
                 *moments,
                 num_warm=num_warm,
                 num_since=step - num_warm + 1,
@@ -155,34 +166,34 @@ def test_updates_are_counted_as_in_adam_whoever_wrote_the_state(options: dict[st
     train(adam_model, adam, 5)
     optimizer = tb.QAdamOptimizer(model.parameters(), **options)
 
-    def count(optimizer: tb.QAdamOptimizer) -> int:
-        (count,) = set(optimizer.num_updates)
-        assert {float(optimizer.state[p]["step"]) if p in optimizer.state else 0 for p in optimizer.parameters} == {
-            count
-        }
-        return count
+    def check(optimizer: tb.QAdamOptimizer, expected: int) -> None:
+        assert set(optimizer.num_updates) == {expected}
+        steps = [optimizer.state[p]["step"] if p in optimizer.state else 0 for p in optimizer.parameters]
+        assert set(map(float, steps)) == {expected}
 
-    assert count(optimizer) == 0
+    check(optimizer, 0)
     train(model, optimizer, 3)
-    assert count(optimizer) == 3
-    assert count(copy.deepcopy(optimizer)) == 3
+    check(optimizer, 3)
+    check(copy.deepcopy(optimizer), 3)
     optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
-    assert count(optimizer) == 5
+    check(optimizer, 5)
     train(model, optimizer, 1)
-    assert count(optimizer) == 6
+    check(optimizer, 6)
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(9.0)
-    assert count(optimizer) == 9
+    check(optimizer, 9)
     optimizer.state.clear()
     train(model, optimizer, 2)
-    assert count(optimizer) == 2
+    check(optimizer, 2)
     wrapped = tb.QAdamOptimizer.wrap(adam)
-    assert count(wrapped) == 5
+    check(wrapped, 5)
     train(adam_model, adam, 1)  # which a user must not do
-    assert count(wrapped) == 6
+    check(wrapped, 6)
 
 
-def test_wrap_takes_over_an_adam() -> None:
+@pytest.mark.filterwarnings("error")
+def test_wrap_takes_over_an_adam_and_its_scheduler() -> None:
+    """Also after the state was loaded."""
     first, second = small_model(), small_model()
     options = {"lr": 0.01, "weight_decay": 0.1}
     adams = [
@@ -196,8 +207,13 @@ def test_wrap_takes_over_an_adam() -> None:
     for scheduler in schedulers:
         scheduler.step()
     assert [group["lr"] for group in wrapped.param_groups] == [0.01, 0.005]
-    train(first, adams[0], 4, seed=2)
-    train(second, wrapped, 4, seed=2)
+    wrapped.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+    train(first, adams[0], 2, seed=2)
+    train(second, wrapped, 2, seed=2)
+    for scheduler in schedulers:
+        scheduler.step()
+    train(first, adams[0], 2, seed=3)
+    train(second, wrapped, 2, seed=3)
     assert_equal_models(first, second)
     with pytest.raises(TypeError, match="optimizer must be an Adam or AdamW, got SGD"):
         tb.QAdamOptimizer.wrap(torch.optim.SGD(first.parameters()))
@@ -205,38 +221,31 @@ def test_wrap_takes_over_an_adam() -> None:
         tb.QAdamOptimizer.wrap(torch.optim.Adam(first.parameters(), amsgrad=True))
 
 
-def test_a_group_added_later_has_a_separate_warm_up() -> None:
-    model = small_model()
-    optimizer = tb.QAdamOptimizer(model[0].parameters(), warmup_steps=2)
-    server = Server()
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_group_added_later_has_a_separate_warm_up(wraps: bool) -> None:
+    """Added to the optimizer, or to the Adam that it wraps. The state of an Adam leaves the warm-ups of groups."""
+    model, server = small_model(), Server()
+    adam = torch.optim.Adam(model[0].parameters())
+    optimizer = (
+        tb.QAdamOptimizer.wrap(adam, warmup_steps=2)
+        if wraps
+        else tb.QAdamOptimizer(model[0].parameters(), warmup_steps=2)
+    )
     optimizer.attach_averager(server)
     train(model, optimizer, 3)
-    optimizer.add_param_group({"params": model[2].parameters(), "warmup_steps": 3})
+    added = {"params": model[2].parameters()}
+    adam.add_param_group(added) if wraps else optimizer.add_param_group({**added, "warmup_steps": 3})
     assert [optimizer.is_past_warmup(parameter) for parameter in model.parameters()] == [True, True, False, False]
     train(model, optimizer, 3)
     assert all(map(optimizer.is_past_warmup, model.parameters()))
-    assert float(optimizer.state[model[2].weight]["step"]) == 3
+    assert float(optimizer.state[model[2].weight]["step"]) == 2 + (not wraps)
     with pytest.raises(ValueError, match="warmup_steps must be at least 1, got 0"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "warmup_steps": 0})
     assert len(optimizer.param_groups) == 2
-
-
-def test_closures() -> None:
-    first, second = small_model(), small_model()
-    x = torch.ones(2, 7)
-    for model, optimizer in (
-        (first, tb.QAdamOptimizer(first.parameters(), warmup_steps=10)),
-        (second, torch.optim.Adam(second.parameters())),
-    ):
-
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(x).square().sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure) > 0
-    assert_equal_models(first, second)
+    if not wraps:
+        groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]
+        optimizer.load_state_dict(torch.optim.Adam(groups).state_dict())
+        assert [group["warmup_steps"] for group in optimizer.param_groups] == [2, 3]
 
 
 def test_betas_are_frozen_with_the_second_moment() -> None:
@@ -244,6 +253,7 @@ def test_betas_are_frozen_with_the_second_moment() -> None:
     optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)
     server = Server()
     optimizer.attach_averager(server)
+    optimizer.detach_averager(Server())  # of another optimizer
     optimizer.param_groups[0]["betas"] = (0.8, 0.999)  # in the warm-up, as Adam
     train(model, optimizer, 3)
     optimizer.param_groups[0]["betas"] = (0.7, 0.999)
@@ -257,15 +267,10 @@ def test_betas_are_frozen_with_the_second_moment() -> None:
     ("options", "error", "message"),
     [
         ({"lr": -1.0}, ValueError, r"lr must be at least 0, got -1\.0"),
-        ({"lr": float("nan")}, ValueError, "lr must be at least 0, got nan"),
-        ({"lr": "0.1"}, TypeError, "lr must be a number, got '0.1'"),
         ({"lr": torch.ones(2)}, TypeError, "lr must be a number, got tensor"),
         ({"eps": -1e-8}, ValueError, "eps must be at least 0, got -1e-08"),
-        ({"eps": None}, TypeError, "eps must be a number, got None"),
         ({"weight_decay": -0.1}, ValueError, r"weight_decay must be at least 0, got -0\.1"),
-        ({"weight_decay": True}, TypeError, "weight_decay must be a number, got True"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas must be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
-        ({"betas": (-0.1, 0.9)}, ValueError, r"betas must be two numbers in \[0, 1\), got \(-0\.1, 0\.9\)"),
         ({"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
         ({"betas": (0.9, None)}, TypeError, r"betas must be two numbers, got \(0.9, None\)"),
         ({"warmup_steps": 0}, ValueError, "warmup_steps must be at least 1, got 0"),
@@ -322,54 +327,3 @@ def test_a_parameter_whose_memory_order_changes_keeps_its_momentum() -> None:
             optimizer.step()
     assert weights[0].all()
     assert torch.equal(*weights)
-
-
-def test_maximize_steps_the_other_way_after_the_warm_up() -> None:
-    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    server = Server()
-    for sign, weight in zip((1, -1), weights, strict=True):
-        optimizer = tb.QAdamOptimizer([weight], warmup_steps=1, maximize=sign < 0)
-        optimizer.attach_averager(server)
-        for gradient in (1.0, 3.0):
-            weight.grad = torch.full((2,), sign * gradient)
-            optimizer.step()
-        optimizer.detach_averager(Server())  # of another optimizer
-        assert optimizer.has_averager
-    assert weights[0].any()
-    assert torch.equal(*weights)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_scheduler_of_a_wrapped_optimizer_continues_after_loading() -> None:
-    model = small_model()
-    adam = torch.optim.AdamW(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.5**step)
-    optimizer = tb.QAdamOptimizer.wrap(adam, warmup_steps=5)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_a_group_added_to_the_wrapped_optimizer_later_has_a_warm_up() -> None:
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    adam = torch.optim.Adam([first])
-    optimizer = tb.QAdamOptimizer.wrap(adam, warmup_steps=2)
-    server = Server()
-    optimizer.attach_averager(server)
-    adam.add_param_group({"params": [second]})
-    for _ in range(3):
-        first.grad, second.grad = torch.ones(2), torch.ones(3)
-        optimizer.step()
-    assert optimizer.is_past_warmup(second)
-
-
-def test_loading_the_state_of_an_adam_keeps_the_warm_ups_of_groups() -> None:
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    state = torch.optim.Adam([{"params": [first]}, {"params": [second]}]).state_dict()
-    groups = [{"params": [first], "warmup_steps": 5}, {"params": [second], "warmup_steps": 50}]
-    optimizer = tb.QAdamOptimizer(groups)
-    optimizer.load_state_dict(state)
-    assert [group["warmup_steps"] for group in optimizer.param_groups] == [5, 50]

@@ -4,9 +4,7 @@ The test fakes the streams, and gloo sends the gradients.
 """
 
 import copy
-import gc
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +20,6 @@ from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
 from ranks import run_ranks
 from test_gpu_lanes import PlayedSideStream, play_streams
 from test_host_reads import Reads
-from torchbagua.algorithms.qadam.algorithm import WarmupAgreement
 from torchbagua.runtime.lane import Job
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
@@ -54,12 +51,6 @@ def training(group: dist.ProcessGroup, model: torch.nn.Module, **arguments: Any)
         yield trainer, runner
     finally:
         runner.close()
-
-
-def agreement_of(runner: tb.extend.Runner) -> WarmupAgreement:
-    agreement = runner.impl._agreement  # type: ignore[attr-defined]
-    assert isinstance(agreement, WarmupAgreement)
-    return agreement
 
 
 def let_ranks_agree(runner: tb.extend.Runner) -> None:
@@ -183,9 +174,7 @@ def test_steps_without_a_backward_between_them_are_agreed_on(waits: list[str]) -
 
 def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """That rank announces nothing, since it takes no step, and the other ranks must not wait for it."""
-    monkeypatch.setattr(
-        dist, "get_rank", lambda group: group.rank()
-    )  # torch's registry does not know manually created groups
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # torch does not register the tests' groups
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> bool:
@@ -195,19 +184,3 @@ def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monk
         return bool(runner.lane.has_failed)
 
     assert run_ranks(2, body) == [False, False]
-
-
-def test_the_optimizer_does_not_keep_a_deleted_runner_alive(waits: list[str]) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = tb.QAdamOptimizer([parameter])
-        runner = tb.QAdamAlgorithm(optimizer).reify(group)
-        agreement_of(runner).compare(torch.device("cpu"))  # from now on, it is notified of steps
-        forgotten = weakref.ref(agreement_of(runner))
-        del runner
-        gc.collect()
-        assert forgotten() is None
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-
-    run_ranks(1, body)

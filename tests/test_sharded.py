@@ -23,7 +23,7 @@ from sharded_checks import CHECKS
 from sharded_gradients import CASES, PLAIN, OwnAlgorithm
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit, TopK
-from torchbagua.fsdp._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua.fsdp._torch import fsdp_all_reduce_hook, fsdp_param_groups
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
@@ -110,12 +110,8 @@ class OwnCodecs(OwnAlgorithm):
         return self.codecs  # type: ignore[attr-defined,no-any-return]
 
 
-class OwnReduceScatter:
-    """A reduce-scatter of the user's."""
-
-
-class OwnAllGather:
-    """An all-gather of the user's."""
+class Own:
+    """A collective of the user's."""
 
 
 class GathersItself(torch.Tensor):
@@ -126,29 +122,9 @@ class GathersItself(torch.Tensor):
     def fsdp_post_all_gather(self) -> None: ...
 
 
-def with_own_reduce_scatter() -> Any:
+def with_own(setter: str) -> Any:
     module: Any = sharded()
-    module.set_custom_reduce_scatter(OwnReduceScatter())
-    return module
-
-
-def with_own_hook() -> Any:
-    module: Any = sharded()
-    module.set_all_reduce_hook(lambda gradient: None)
-    return module
-
-
-def with_own_all_gather() -> Any:
-    module: Any = sharded()
-    module.set_custom_all_gather(OwnAllGather())
-    return module
-
-
-def with_memory_of_the_group() -> Any:
-    module: Any = sharded()
-    module.set_allocate_memory_from_process_group_for_comm(True)
-    (param_group,) = fsdp_param_groups(fully_shard(nn.Linear(2, 2)))
-    module.set_custom_reduce_scatter(fsdp_reduce_scatter(param_group)[0])
+    getattr(module, setter)(Own())
     return module
 
 
@@ -177,6 +153,10 @@ def plain() -> nn.Module:
     return nn.Linear(2, 2)
 
 
+def without_parameters() -> nn.Module:
+    return nn.Sequential(fully_shard(nn.ReLU()), plain())
+
+
 WORLD = object()  # stands for the default group, which does not exist yet
 EIGHT_BITS = {"quantize_weights": "minmax_uint8"}
 REPLICAS = {"replicate_group": WORLD}
@@ -191,42 +171,20 @@ REPLICAS = {"replicate_group": WORLD}
         (sharded, tb.ByteGradAlgorithm(error_feedback=True), {}, "ByteGradAlgorithm: error_feedback must be False"),
         (sharded, tb.CompressedAllReduceAlgorithm("sign1bit", error_feedback=True), {}, "error_feedback must be False"),
         (sharded, tb.ByteGradAlgorithm(average=False), {}, "average must be True .* set_gradient_divide_factor"),
-        (
-            sharded,
-            OwnCodecs(MeanCodecs(MinMaxUInt4(16), Sign1Bit())),
-            {},
-            "must not return a codec that needs error feedback, .* got Sign1Bit",
-        ),
-        (
-            of_two_dimensions,
-            "bytegrad",
-            {},
-            r"replicated \(FSDPSequential\).* replicate_group=mesh.* torchbagua\.fsdp\.register_backend",
-        ),
+        (sharded, OwnCodecs(MeanCodecs(MinMaxUInt4(16), Sign1Bit())), {}, "that needs error feedback, .* got Sign1Bit"),
+        (of_two_dimensions, "bytegrad", {}, r"replicated \(FSDPSequential\).* replicate_group=mesh.*register_backend"),
         (lambda: replicate(plain()), "bytegrad", {}, r"replicated \(Replicate\w+\).*\.register_backend, which repl"),
         (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), "bytegrad", {}, "has an OffloadPolicy"),
-        (with_own_reduce_scatter, "bytegrad", {}, "has the reduce-scatter OwnReduceScatter already; leave out"),
+        (partial(with_own, "set_custom_reduce_scatter"), "bytegrad", {}, "the reduce-scatter Own already; leave out"),
         (of_two_meshes, "bytegrad", {}, "must be sharded over one group, got fully_shard with several meshes"),
-        (
-            lambda: nn.Sequential(fully_shard(nn.ReLU()), plain()),
-            "bytegrad",
-            {},
-            "no part on which fully_shard .* has param",
-        ),
+        (without_parameters, "bytegrad", {}, "no part on which fully_shard .* has param"),
         (part_of_a_group, "bytegrad", {}, "Linear communicates together with parameters that are not in FSDPLinear"),
         (plain, "decentralized", REPLICAS, "replicate_group must be None since fully_shard was called on no part"),
-        (with_own_hook, "bytegrad", REPLICAS, r"has the all-reduce hook .* already"),
-        (
-            sharded,
-            "bytegrad",
-            {"quantize_weights": "MinMaxUInt3"},
-            "None, a Compressor or one of .*, got 'MinMaxUInt3'",
-        ),
-        (sharded, "bytegrad", {"quantize_weights": "sign1bit"}, "codec that needs error feedback, .* got 'sign1bit'"),
+        (partial(with_own, "set_all_reduce_hook"), "bytegrad", REPLICAS, r"has the all-reduce hook .* already"),
+        (sharded, "bytegrad", {"quantize_weights": "MinMaxUInt3"}, "a Compressor or one of .*, got 'MinMaxUInt3'"),
         (sharded, "bytegrad", {"quantize_weights": TopK()}, "codec that needs error feedback, .* got TopK"),
         (plain, "bytegrad", EIGHT_BITS, "None since fully_shard was called on no part of Linear"),
-        (with_own_all_gather, "bytegrad", EIGHT_BITS, "the module has the all-gather OwnAllGather already"),
-        (with_memory_of_the_group, "bytegrad", EIGHT_BITS, "all-gather ProcessGroupAllocAllGather"),
+        (partial(with_own, "set_custom_all_gather"), "bytegrad", EIGHT_BITS, "module has the all-gather Own already"),
         (of_an_own_class, "bytegrad", EIGHT_BITS, r"0.weight defines .* \(GathersItself.fsdp_pre_all_gather\)"),
         (sharded, "decentralized", REPLICAS | EIGHT_BITS, "must be None with DecentralizedAlgorithm"),
     ],
@@ -254,11 +212,7 @@ def test_refusals(
     ("algorithm", "options", "message"),
     [
         (OwnCodecs(MinMaxUInt4()), {}, r"OwnCodecs\.make_shard_codecs must return .*codecs\.MeanCodecs, .* got MinM"),
-        (
-            OwnCodecs(MeanCodecs(Cast("bfloat16"))),
-            {},
-            "make_shard_codecs sends with Cast.*, but make_codec returns MinM",
-        ),
+        (OwnCodecs(MeanCodecs(Cast("bfloat16"))), {}, "codecs sends with Cast.*, but make_codec returns MinM"),
         ("bytegrad", {"replicate_group": [0, 1]}, "attach: replicate_group must be a .*ProcessGroup .* got list"),
         ("bytegrad", {"replicate_group": dist.GroupMember.NON_GROUP_MEMBER}, "of which this rank is a member, got"),
     ],
@@ -277,40 +231,34 @@ def test_the_refusal_names_algorithms_of_the_user(monkeypatch: pytest.MonkeyPatc
         tb.attach(module, optimizer_of(module), "powersgd")
 
 
-def test_gradients_that_were_never_averaged_raise_a_warning() -> None:
-    module = sharded()
-    attachment = tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
-    module.set_requires_all_reduce(False)
-    module(torch.ones(1, 4)).sum().backward()
-    assert not module[0].weight.grad.full_tensor().any()
-    with pytest.warns(RuntimeWarning, match="accumulated with set_requires_all_reduce.False. are lost"):
-        attachment.detach()
-    (param_group,) = fsdp_param_groups(module)
-    assert fsdp_all_reduce_hook(param_group) is None
-
-
-def test_discarded_micro_steps_are_in_no_mean() -> None:
+def test_micro_steps_without_an_all_reduce() -> None:
+    """Discarded ones are in no mean, all must reach the same parameters, and a warning reports those that are lost."""
     module = sharded()
     optimizer = optimizer_of(module)
-    with tb.fsdp.attach(module, optimizer, tb.CompressedAllReduceAlgorithm(None), replicate_group=dist.group.WORLD):
-        module.set_requires_all_reduce(False)
-        module(torch.full((1, 4), 100.0)).sum().backward()
-        optimizer.zero_grad()
-        module.set_requires_all_reduce(True)
-        module(torch.ones(1, 4)).sum().backward()
-        assert module[1].bias.grad.full_tensor().tolist() == [1.0, 1.0]
+    full = tb.CompressedAllReduceAlgorithm(None)
+    first = tb.fsdp.attach(module, optimizer, full, replicate_group=dist.group.WORLD)
 
+    def backward(value: float, *, reduces: bool) -> None:
+        module.set_requires_all_reduce(reduces)
+        module(torch.full((1, 4), value)).sum().backward()
 
-def test_micro_steps_must_reach_the_same_parameters() -> None:
-    module = sharded()
-    attachment = tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
-    module.set_requires_all_reduce(False)
-    module(torch.ones(1, 4)).sum().backward()
-    module.set_requires_all_reduce(True)
+    backward(100.0, reduces=False)
+    assert not module[0].weight.grad.full_tensor().any()
+    optimizer.zero_grad()
+    backward(1.0, reduces=True)
+    assert module[1].bias.grad.full_tensor().tolist() == [1.0, 1.0]
+    backward(1.0, reduces=False)
+    with pytest.warns(RuntimeWarning, match="accumulated with set_requires_all_reduce.False. are lost"):
+        first.detach()
+    (param_group,) = fsdp_param_groups(module)
+    assert fsdp_all_reduce_hook(param_group) is None
+    second = tb.fsdp.attach(module, optimizer, full, replicate_group=dist.group.WORLD)
+    optimizer.zero_grad()
+    backward(1.0, reduces=False)
     module[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"must reach the same parameters, got 0.bias, 1.weight, 1.bias after 0.wei"):
-        module(torch.ones(1, 4)).sum().backward()
-    attachment.detach()
+        backward(1.0, reduces=True)
+    second.detach()
 
 
 @pytest.mark.parametrize(
@@ -367,39 +315,15 @@ def test_an_all_reduce_of_the_users_is_not_taken_for_gradients(
         dist.all_reduce(torch.ones(5), group=group)
 
 
-def test_weights_that_no_codec_encodes_are_named() -> None:
-    module = fully_shard(nn.Linear(4, 3).double())
-    message = "weights of FSDPLinear are gathered in full precision, .* does not encode torch.float64"
-    full = tb.CompressedAllReduceAlgorithm(None)
-    options = {"replicate_group": dist.group.WORLD, "quantize_weights": "minmax_uint8"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tb.UncompressedParametersWarning)
-        with pytest.raises(tb.UncompressedParametersWarning, match=message):
-            tb.fsdp.attach(module, optimizer_of(module), full, **options)
-    (param_group,) = fsdp_param_groups(module)
-    assert fsdp_all_gather(param_group)[1]
-    assert fsdp_reduce_scatter(param_group)[1]
-    assert fsdp_all_reduce_hook(param_group) is None
-    with pytest.warns(tb.UncompressedParametersWarning, match=message) as caught:
-        attachment = tb.fsdp.attach(module, optimizer_of(module), full, **options)
-    with attachment:
-        module(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    assert len(caught) == 1
-
-
-def test_attach_after_an_evaluation_that_left_whole_weights() -> None:
-    module = sharded()
+def test_attached_modules_are_refused() -> None:
+    """And an evaluation may have left whole weights, which the root then lists."""
+    module = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 3)), nn.Linear(3, 2)))
     optimizer = optimizer_of(module)
     with torch.no_grad():
-        module(torch.ones(2, 4))  # the root then lists the gathered parameters
-    assert type(module[0].weight) is nn.Parameter
+        module(torch.ones(2, 4))
+    assert type(module[1].weight) is nn.Parameter
     with tb.attach(module, optimizer, "bytegrad"):
-        assert isinstance(module[0].weight, DTensor)
-
-
-def test_attached_modules_are_refused() -> None:
-    module = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 3)), nn.Linear(3, 2)))
-    with tb.attach(module, optimizer_of(module), "bytegrad"):
+        assert isinstance(module[1].weight, DTensor)
         with pytest.raises(ValueError, match="ByteGradAlgorithm is attached to the module already"):
             tb.attach(module, optimizer_of(module), "bytegrad")
         match = "the module has the reduce-scatter RowScatter already; .* detach the algorithm of a module around it"
