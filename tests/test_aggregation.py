@@ -92,6 +92,19 @@ def test_every_kind_of_parameter(device: torch.device, make: Make) -> None:
     run_ranks(3, body, device=device)
 
 
+def test_packs_of_one_length_keep_their_dtypes() -> None:
+    """Parameters of each dtype are sent in one pack."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        values = torch.full((4,), group.rank() + 1 / 3, dtype=torch.float64)
+        model = nn.ParameterList([values.float(), values])
+        with ring(group) as aggregation:
+            aggregation.agg_model()(model, "avg_world")
+        return float(model[1][0])
+
+    assert run_ranks(2, body) == pytest.approx([1 / 2 + 1 / 3] * 2, rel=1e-12)  # float32 has a relative error of 1e-8
+
+
 def test_a_subclass_that_overrides_only_agg() -> None:
     class Largest(Aggregation):
         """The maximum over a group; `data` has the shape of a layer."""

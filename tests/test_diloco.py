@@ -317,14 +317,20 @@ def test_arguments_that_do_not_fit_the_module(arguments: Any, error: type[Except
     run_ranks(2, body)
 
 
-def test_the_end_warns_of_dropped_rounds_and_of_weights_that_are_not_finite() -> None:
+def overflow(weight: torch.Tensor, value: float) -> None:
+    assert weight.grad is not None
+    weight.grad[0, 0] = value
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_end_warns_of_dropped_rounds_and_of_weights_that_are_not_finite(value: float) -> None:
     """The last mean spreads the NaN of one rank to all ranks."""
 
     def body(group: dist.ProcessGroup) -> None:
         with training(group, DiLoCo(1), 0) as (trainer, _):
-            if group.rank() == 1:
-                with torch.no_grad():
-                    trainer.module.first.weight[0, 0] = torch.nan
+            if group.rank() == 1:  # only this weight becomes infinite in the first step
+                change = partial(overflow, value=-value)
+                trainer.module.first.weight.register_post_accumulate_grad_hook(change)
             take_steps(trainer, 3)
 
     with pytest.warns(RuntimeWarning, match="NaN or Inf") as caught:
