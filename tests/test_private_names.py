@@ -29,11 +29,8 @@ EXEMPT = "past_bugs.py"
 # Names of other libraries' objects, which the package has too: of torch's optimizers, and Bagua's algorithms.
 OF_OTHERS = {"_step_supports_amp_scaling", "_bagua_backend"}
 
-# Attributes that Bagua's own algorithms, copied here, assign to buckets and parameters; a method of a benchmark.
-OWN = {
-    "test_torch_api_own.py": {"_momentum", "_op", "_peer_weight", "_replicas"},
-    "test_horizon_methods.py": {"_peers"},
-}
+# Attributes that Bagua's own algorithms, copied here, assign to buckets and parameters.
+OWN = {"test_torch_api_own.py": {"_momentum", "_op", "_peer_weight", "_replicas"}}
 
 
 def is_private(name: str) -> bool:
