@@ -5,7 +5,7 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua.observe import Recorder, observed
-from torchbagua.observe.events import CommEvent, Details, Run
+from torchbagua.observe.events import Details, Run
 from torchbagua.observe.observed import HostClock, ObservedTracer, TimedPhase, TimedStep
 
 START_NS = 5_000_000_000
@@ -111,18 +111,6 @@ def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedG
     assert recorder.events == []
 
 
-def test_a_wait_for_finished_work_is_not_reported(gpu: SimulatedGpu) -> None:
-    recorder = Recorder()
-    tracer = start_tracer(recorder)
-    tracer.use_gpu(torch.device("cuda"))
-    done = tracer.now()
-    begun = tracer.now()
-    tracer.tell("wait", begun, done)
-    tracer.tell("wait", done, begun)
-    tracer.end()
-    assert events_of(recorder) == [("wait", 0, 1, 2)]
-
-
 def step(number: int, *phases: tuple[str, int, int], end: int | None, lane_end: int | None = None) -> TimedStep:
     timed = [TimedPhase(phase, start, stop, Details()) for phase, start, stop in phases]
     return TimedStep(number, "Algorithm", timed, end, lane_end)
@@ -190,9 +178,3 @@ def test_on_a_gpu_lane_work_that_overlaps_the_next_step_belongs_to_it(gpu: Simul
     tracer.end_step()
     tracer.end()
     assert events_of(recorder)[4:] == [("step", 1, 8, 10)]
-
-
-def test_details_are_the_tail_of_an_event() -> None:
-    names = CommEvent._fields[CommEvent._fields.index("operation") :]
-    assert Details._fields == names
-    assert Details._field_defaults == {name: CommEvent._field_defaults[name] for name in names}

@@ -4,6 +4,7 @@ One test for each rule; it lists the files and lines that break it.
 """
 
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 import torchbagua as tb
 from source_tree import REPOSITORY
-from test_reference import command_line, module_at, public_names
+from test_reference import command_line, module_at, public_names, re_exports
 
 PACKAGE = REPOSITORY / "torchbagua"
 BELOW_TRAINING = ("algorithms", "runtime", "collectives", "transport", "codecs", "native", "observe")
@@ -217,7 +218,75 @@ def test_above_transport_no_backend_is_named() -> None:
     assert breaches(named, *others) == []
 
 
-def test_nothing_imports_compat() -> None:
+# The compatibility layers use only the public API, as user code does.
+
+PUBLIC = ["torchbagua"]
+PUBLIC += [f"torchbagua.{name}" for name in ("algorithms", "codecs", "collectives", "extend", "fsdp", "observe")]
+OF_COMPAT = [name for name in SOURCES if name.startswith("compat/")]
+
+
+@cache
+def names_of_package(module: str) -> set[str]:
+    """Return what may be imported from a public package: `__all__`, `X as X`, and its public subpackages."""
+    package = importlib.import_module(module)
+    return {
+        *package.__all__,
+        *re_exports(package),
+        *(name.rpartition(".")[2] for name in PUBLIC if name.rpartition(".")[0] == module),
+    }
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@cache
+def own_private_names() -> set[str]:
+    """Return the private names that compat defines: functions, classes, and assigned names."""
+    found = set()
+    for node in (node for name in OF_COMPAT for node in nodes_of(name)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return set(filter(is_private, found))
+
+
+def private_uses(name: str) -> Iterator[str]:
+    """Yield the imports and attributes of a source of compat that user code must not use."""
+    modules: dict[str, str] = {}  # public packages, by their names in the source
+    imported: set[str] = set()  # other names of the package
+    for node in nodes_of(name):
+        if isinstance(node, ast.Import):
+            of_package = [alias for alias in node.names if alias.name.split(".")[0] == "torchbagua"]
+            modules |= {alias.asname or "torchbagua": alias.name for alias in of_package}
+            yield from (alias.name for alias in of_package if alias.name not in PUBLIC and ".compat" not in alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == "torchbagua"):
+            for alias in node.names:
+                full_name, own = f"{node.module}.{alias.name}", alias.asname or alias.name
+                if full_name in PUBLIC:
+                    modules[own] = full_name
+                elif not full_name.startswith("torchbagua.compat"):
+                    imported.add(own)
+                    if node.module not in PUBLIC or alias.name not in names_of_package(node.module):
+                        yield full_name
+    for node in nodes_of(name):
+        if not isinstance(node, ast.Attribute):
+            continue
+        path, first = dotted(node, modules), dotted(node, {}).split(".")[0]
+        if first in modules and not path.startswith("torchbagua.compat"):
+            package = max((public for public in PUBLIC if f"{path}.".startswith(f"{public}.")), key=len)
+            rest = path.removeprefix(package).strip(".").split(".")[0]
+            if rest and rest not in names_of_package(package):
+                yield f"line {node.lineno}: {path}"
+        may_use = name.endswith("/_torch.py") or node.attr in own_private_names()
+        if is_private(node.attr) and (first in modules or first in imported or not may_use):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_compat_uses_only_public_names_and_nothing_imports_it() -> None:
+    assert breaches(lambda name: private_uses(name) if name in OF_COMPAT else iter(())) == []
+    assert list(private_uses("training/attach.py")), "it finds those of other packages"
     assert breaches(lambda name: uses(name, ("torchbagua.compat",)), "compat/") == []
 
 
