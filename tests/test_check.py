@@ -11,15 +11,7 @@ import torch
 import torchbagua as tb
 from simulated import without_fault
 from torchbagua import _concurrency
-from torchbagua.testing.simulation import (
-    Fault,
-    SimulationTrace,
-    Subject,
-    Violation,
-    check,
-    run_trial,
-    simulate,
-)
+from torchbagua.testing.simulation import Fault, SimulationTrace, Subject, Violation, check, run_trial, simulate
 
 # Trainings with faults give all of the package's warnings.
 pytestmark = [pytest.mark.usefixtures("on_one_core"), pytest.mark.filterwarnings("ignore")]
@@ -41,43 +33,46 @@ class OneOperationImpl(tb.AlgorithmImpl):
         bucket.append_python_op(self.algorithm.operation)
 
 
-def diverge(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+Bucket, Group = tb.extend.BaguaBucket, tb.BaguaProcessGroup
+
+
+def diverge(bucket: Bucket, group: Group) -> None:
     bucket.flat.add_(group.rank)
 
 
-def leave_a_thread(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def leave_a_thread(bucket: Bucket, group: Group) -> None:
     _concurrency.Thread(target=lambda: _concurrency.sleep(1000), name="forgotten").start()
 
 
-def send_to_nobody(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def send_to_nobody(bucket: Bucket, group: Group) -> None:
     if group.rank == 0:
         group.world.post("sending to", 1, bucket.flat, tag=99, purpose="a test")
         group.world.wait("sending to", 1, tag=99, purpose="a test")
 
 
-def send_too_much(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def send_too_much(bucket: Bucket, group: Group) -> None:
     received = torch.empty(7 + group.rank, dtype=torch.uint8)
-    group.world.post("receiving from", 1 - group.rank, received, tag=99, purpose="a test")
-    group.world.post("sending to", 1 - group.rank, received.clone(), tag=99, purpose="a test")
-    group.world.wait("receiving from", 1 - group.rank, tag=99, purpose="a test")
-    group.world.wait("sending to", 1 - group.rank, tag=99, purpose="a test")
+    for way, tensor in (("receiving from", received), ("sending to", received.clone())):
+        group.world.post(way, 1 - group.rank, tensor, tag=99, purpose="a test")
+    for way in ("receiving from", "sending to"):
+        group.world.wait(way, 1 - group.rank, tag=99, purpose="a test")
 
 
-def take_long(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def take_long(bucket: Bucket, group: Group) -> None:
     _concurrency.sleep(1)
 
 
-def fail(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def fail(bucket: Bucket, group: Group) -> None:
     raise ValueError("a test")
 
 
-def wait_for_ever(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def wait_for_ever(bucket: Bucket, group: Group) -> None:
     lock = _concurrency.Lock()
     lock.acquire()
     lock.acquire()
 
 
-def look_again_and_again(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+def look_again_and_again(bucket: Bucket, group: Group) -> None:
     while True:
         _concurrency.sleep(0)
 
@@ -95,9 +90,7 @@ def look_again_and_again(bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGr
         (look_again_and_again, "again and again while no time passes:(.|\n)*in look_again_and_again"),
     ],
 )
-def test_check_reports_what_must_not_happen(
-    operation: Callable[[tb.extend.BaguaBucket, tb.BaguaProcessGroup], object], message: str
-) -> None:
+def test_check_reports_what_must_not_happen(operation: Callable[[Bucket, Group], object], message: str) -> None:
     subject = Subject(lambda _: OneOperation(operation), sizes=(2,), faults=("none",))
     with pytest.raises(Violation, match=message) as raised:
         check(subject, seeds=range(3))

@@ -3,30 +3,20 @@
 Arguments: a folder for `<rank>.json`, and "ray" if this program is to start Ray.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
+from scenarios import FOLDER, STEPS, STOP, weights_of, write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 
-STEPS, STOP = 6, 3
-FOLDER = Path(sys.argv[1])
-
-ALGORITHMS: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
-    "gradient_allreduce": lambda optimizer: tb.GradientAllReduceAlgorithm(),
-    "bytegrad": lambda optimizer: tb.ByteGradAlgorithm(error_feedback=True),
-    "qadam": lambda optimizer: tb.QAdamAlgorithm(optimizer, error_feedback=True),
-    "decentralized": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-    "low_precision_decentralized": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),
-    "diloco": lambda optimizer: tb.DiLoCoAlgorithm(2, delay=1),
-}
+NAMES = [name for name in scenarios.ALGORITHMS if name != "async"]
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -35,11 +25,8 @@ def start(name: str, wrap: Wrap) -> tuple[nn.Module, torch.optim.Optimizer, tb.A
     """Return a model, the same on all ranks, with its optimizer and algorithm."""
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 1)))
-    if name == "qadam":
-        optimizer: torch.optim.Optimizer = tb.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, optimizer, ALGORITHMS[name](optimizer)
+    optimizer = scenarios.optimizer_for(name, model)
+    return model, optimizer, scenarios.ALGORITHMS[name](optimizer)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Sequence[int]) -> None:
@@ -51,27 +38,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         optimizer.step()
 
 
-def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    """Return the weights as lists, which JSON stores bitwise."""
-    return {name: weight.detach().flatten().tolist() for name, weight in model.named_parameters()}
-
-
-def write(file: str, found: dict[str, Any]) -> None:
-    """Write a result for the test to read."""
-    (FOLDER / file).write_text(json.dumps(found))
-
-
 def runs(rank: int, wrap: Wrap) -> dict[str, Any]:
     """Run every algorithm, from the first step to the last."""
     found = {}
-    for name in ALGORITHMS:
+    for name in NAMES:
         model, optimizer, algorithm = start(name, wrap)
-        recorder = tb.observe.Recorder()
-        with tb.attach(model, optimizer, algorithm, observers=[recorder]):
+        counts = scenarios.Counts()
+        with tb.attach(model, optimizer, algorithm, observers=[counts.recorder]):
             train(model, optimizer, rank, range(STEPS))
             during = weights_of(model)
-        steps = sum(event.phase == "step" for event in recorder.events)
-        found[name] = {"steps": steps, "during": during, "weights": weights_of(model)}
+        found[name] = {"steps": counts.result()["steps"], "during": during, "weights": weights_of(model)}
     return found
 
 
@@ -84,7 +60,7 @@ def worker(save: Callable[..., None], load: Callable[..., int]) -> None:
     torch.set_num_threads(1)
     is_restart = ray.train.get_checkpoint() is not None
     if not is_restart:
-        write(f"{rank}.json", runs(rank, prepare_model))
+        write(str(rank), runs(rank, prepare_model))
     model, optimizer, algorithm = start("decentralized", prepare_model)
     with tb.attach(model, optimizer, algorithm) as attachment:
         first = load(model, optimizer, attachment)
@@ -92,12 +68,12 @@ def worker(save: Callable[..., None], load: Callable[..., int]) -> None:
             train(model, optimizer, rank, range(STOP))
             save(STOP, model, optimizer, attachment)
             ray.train.get_all_reported_checkpoints()  # returns when the controller has registered it
-            write(f"saved-{rank}.json", weights_of(model))
+            write(f"saved-{rank}", weights_of(model))
             if rank == 1:
                 os._exit(1)
         loaded = weights_of(model)
         train(model, optimizer, rank, range(first or STOP, STEPS))
-        write(f"resumed-{rank}.json", {"first": first, "loaded": loaded, "during": weights_of(model)})
+        write(f"resumed-{rank}", {"first": first, "loaded": loaded, "during": weights_of(model)})
 
 
 def run_with_ray() -> None:
@@ -126,6 +102,6 @@ if __name__ == "__main__":
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo")
         RANK = torch.distributed.get_rank()
-        write(f"{RANK}.json", runs(RANK, DistributedDataParallel))
+        write(str(RANK), runs(RANK, DistributedDataParallel))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -46,18 +46,10 @@ def read_results(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_every_step_is_counted(found: Found, name: str) -> None:
-    assert [result[name]["steps"] for result in found] == [STEPS, STEPS]
-
-
-@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_weights_equal_those_of_a_plain_loop(found: Found, plain: Found, name: str) -> None:
-    assert [result[name] for result in found] == [result[name] for result in plain]
-
-
-@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_ranks_end_with_equal_weights(found: Found, name: str) -> None:
+def test_weights_equal_those_of_a_plain_loop_and_every_step_is_counted(found: Found, plain: Found, name: str) -> None:
     first, second = (result[name] for result in found)
+    assert [first, second] == [result[name] for result in plain]
+    assert [first["steps"], second["steps"]] == [STEPS, STEPS]
     assert (first["during"] == second["during"]) == (name in GRADIENTS)
     assert first["weights"] == second["weights"]
 
