@@ -123,29 +123,6 @@ def resolve(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, int
     return [(event.phase, event.step, event.start_ns, event.end_ns) for event in events]
 
 
-def test_on_the_host_the_first_step_begins_with_the_first_phase() -> None:
-    clock = HostClock()
-    assert resolve(clock, step(0, ("receive", 20, 30), end=None)) == [("receive", 0, 20, 30)], "before it has ended"
-    assert resolve(clock, step(0, ("encode", 40, 50), ("send", 10, 60), end=70)) == [
-        ("encode", 0, 40, 50),
-        ("send", 0, 10, 60),
-        ("step", 0, 10, 70),
-    ]
-    assert resolve(clock, step(1, end=90)) == [("step", 1, 70, 90)]
-    assert resolve(HostClock(), step(0, end=5)) == [("step", 0, 5, 5)], "nothing was done in it"
-
-
-def test_a_phase_belongs_to_the_step_in_which_it_ended() -> None:
-    clock = HostClock()
-    resolve(clock, step(6, end=100))
-    late, across, backwards = ("send", 80, 99), ("receive", 90, 101), ("wait", 120, 110)
-    assert resolve(clock, step(7, late, across, backwards, end=150)) == [
-        ("send", 6, 80, 99),
-        ("receive", 7, 90, 101),
-        ("step", 7, 100, 150),
-    ]
-
-
 def test_lane_work_that_overlaps_the_next_step_belongs_to_it() -> None:
     clock = HostClock()
     resolve(clock, step(2, end=5))

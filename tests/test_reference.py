@@ -75,24 +75,6 @@ def test_tables_have_every_registered_algorithm_and_codec() -> None:
     assert [name for name in codecs if f'`"{name}"`' not in table] == []
 
 
-# Pages that recommend algorithms, or report measurements of them, choose which algorithms they name.
-CHOSEN = {"README.md", "docs/choose.md", "docs/benchmarks.md"}
-
-
-def test_other_pages_do_not_list_the_algorithms() -> None:
-    """A page that names more than three of them in a paragraph or table would need an edit for each new algorithm."""
-    classes = {type(entry.algorithm).__name__ for entry in tables.entries()}
-    lists = []
-    for page in PAGES:
-        name = page.relative_to(ROOT).as_posix()
-        if name in CHOSEN or name in tables.FILES:
-            continue
-        for paragraph in re.split(r"\n\s*\n", page.read_text(encoding="utf-8")):
-            if len(classes & set(re.findall(r"\w+Algorithm\b", paragraph))) > 3:
-                lists.append(f"{name}: {paragraph[:80]}")
-    assert lists == []
-
-
 # The page of all public names
 
 
@@ -228,51 +210,6 @@ def test_the_files_in_tables_of_the_design_page_exist() -> None:
     ]
     assert names
     assert [name for name in names if not (PACKAGE / name).exists()] == []
-
-
-# The docstrings of packages
-
-
-def ladder() -> list[str]:
-    """Return the packages of the ladder in pyproject.toml, from the top."""
-    layers = re.search(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
-    assert layers is not None
-    names = re.findall(r"\w+", layers[1])
-    return [name for name in names if (PACKAGE / name).is_dir()]
-
-
-# Of nested packages, only those of the ladder's packages; those for Bagua and mlbench follow these projects' layouts.
-ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights"]
-
-
-def beginnings(package: str) -> list[str]:
-    """Return the files after "Begin with" in a package's docstring, relative to the package or to torchbagua."""
-    docstring = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
-    assert docstring is not None
-    about, blank, imports, begin = docstring.splitlines()[:4]
-    assert about.endswith((".", "?"))
-    assert blank == ""
-    assert imports.startswith("May import ")
-    assert begin.startswith("Begin with ")
-    return re.findall(r"[\w/]+\.py", begin)
-
-
-def test_a_package_docstring_names_the_files_to_begin_with() -> None:
-    for package in ROOMS:
-        files = beginnings(package)
-        assert files, package
-        folders = (PACKAGE / package, PACKAGE)
-        absent = [name for name in files if not any((folder / name).is_file() for folder in folders)]
-        assert absent == [], package
-
-
-def test_the_map_in_contributing_follows_the_ladder() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    entries = re.findall(r"^\| `torchbagua/(\w+)/` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)
-    assert [package for package, _ in entries] == ladder()
-    for package, begin in entries:
-        files = re.findall(r"`([\w/]+\.py)`", begin)
-        assert files == beginnings(package)[: len(files)]
 
 
 @pytest.mark.slow

@@ -5,17 +5,14 @@ One test for each rule; it lists the files and lines that break it.
 
 import ast
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-import torchbagua as tb
 from source_tree import REPOSITORY
-from test_reference import command_line, module_at, public_names, re_exports
+from test_reference import re_exports
 
 PACKAGE = REPOSITORY / "torchbagua"
 BELOW_TRAINING = ("algorithms", "runtime", "collectives", "transport", "codecs", "native", "observe")
@@ -88,51 +85,6 @@ def foreign_assignments(name: str) -> Iterator[str]:
 def test_only_its_own_module_assigns_an_objects_attributes() -> None:
     assert breaches(foreign_assignments, *OTHERS) == []
     assert list(foreign_assignments("native/tensor_tables.py")), "it finds those of C's structures"
-
-
-# `Args` and `Raises` stand on public names; what is internal has a line that says what it is for.
-
-
-@cache
-def public_qualnames() -> set[tuple[str, str]]:
-    """Return the modules and qualified names of all public functions and classes, and of the methods of the latter."""
-    found = set()
-    for module, name in public_names():
-        if module.startswith("torchbagua.integrations.") or name in command_line._COMMANDS:
-            continue
-        thing = getattr(module_at(module), name)
-        for cls in thing.__mro__ if inspect.isclass(thing) else ():
-            found |= {(cls.__module__, cls.__qualname__)}
-            found |= {(cls.__module__, f"{cls.__qualname__}.{method}") for method in vars(cls)}
-        if inspect.isroutine(thing):
-            found.add((thing.__module__, inspect.unwrap(thing).__qualname__))
-    return found
-
-
-def sections(name: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the qualified name of each definition whose docstring has sections."""
-    to_visit: list[tuple[str, ast.AST]] = [("", nodes_of(name)[0])]
-    for prefix, parent in to_visit:
-        for node in ast.iter_child_nodes(parent):
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
-                to_visit.append((prefix, node))
-                continue
-            to_visit.append((f"{prefix}{node.name}.", node))
-            if re.search(r"^\s*(Args|Raises):$", ast.get_docstring(node) or "", re.MULTILINE):
-                yield node.lineno, f"{prefix}{node.name}"
-
-
-def internal_sections(name: str) -> Iterator[str]:
-    module = ".".join(("torchbagua", *Path(name).with_suffix("").parts)).removesuffix(".__init__")
-    for line, qualname in sections(name):
-        if (module, qualname) not in public_qualnames():
-            yield f"line {line}: {qualname}"
-
-
-def test_sections_of_docstrings_stand_on_public_names() -> None:
-    """Facades document other people's interfaces."""
-    assert breaches(internal_sections, "cli/", "compat/", "integrations/") == []
-    assert len(list(sections("codecs/base.py"))) > 1
 
 
 # Names that a package must not use: packages, the names, and excepted files, each with its reason.
@@ -288,24 +240,6 @@ def test_compat_uses_only_public_names_and_nothing_imports_it() -> None:
     assert breaches(lambda name: private_uses(name) if name in OF_COMPAT else iter(())) == []
     assert list(private_uses("training/attach.py")), "it finds those of other packages"
     assert breaches(lambda name: uses(name, ("torchbagua.compat",)), "compat/") == []
-
-
-def test_the_root_has_packages_and_few_small_modules() -> None:
-    modules = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py")}
-    assert {name for name in modules if not name.startswith("_")} == {"extend.py", "version.py"}
-    small = {name: length for name, length in modules.items() if name not in ("__init__.py", "_torch.py")}
-    assert max(small.values()) <= 80, small
-
-
-def test_the_root_has_few_names() -> None:
-    named = {name: getattr(tb, name) for name in tb.__all__}
-    algorithms = {
-        name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, tb.Algorithm)
-    }
-    others = named.keys() - algorithms.keys() - {"QAdamOptimizer", "__version__"} | {"Algorithm"}
-    assert len(others) <= 14, others
-    full_names = [name for name in algorithms if name.endswith("Algorithm") and name != "Algorithm"]
-    assert [name for name in full_names if algorithms[name.removesuffix("Algorithm")] is not algorithms[name]] == []
 
 
 def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:

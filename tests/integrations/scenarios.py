@@ -56,15 +56,16 @@ class Counts:
         return {**counts, "threads": threads_since(self.threads)}
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    """Return the error that `call` raises, or its warnings."""
+def error_of(call: Callable[[], Any], *, or_warnings: bool = False) -> str:
+    """Return the error that `call` raises, or its warnings if they are asked for."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
             call()
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-    return "; ".join(str(warning.message) for warning in caught if "torchbagua" in str(warning.message)) or "nothing"
+    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    return "; ".join(messages if or_warnings else []) or "nothing"
 
 
 def write(name: str, result: Any) -> None:
