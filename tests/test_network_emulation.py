@@ -38,23 +38,20 @@ def wait_until(condition: Callable[[], Any], awaited: str) -> Any:
     return value
 
 
-@pytest.fixture(scope="module")
-def _emulation() -> None:
-    if reason := why_unavailable():
-        pytest.skip(f"cannot emulate a network: {reason}")
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Start network.py with the given arguments; after the test, end processes that still run, first by SIGTERM."""
     with ExitStack() as stack:
 
-        def start_benchmark(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        def start_benchmark(*arguments: str, is_emulated: bool = True, **environment: str) -> subprocess.Popen[str]:
+            if is_emulated and (reason := why_unavailable()):
+                pytest.skip(f"cannot emulate a network: {reason}")
             command = [sys.executable, str(BENCHMARKS / "network.py"), *SMALL, "--json", str(tmp_path / "r.json")]
-            pipe = subprocess.PIPE
-            process = stack.enter_context(
-                programs.started([*command, *arguments], env=os.environ | environment, stdout=pipe, stderr=pipe)
-            )
+            options = {"env": os.environ | environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = stack.enter_context(programs.started([*command, *arguments], **options))
             stack.callback(process.communicate, timeout=LIMIT_S)
             stack.callback(process.terminate)
             return process
@@ -73,8 +70,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.alone
 @pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_shaped_network_is_as_slow_as_it_should_be(start: Start, tmp_path: Path) -> None:
     benchmark = start("--rates", "50mbit", "--only", "ddp", "bytegrad")
     output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
     assert benchmark.returncode == 0, errors  # 1 if the library's bytes and the counters disagree
@@ -91,31 +87,8 @@ def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subproce
 
 
 @pytest.mark.alone
-@pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-def test_idle_processors_wait_for_the_given_time(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    only = ("--only", "bytegrad", "four_bits_feedback", "qadam", "decentralized", "async")
-    benchmark = start("--compute", "idle", "--compute-ms", "100", "--rates", "50mbit", *only)
-    output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
-    assert benchmark.returncode == 0, errors
-    assert "CPUs idle while gradients are computed" in output
-    [network] = json.loads((tmp_path / "r.json").read_text())["networks"]
-    assert max(network["schedule"]["ready_s"]) == pytest.approx(0.1)
-    rows = {row["contestant"]: row for row in network["rows"]}
-    assert rows["compute"]["step_ms"] > 100
-    # All gradients are in one bucket, which is ready after 100 ms, and takes 87 ms.
-    assert rows["bytegrad"]["schedule_floor_ms"] == pytest.approx(187, rel=0.03)
-    # 80 KiB of its 0.5 MB pass unshaped.
-    assert rows["bytegrad"]["step_ms"] > 0.9 * rows["bytegrad"]["schedule_floor_ms"]
-    for name in ("decentralized", "async"):
-        assert rows[name]["schedule_floor_ms"] == rows[name]["floor_ms"]
-
-
-@pytest.mark.alone
-def test_without_the_tools_it_reports_that_and_runs_over_loopback(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    benchmark = start("--rates", "50mbit", "--only", "ddp", "bf16", PATH=str(tmp_path))
+def test_without_the_tools_it_reports_that_and_runs_over_loopback(start: Start, tmp_path: Path) -> None:
+    benchmark = start("--rates", "50mbit", "--only", "ddp", "bf16", PATH=str(tmp_path), is_emulated=False)
     output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
     assert benchmark.returncode == 0, errors
     assert "No emulated network: " in output
@@ -130,7 +103,6 @@ def test_recorded_results_can_be_shown(path: Path) -> None:
 
 
 @pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
 @pytest.mark.parametrize(
     ("victim", "number", "status", "message"),
     [
@@ -141,7 +113,7 @@ def test_recorded_results_can_be_shown(path: Path) -> None:
     ],
 )
 def test_nothing_is_left_whatever_ends_it(
-    start: Callable[..., subprocess.Popen[str]], victim: str, number: signal.Signals, status: int, message: str
+    start: Start, victim: str, number: signal.Signals, status: int, message: str
 ) -> None:
     benchmark = start("--rates", "1mbit", "--only", "ddp")
 
@@ -169,10 +141,8 @@ def test_nothing_is_left_whatever_ends_it(
     ("arguments", "message"),
     [(("--compute", "idle", "--only", "fsdp"), "--compute idle: FSDP2 and HSDP"), (("--rates", "fast"), "'fast'")],
 )
-def test_bad_arguments_are_refused(
-    start: Callable[..., subprocess.Popen[str]], arguments: tuple[str, ...], message: str
-) -> None:
-    benchmark = start(*arguments)
+def test_bad_arguments_are_refused(start: Start, arguments: tuple[str, ...], message: str) -> None:
+    benchmark = start(*arguments, is_emulated=False)
     _, errors = benchmark.communicate(timeout=LIMIT_S)
     assert benchmark.returncode == 2
     assert message in errors

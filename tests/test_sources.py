@@ -127,6 +127,7 @@ def names_in(name: str) -> set[str]:
             aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     for node in nodes_of(name):
         if isinstance(node, ast.Name):
             found.add(aliases.get(node.id, node.id))
@@ -205,39 +206,23 @@ def own_private_names() -> set[str]:
 
 
 def private_uses(name: str) -> Iterator[str]:
-    """Yield the imports and attributes of a source of compat that user code must not use."""
-    modules: dict[str, str] = {}  # public packages, by their names in the source
-    imported: set[str] = set()  # other names of the package
+    """Yield the names that a source of compat uses, and user code must not use."""
+    for used in sorted(names_in(name)):
+        if used.startswith("torchbagua.") and not used.startswith("torchbagua.compat"):
+            package = max((public for public in PUBLIC if f"{used}.".startswith(f"{public}.")), key=len)
+            first, *rest = used.removeprefix(package).strip(".").split(".")
+            if (first and first not in names_of_package(package)) or any(map(is_private, rest)):
+                yield used
     for node in nodes_of(name):
-        if isinstance(node, ast.Import):
-            of_package = [alias for alias in node.names if alias.name.split(".")[0] == "torchbagua"]
-            modules |= {alias.asname or "torchbagua": alias.name for alias in of_package}
-            yield from (alias.name for alias in of_package if alias.name not in PUBLIC and ".compat" not in alias.name)
-        elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == "torchbagua"):
-            for alias in node.names:
-                full_name, own = f"{node.module}.{alias.name}", alias.asname or alias.name
-                if full_name in PUBLIC:
-                    modules[own] = full_name
-                elif not full_name.startswith("torchbagua.compat"):
-                    imported.add(own)
-                    if node.module not in PUBLIC or alias.name not in names_of_package(node.module):
-                        yield full_name
-    for node in nodes_of(name):
-        if not isinstance(node, ast.Attribute):
-            continue
-        path, first = dotted(node, modules), dotted(node, {}).split(".")[0]
-        if first in modules and not path.startswith("torchbagua.compat"):
-            package = max((public for public in PUBLIC if f"{path}.".startswith(f"{public}.")), key=len)
-            rest = path.removeprefix(package).strip(".").split(".")[0]
-            if rest and rest not in names_of_package(package):
-                yield f"line {node.lineno}: {path}"
-        may_use = name.endswith("/_torch.py") or node.attr in own_private_names()
-        if is_private(node.attr) and (first in modules or first in imported or not may_use):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"line {node.lineno}: a relative import"
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own_private_names():
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def test_compat_uses_only_public_names_and_nothing_imports_it() -> None:
-    assert breaches(lambda name: private_uses(name) if name in OF_COMPAT else iter(())) == []
+    others = [name for name in SOURCES if name not in OF_COMPAT]
+    assert breaches(private_uses, "compat/bagua/_torch.py", *others) == [], "_torch.py uses torch's private names"
     assert list(private_uses("training/attach.py")), "it finds those of other packages"
     assert breaches(lambda name: uses(name, ("torchbagua.compat",)), "compat/") == []
 

@@ -88,33 +88,6 @@ def test_charts_show_the_observed_events(tmp_path: Path, name: str) -> None:
     assert {tag.split("/")[1] for tag in written} & special == of_name
 
 
-def test_the_peer_of_shift_one_changes(tmp_path: Path) -> None:
-    recorder = tb.observe.Recorder()
-    train_traced(
-        4,
-        "shift_one",
-        lambda group: [tb.observe.TensorBoardTrace(tmp_path, 1), *([recorder] if group.rank() == 0 else [])],
-        num_steps=8,
-    )
-    means = [event for event in recorder.events if event.phase == "reduce" and event.peers]
-    of_first_bucket = [event.peers for event in means if event.bucket == means[0].bucket]
-    in_turn = [(2,), (3,)] * len(of_first_bucket)
-    assert of_first_bucket == in_turn[: len(of_first_bucket)], "rank 0 meets the upper half"
-    assert len(of_first_bucket) > 2
-    # A round may end in the step that starts it or in the next step: the chart shows the last that ended in a step.
-    last = {event.step + 1: float(event.peers[0]) for event in means}
-    assert scalars(tmp_path)["communication_detail/peer"] == {step: last[step] for step in sorted(last) if step <= 8}
-
-
-def test_asynchronous_rounds_and_their_age(tmp_path: Path) -> None:
-    train_traced(2, "async", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 10)], num_steps=50)
-    written = scalars(tmp_path)
-    rounds = list(written["communication_detail/rounds"].values())
-    assert rounds == sorted(rounds)
-    assert rounds[-1] > 0
-    assert min(written["communication_detail/staleness_in_steps"].values()) >= 1
-
-
 def test_run_layout_and_pictures(tmp_path: Path) -> None:
     train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2)], num_steps=6)
     events = read(tmp_path)

@@ -395,27 +395,6 @@ def test_training_continues_if_warnings_are_errors(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count("the observer Failing failed") == 2
 
 
-def test_a_trace_of_a_user_need_not_override_anything() -> None:
-    class Silent(Trace):
-        pass
-
-    class Odd:
-        """An observer whose attributes have the names of Trace's methods."""
-
-        samples: tuple[int, ...] = ()
-        compares_clocks = on_start = on_end = "mine"
-        num_heard = 0
-
-        def on_comm(self, event: tb.observe.CommEvent) -> None:
-            self.num_heard += 1
-
-    odd = [Odd(), Odd()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_traced(2, "bytegrad", lambda group: [Silent(), odd[group.rank()]], num_steps=2)
-    assert min(observer.num_heard for observer in odd) > 10
-
-
 # The bytes that observers know of at the end of a step: each round in one step, whole, and nothing of the next
 
 
