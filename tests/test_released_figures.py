@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from documentation import PAGES as ALL_PAGES
 from documentation import ROOT
 
 sys.path += [str(ROOT / "docs_build"), str(ROOT / "benchmarks")]
 import figure_texts as texts
 import figures
-import markers
 from contestants import COMPUTE_ONLY, CONTESTANTS
 from horizon_report import summarise_row
 
@@ -30,18 +28,6 @@ def test_a_page_has_the_figures_of_its_records(name: str, shown: Any) -> None:
 
 def test_charts_have_the_figures_of_their_records(shown: Any) -> None:
     assert [path.name for path, svg in figures.charts(shown) if path.read_bytes() != svg] == [], ADVICE
-
-
-def test_each_part_is_on_one_page() -> None:
-    parts = {
-        page.relative_to(ROOT).as_posix(): [
-            found["name"] for found in markers.pattern(figures.PROGRAM).finditer(page.read_text(encoding="utf-8"))
-        ]
-        for page in ALL_PAGES
-    }
-    made = [make.__name__ for make in (*figures.PARTS, *figures.HORIZON_PARTS)]
-    assert sorted(name for names in parts.values() for name in names) == sorted(made)
-    assert sorted(page for page, names in parts.items() if names) == sorted(figures.PAGES)
 
 
 def test_readme_has_the_losses_of_diloco_with_muon() -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 
 STEPS, STOP = 6, 3
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(sys.argv[-1])
 
 ALGORITHMS: dict[str, Callable[[Any], tb.Algorithm]] = {
     "gradient_allreduce": lambda optimizer: tb.GradientAllReduceAlgorithm(),
