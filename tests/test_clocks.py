@@ -5,8 +5,8 @@ import torch
 
 from torchbagua import _concurrency
 from torchbagua.observe import Recorder, observed
-from torchbagua.observe.events import Run
-from torchbagua.observe.observed import ObservedTracer
+from torchbagua.observe.events import Details, Run
+from torchbagua.observe.observed import HostClock, ObservedTracer, TimedPhase, TimedStep
 
 START_NS = 5_000_000_000
 
@@ -109,6 +109,32 @@ def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedG
         tracer.end()
     assert gpu.num_waits == 2
     assert recorder.events == []
+
+
+def step(number: int, *phases: tuple[str, int, int], end: int | None, lane_end: int | None = None) -> TimedStep:
+    timed = [TimedPhase(phase, start, stop, Details()) for phase, start, stop in phases]
+    return TimedStep(number, "Algorithm", timed, end, lane_end)
+
+
+def resolve(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, int]]:
+    events = clock.resolve(timed, waits=False)
+    assert events is not None, "on the host all times are known"
+    assert {event.algorithm for event in events} <= {"Algorithm"}
+    return [(event.phase, event.step, event.start_ns, event.end_ns) for event in events]
+
+
+def test_lane_work_that_overlaps_the_next_step_belongs_to_it() -> None:
+    clock = HostClock()
+    resolve(clock, step(2, end=5))
+    old, new, apply = ("send", 10, 40), ("send", 41, 50), ("apply", 38, 52)
+    assert resolve(clock, step(3, old, new, apply, end=60, lane_end=40)) == [
+        ("send", 3, 10, 40),
+        ("apply", 3, 38, 52),
+        ("step", 3, 5, 60),
+    ]
+    late = ("receive", 45, 55)  # the lane reports it after the step was reported
+    assert resolve(clock, step(4, late, end=None)) == [("send", 4, 41, 50), ("receive", 4, 45, 55)]
+    assert resolve(clock, step(4, ("wait", 55, 59), end=90)) == [("wait", 3, 55, 59), ("step", 4, 60, 90)]
 
 
 def test_on_a_gpu_lane_work_that_overlaps_the_next_step_belongs_to_it(gpu: SimulatedGpu) -> None:
