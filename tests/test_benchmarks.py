@@ -1,4 +1,4 @@
-"""The benchmarks' programs from end to end, and the floors beside which they report times."""
+"""The benchmarks' programs from end to end."""
 
 import json
 import math
@@ -8,17 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import programs
 import warm_python
 from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
+import horizon_ranks
 import host_time
 from convergence_sweep import TUNING_SEED, load
 from convergence_tasks import TASKS
-from schedule import FRAME_BYTES_PER_PAYLOAD_BYTE, Schedule, schedule_floor_s
+from horizon_methods import DDP
+from horizon_model import StackedGPT
+from horizon_optimizers import AdamW, Tick
+from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
+from torchbagua.cli.demo.train import learning_rate_factor
 
+STEPS = 6
 TIMEOUT_S = 150  # for a busy machine, or one that also compiles the kernels
 
 
@@ -35,20 +42,6 @@ def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> Non
         assert row["host_us"] > result["floor_us"] > 0
         assert f"| {row['ranks']} | {row['launches']} | 2 | {row['host_us']:.1f} |" in run.stdout
     assert "git_revision" in result["environment"]
-
-
-def test_schedule_floor_is_the_maximum_over_buckets() -> None:
-    # Two buckets of 1 MiB, ready after 2 and 4 s. Each transfer takes 1 s, then 3 s.
-    numels, schedule = [2**18] * 2, Schedule(1.0, [4.0, 2.0])
-
-    def floor_s(transfer_s: float, bucket_cap_mb: float = 1.0) -> float:
-        payload = 2 * transfer_s * 1e6 / 8 / FRAME_BYTES_PER_PAYLOAD_BYTE
-        return schedule_floor_s(schedule, numels, bucket_cap_mb, payload, 1e6)
-
-    assert floor_s(1.0) == pytest.approx(4 + 1), "the second is sent when it is ready; the link is idle before"
-    assert floor_s(3.0) == pytest.approx(2 + 3 + 3), "the second waits for the first"
-    assert floor_s(3.0, bucket_cap_mb=2.0) == pytest.approx(4 + 6), "one bucket, which is ready at the end"
-    assert floor_s(0.0) == pytest.approx(4), "without bytes only compute time remains"
 
 
 def test_recorded_trainings_need_not_be_repeated() -> None:
@@ -100,3 +93,49 @@ def test_a_sweep_of_convergence_continues_from_its_file(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "ranks=2 in the file, 4 now" in refused.stderr
     assert json.loads(results.read_text()) == document
+
+
+def test_ddp_of_horizon_equals_one_worker_with_the_joint_batch() -> None:
+    model = StackedGPT(width=32, num_layers=2)
+    text = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    task = Task.from_text(model, text, torch.device("cpu"), num_held_out=8)
+    trained = Trainings(task, "adamw", [Group(DDP(), [Setup(0, rate) for rate in (1e-3, 3e-3)])], 2, STEPS)
+    trained.run()
+    assert torch.equal(trained.weights, trained.weights[:, :1].expand_as(trained.weights))
+    generators = [torch.Generator().manual_seed(worker) for worker in range(NUM_WORKERS)]
+    flat = model.initial_weights(0)[None].repeat(2, 1)
+    optimizer = AdamW(flat[:, None], model)
+    for step in range(STEPS):
+        starts = torch.cat(
+            [torch.randint(len(task.train) - 64, (2, 1), generator=generator) for generator in generators]
+        )
+        windows = task.train[starts + torch.arange(65)].long().expand(2, -1, -1)
+        leaves = [view.detach().requires_grad_() for view in model.views(flat)]
+        grads = torch.autograd.grad(model.losses(leaves, windows).sum(), leaves)
+        rates = torch.tensor([1e-3, 3e-3]).view(2, 1, 1) * learning_rate_factor(step, STEPS)
+        corrections = torch.tensor([1 - 0.9 ** (step + 1), math.sqrt(1 - 0.95 ** (step + 1)), math.nan])
+        joint = torch.cat([grad.flatten(1) for grad in grads], 1)[:, None]
+        optimizer.step(joint, Tick(rates, *corrections.unbind()))
+    # Adam divides gradients of about its epsilon by themselves, so rounding changes a few weights by a whole step.
+    assert (trained.weights[:, 0] - flat).abs().mean() < 1e-5
+    losses = model.losses(model.views(flat), task.held_out.expand(len(flat), -1, -1))
+    assert trained.losses[-1].tolist() == pytest.approx(losses.tolist(), abs=1e-4)
+
+
+def test_the_stored_results_of_horizon_on_separate_ranks_have_their_counterparts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["horizon_ranks.py", "--show"])
+    assert horizon_ranks.main() == 0
+    stored = json.loads((REPOSITORY / "benchmarks" / "results" / "horizon-ranks.json").read_text())
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(stored["trainings"])
+
+
+def test_a_short_run_of_horizon_and_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "horizon.json"
+    program = [REPOSITORY / "benchmarks" / "horizon.py", "--quick", "--width", "32", "--layers", "1"]
+    program += ["--json", path, "--rows", "adamw_ddp", "muon_diloco_10"]
+    for _ in range(2):  # the second continues: nothing is missing
+        finished = warm_python.run(program, cwd=REPOSITORY)
+        assert "| DDP | AdamW |" in finished.stdout
+    assert len(json.loads(path.read_text())["trainings"]) == 5 + 3

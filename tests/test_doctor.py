@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import torchbagua
-from torchbagua._text_table import table
 from torchbagua.cli.__main__ import main
 from torchbagua.native.loader import status
 
@@ -51,14 +50,3 @@ def test_doctor_says_what_page_faults_may_cost(
     assert "not set" not in next(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("freed memory")
     )
-
-
-def test_columns_are_as_wide_as_their_longest_cell() -> None:
-    rows = [["", "loss", "MB"], ["", "", "sent"], ["ByteGrad", "1.5", "12.25"]]
-    assert table(rows, num_head_rows=2, gap=3).splitlines() == [
-        "           loss      MB",
-        "                   sent",
-        "-----------------------",
-        "ByteGrad    1.5   12.25",
-    ]
-    assert table(rows[1:], num_left=3).splitlines() == ["               sent", "-" * 20, "ByteGrad  1.5  12.25"]

@@ -119,19 +119,6 @@ def test_more_faults(name: str, kind: str) -> None:
         assert violations(trial) == [], trial.seed
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "rows", "diloco", "async"])
-def test_each_operation_that_fails(name: str) -> None:
-    """`make simulate ARGS=--every-operation` fails all of them, of all algorithms."""
-    trial = without_fault(name, 0, 2)
-    trial = replace(trial, program=replace(trial.program, num_steps=2))
-    simulation = simulate(trial)
-    run_trial(trial, simulation)
-    for operation in range(1, simulation.network.num_operations[0] + 1):
-        fault = Fault("failed operation", rank=0, operation=operation)
-        assert violations(replace(trial, fault=fault)) == [], operation
-
-
 BUGS: dict[str, tuple[str, ...]] = {
     "group_closes_while_others_connect": ("rows_4_bits", "long stall", "slow store"),
     "search_for_inf_sends_one_number": ("local_sgd", "early end"),

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from rank_programs import GRADIENTS, WEIGHTS
 import torchbagua as tb
 from documentation import ROOT, blocks_of
 from programs import run, torchrun
-from torchbagua.integrations import common as frameworks
 
 pytestmark = pytest.mark.integrations
 lightning = pytest.importorskip("lightning")  # the other tests run without frameworks
@@ -262,14 +261,3 @@ def test_without_lightning() -> None:
     message = r"ImportError: torchbagua.integrations.lightning needs lightning, .*pip install 'torchbagua\[lightning\]'"
     assert re.search(message, run_without("lightning", "pytorch_lightning").stderr)
     assert run_without("lightning").stdout.startswith("pytorch_lightning.")
-
-
-def test_an_older_framework(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(RuntimeWarning) as warned, frameworks.framework("torch", tested="999.1", adapter="here"):
-        pass
-    assert f"here was tested with torch 999.1 and later; installed is torch {metadata.version('torch')}" in str(
-        warned[0].message
-    )
-    monkeypatch.setattr(metadata, "version", lambda package: "2.10.0")
-    with frameworks.framework("lightning", tested="2.9.9", adapter="here"):
-        pass
