@@ -58,13 +58,15 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-def steps(rank: int, module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> None:
+def steps(rank: int, module: nn.Module, *optimizers: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> None:
     """Train, with data that differ by rank and step."""
     data = torch.Generator().manual_seed(1000 + rank)
     for _ in range(num_steps):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         module(torch.randn(6, 10, generator=data)).square().sum().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def weights(module: nn.Module) -> torch.Tensor:
@@ -225,12 +227,12 @@ def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         own_group = tb.BaguaProcessGroup(group)
         with tb.attach(module, optimizer, tb.LowPrecisionDecentralizedAlgorithm(), process_group=own_group) as ring:
-            steps(group.rank(), module, optimizer, 3)
+            steps(group.rank(), module, optimizer, num_steps=3)
             state = ring.state_dict()
         module.with_bagua([optimizer], tb.LowPrecisionDecentralizedAlgorithm(), group)
         attachment = module.bagua_ddp.attachment
         attachment.load_state_dict(state)
-        steps(group.rank(), module, optimizer, 1)
+        steps(group.rank(), module, optimizer, num_steps=1)
         found = attachment.state_dict()["impl"]
         with pytest.raises(ValueError, match=r"state must be of .*'rank': \d.*; every rank saves and loads its own"):
             attachment.impl.load_state_dict({**found, "rank": 1 - group.rank()})
@@ -248,10 +250,10 @@ def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
         module = copy.deepcopy(MODEL)
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         if group.rank() == 0:
-            steps(0, module, optimizer, 3)
+            steps(0, module, optimizer, num_steps=3)
         algorithm = gradient_allreduce.GradientAllReduceAlgorithm()
         called, attachment = attach_by(group, module, optimizer, algorithm, in_ddp=in_ddp)
-        steps(group.rank(), called, optimizer, 2)
+        steps(group.rank(), called, optimizer, num_steps=2)
         attachment.detach()
         return weights(module)
 
@@ -269,7 +271,7 @@ def test_another_algorithm_takes_over() -> None:
             module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group, grad_scaler=scaler)
             if name == "decentralized":  # whose ranks save the scale
                 assert module.bagua_ddp.attachment.rank_state_dict()["grad_scaler"] == scaler.state_dict()
-            steps(group.rank(), module, optimizer, 2)
+            steps(group.rank(), module, optimizer, num_steps=2)
             names.append(type(module.bagua_algorithm).__name__.removesuffix("AlgorithmImpl"))
         module.bagua_ddp.attachment.detach()
         return names, weights(module)
@@ -287,7 +289,7 @@ def test_abort_and_resume() -> None:
         seen = []
         for _ in range(2):  # as Bagua's example does in each epoch
             module.bagua_algorithm.resume(module)
-            steps(group.rank(), module, optimizer, 5)
+            steps(group.rank(), module, optimizer, num_steps=5)
             module.bagua_algorithm.abort(module)
             assert module.bagua_algorithm.mode == "stopped"
             seen.append(weights(module))
@@ -305,7 +307,7 @@ def test_names_to_ignore_are_bagua_s_or_ddp_s_and_a_copy_has_no_algorithm(name: 
         module._ddp_params_and_buffers_to_ignore = ["3.bias"]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group)
-        steps(group.rank(), module, optimizer, 2)
+        steps(group.rank(), module, optimizer, num_steps=2)
         copied = copy.deepcopy(module)
         assert copied.bagua_ddp is None
         copied(torch.randn(2, 10)).sum().backward()

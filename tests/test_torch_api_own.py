@@ -13,13 +13,13 @@ from torch.nn import parallel
 
 import torchbagua.compat.bagua as bagua
 from ranks import gloo_group, run_ranks
+from test_torch_api import NUM_STEPS, steps, weights
+from test_torch_api import UNNORMED as MODEL
 from torchbagua.compat.bagua.algorithms import Algorithm, AlgorithmImpl, gradient_allreduce
 from torchbagua.compat.bagua.bucket import BaguaBucket
 from torchbagua.compat.bagua.data_parallel import DistributedDataParallel
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 from training import Branches, build
-
-NUM_STEPS = 4
 
 
 class Own(Algorithm):
@@ -241,9 +241,6 @@ for _when in ("forward_pre", "backward", "post_backward"):
     setattr(Stages, f"init_{_when}_hook", of_kind(f"init_{_when}_hook"))
 
 
-MODEL = build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
-
-
 def attach_own(
     group: dist.ProcessGroup, impl: Any, *, several: bool = False, fused: bool = False, **options: Any
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -255,22 +252,6 @@ def attach_own(
     return module, optimizers
 
 
-def take_steps(
-    rank: int, module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = NUM_STEPS
-) -> None:
-    data = torch.Generator().manual_seed(1000 + rank)
-    for _ in range(num_steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        module(torch.randn(6, 10, generator=data)).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
-
-
 def run_own(impl: Any, *, size: int = 2, num_buckets: int = 1, **options: Any) -> list[list[torch.Tensor]]:
     """Return each rank's weights before and after `detach`."""
 
@@ -279,7 +260,7 @@ def run_own(impl: Any, *, size: int = 2, num_buckets: int = 1, **options: Any) -
         assert isinstance(module.bagua_algorithm, AlgorithmImpl)
         assert all(isinstance(bucket, BaguaBucket) for bucket in module.bagua_buckets)
         assert len(module.bagua_buckets) == num_buckets
-        take_steps(group.rank(), module, optimizers)
+        steps(group.rank(), module, *optimizers)
         before = weights(module)
         module.bagua_ddp.attachment.detach()
         return [before, weights(module)]
@@ -292,7 +273,7 @@ def weights_with_ddp() -> torch.Tensor:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(MODEL)
         ddp = parallel.DistributedDataParallel(module, process_group=group)
-        take_steps(group.rank(), ddp, [torch.optim.SGD(module.parameters(), lr=0.1)])
+        steps(group.rank(), ddp, torch.optim.SGD(module.parameters(), lr=0.1))
         return weights(module)
 
     return run_ranks(2, body)[0]
@@ -318,7 +299,7 @@ def test_gradients_are_views_of_the_buckets_with_do_flatten(do_flatten: bool) ->
 
     def body(group: dist.ProcessGroup) -> bool:
         module, optimizers = attach_own(group, Mean, do_flatten=do_flatten)
-        take_steps(group.rank(), module, optimizers, 2)
+        steps(group.rank(), module, *optimizers, num_steps=2)
         (bucket,) = module.bagua_buckets
         assert bucket.bytes() == 4 * weights(module).numel()
         assert torch.equal(bucket.flattened_tensor(), torch.cat([tensor.grad.flatten() for tensor in bucket.tensors]))
@@ -406,7 +387,7 @@ def test_several_optimizers() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         module, (first, second) = attach_own(group, Aligned, several=True)
-        take_steps(group.rank(), module, [first, second], 1)
+        steps(group.rank(), module, first, second, num_steps=1)
         second.step()
         assert module.bagua_algorithm.stepped == [first, second, second]
         assert module.bagua_ddp.bagua_train_step_counter == 1
@@ -428,7 +409,7 @@ def test_evaluation_is_not_a_step() -> None:
             module.eval()(torch.randn(2, 10))
             with torch.no_grad():
                 module.train()(torch.randn(2, 10))
-            take_steps(group.rank(), module, optimizers, 1)
+            steps(group.rank(), module, *optimizers, num_steps=1)
         module.bagua_ddp.attachment.detach()
         return int(module.bagua_ddp.bagua_train_step_counter)
 
@@ -447,7 +428,7 @@ def test_a_separate_group_for_an_operation() -> None:
                 bucket.append_centralized_synchronous_op(group=separate)
 
         module, optimizers = attach_own(group, Impl)
-        take_steps(group.rank(), module, optimizers)
+        steps(group.rank(), module, *optimizers)
         module.bagua_ddp.attachment.detach()
         return weights(module)
 
