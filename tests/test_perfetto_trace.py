@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,22 +40,19 @@ def read(path: Path) -> list[Row]:
 
 def check_format(rows: list[Row]) -> None:
     """Check the requirements of the "Trace Event Format" document on complete, flow and metadata events."""
+    types = {"name": str, "pid": int, "tid": int, "cat": str, "args": dict, "id": int}
     for row in rows:
-        assert isinstance(row["name"], str)
-        assert isinstance(row["pid"], int)
+        fields = {"M": ("args",), "X": ("tid", "cat", "args")}.get(row["ph"], ("tid", "cat", "id"))
+        assert all(isinstance(row[field], types[field]) for field in ("name", "pid", *fields)), row
         if row["ph"] == "M":
             assert row["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
             assert set(row["args"]) & {"name", "sort_index"}
             continue
-        assert isinstance(row["tid"], int)
-        assert isinstance(row["cat"], str)
         assert row["ts"] >= 0
         if row["ph"] == "X":
             assert row["dur"] >= 0
-            assert isinstance(row["args"], dict)
         else:
             assert row["ph"] in ("s", "f")
-            assert isinstance(row["id"], int)
             assert row.get("bp") == ("e" if row["ph"] == "f" else None)
 
 
@@ -160,20 +158,13 @@ def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path) -> None:
 def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks of ranks 1 and 2 are off by seconds, and are fast or slow by a thousandth."""
 
-    class SkewedTime:
-        def __init__(self, rates: dict[int, float], offsets_s: dict[int, float]) -> None:
-            self.rates, self.offsets_s = rates, offsets_s
+    rates, offsets_s = [1.0, 1.001, 0.999], [0.0, 1000.0, -3.5]
 
-        def of(self, rank: int, now_ns: int) -> int:
-            return round(now_ns * self.rates[rank] + self.offsets_s[rank] * 1e9)
+    def perf_counter_ns() -> int:
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        return round(time.perf_counter_ns() * rates[rank] + offsets_s[rank] * 1e9)
 
-        def perf_counter_ns(self) -> int:
-            thread = threading.current_thread().name
-            return self.of(ranks_of_threads[thread], time.perf_counter_ns())
-
-    ranks_of_threads: dict[str, int] = {f"rank {rank}": rank for rank in range(3)}
-    skewed = SkewedTime({0: 1.0, 1: 1.001, 2: 0.999}, {0: 0.0, 1: 1000.0, 2: -3.5})
-    monkeypatch.setattr(clock, "_concurrency", skewed)
+    monkeypatch.setattr(clock, "_concurrency", SimpleNamespace(perf_counter_ns=perf_counter_ns))
     monkeypatch.setattr(process_group, "clock_of_machine", lambda: threading.current_thread().name)
 
     def body(group: dist.ProcessGroup) -> tuple[int, list[ClockOffset]]:
@@ -185,14 +176,14 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     for rank, offsets in run_ranks(3, body):
         for own_ns, offset_ns, error_ns in offsets:
-            true_ns = (own_ns - skewed.offsets_s[rank] * 1e9) / skewed.rates[rank]
+            true_ns = (own_ns - offsets_s[rank] * 1e9) / rates[rank]
             # Plus a microsecond for the rounding of a float of this many nanoseconds.
             assert abs(own_ns + offset_ns - true_ns) <= 1.002 * error_ns + 1000
             assert (error_ns == 0) == (rank == 0)
         if rank:
             drift_ns = offsets[1].offset_ns - offsets[0].offset_ns
             if abs(drift_ns) > offsets[0].error_ns + offsets[1].error_ns:
-                assert (drift_ns < 0) == (skewed.rates[rank] > 1)
+                assert (drift_ns < 0) == (rates[rank] > 1)
 
 
 def test_merging_undoes_clock_differences(tmp_path: Path) -> None:

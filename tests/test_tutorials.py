@@ -264,7 +264,7 @@ def skip_without_namespaces() -> None:
         pytest.skip(f"not permitted to shape a network of one's own: {trial.stderr.strip()}")
 
 
-@pytest.mark.parametrize(("name", "command", "is_emulated"), commands())
+@pytest.mark.parametrize(("name", "command", "is_emulated"), list(commands()))
 def test_tutorial(name: str, command: str, is_emulated: bool) -> None:
     if is_emulated:
         skip_without_namespaces()

@@ -19,17 +19,8 @@ pytestmark = pytest.mark.integrations
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
-RANK_PROGRAM = Path(__file__).parent / "accelerate_rank.py"
 ADAPTER = ROOT / "torchbagua" / "integrations" / "accelerate.py"
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder to which both ranks have written."""
-    folder = tmp_path_factory.mktemp("accelerate")
-    rank_programs.run(RANK_PROGRAM, folder)
-    return folder
 
 
 def parameters(state: dict[str, Any]) -> dict[str, Any]:

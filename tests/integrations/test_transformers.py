@@ -16,18 +16,9 @@ pytestmark = pytest.mark.integrations
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-RANK_PROGRAM = Path(__file__).parent / "transformers_rank.py"
 ADAPTER = ROOT / "torchbagua" / "integrations" / "transformers.py"
 STEPS, STOP = 6, 3
 LOGGED = {"step_ms", "exposed_ms", "overlap_percent", "sent_MB_a_step", "compression_ratio_to_float32"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder to which both ranks have written."""
-    folder = tmp_path_factory.mktemp("transformers")
-    rank_programs.run(RANK_PROGRAM, folder)
-    return folder
 
 
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
