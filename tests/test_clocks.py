@@ -111,6 +111,15 @@ def test_events_that_the_gpu_does_not_reach_in_time_are_given_up(gpu: SimulatedG
     assert recorder.events == []
 
 
+def test_a_phase_that_raises_is_not_reported() -> None:
+    recorder = Recorder()
+    tracer = start_tracer(recorder)
+    with pytest.raises(ZeroDivisionError), tracer.span("encode"):
+        raise ZeroDivisionError
+    tracer.end_step()
+    assert [event.phase for event in recorder.events] == ["step"]
+
+
 def step(number: int, *phases: tuple[str, int, int], end: int | None, lane_end: int | None = None) -> TimedStep:
     timed = [TimedPhase(phase, start, stop, Details()) for phase, start, stop in phases]
     return TimedStep(number, "Algorithm", timed, end, lane_end)
