@@ -76,7 +76,7 @@ def test_the_table_has_a_row_for_each_rank() -> None:
                 summary.on_comm(event)
         summary.on_end()
         with pytest.raises(ValueError, match="Summary: a summary serves one attachment; create another Summary"):
-            summary.on_start(run)
+            summary.check()
         summaries.append(summary)
     lines = table_of(summaries).splitlines()
     assert lines[0] == "ByteGradAlgorithm(), 2 ranks"
