@@ -15,19 +15,12 @@ FENCED = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        page: its path below the root.
-        line: the line where its text begins.
-        language: the text after the fence.
-        text: its text, without the page's indentation.
-    """
-
-    page: Path
-    line: int
+    page: Path  # below the root
+    line: int  # where its text begins
     language: str
-    text: str
+    text: str  # without the page's indentation
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -53,13 +46,7 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def names_in(page: str, wanted: str, *, module: str) -> dict[str, Any]:
-    """Return the names that the program with `wanted` on a page of docs defines; it is not run as `__main__`.
-
-    Args:
-        page: its path below docs.
-        wanted: a text that only this program of the page contains.
-        module: the module to which the names belong from then on.
-    """
+    """Return the names that the only program with `wanted` on a page of docs defines; they belong to `module`."""
     (program,) = [block for block in blocks_of(ROOT / "docs" / page) if wanted in block.text]
     names: dict[str, Any] = {"__name__": module}
     exec(compile(program.text, str(program), "exec"), names)

@@ -43,13 +43,7 @@ def forked_ranks(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
 def started(
     command: Command, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Run a process in a block, and kill it and its descendants at the end. SIGINT ends it even if pytest ignores it.
-
-    Args:
-        command: the program and its arguments.
-        env: its environment, instead of this process's.
-        options: passed to Popen.
-    """
+    """Run a process in a block; kill it and its descendants at the end. SIGINT ends it even if pytest ignores it."""
     start_reaper()
     mark = new_mark()
     environment = {**(os.environ if env is None else env), MARK: mark}
@@ -67,14 +61,7 @@ def started(
 def run(
     command: Command, *, timeout_s: float = 120, check: bool = True, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `command` to its end. The result contains its output, as does the error if it fails or times out.
-
-    Args:
-        command: the program and its arguments.
-        timeout_s: the longest time that it may take.
-        check: whether an exit status other than 0 is a failure.
-        options: passed to `started`.
-    """
+    """Run `command` to its end. The result contains its output, as does the error if it fails or times out."""
     with started(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)

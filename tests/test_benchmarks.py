@@ -1,117 +1,32 @@
-"""Shared parts of the benchmarks: turns, tables and ranks; and the measurement of the host's time without a GPU."""
+"""The benchmarks' programs from end to end."""
 
 import json
+import math
+import os
+import subprocess
 import sys
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+import programs
 import warm_python
 from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
+import horizon_ranks
 import host_time
-from contestants import CONTESTANTS, ring_payload_bytes
-from processes import RankFailure, run_ranks
-from rank import WARM_UP_STEPS, num_block_steps, trial_steps
-from table import table
-from timing import alternated, elapsed_ms, host_us
+from convergence_sweep import TUNING_SEED, load
+from convergence_tasks import TASKS
+from horizon_methods import DDP
+from horizon_model import StackedGPT
+from horizon_optimizers import AdamW, Tick
+from horizon_training import NUM_WORKERS, Group, Setup, Task, Trainings
+from torchbagua.cli.demo.train import learning_rate_factor
 
-
-def test_contestants_take_turns_in_an_order_that_is_the_same_everywhere() -> None:
-    def order(names: str, rounds: int, warm_ups: int) -> tuple[list[str], dict[str, list[int]]]:
-        called: list[str] = []
-
-        def contestant(name: str) -> int:
-            called.append(name)
-            return called.count(name)
-
-        return called, alternated({name: partial(contestant, name) for name in names}, rounds, warm_ups=warm_ups)
-
-    called, results = order("abc", rounds=20, warm_ups=2)
-    rounds = {"".join(called[start : start + 3]) for start in range(0, len(called), 3)}
-    assert len(called) == 66
-    assert {"".join(sorted(turns)) for turns in rounds} == {"abc"}
-    assert len(rounds) == 6, "every order"
-    assert results == {name: list(range(3, 23)) for name in "abc"}, "warm-ups do not count"
-    assert order("abc", rounds=20, warm_ups=2)[0] == called
-
-
-def test_times_on_the_cpu_are_those_of_the_call() -> None:
-    cpu, calls = torch.device("cpu"), []
-    assert 0 < elapsed_ms(cpu, lambda: calls.append(1), head_start=True) < 1e3
-    assert 0 < host_us(cpu, lambda: calls.append(1), num_calls=10) < 1e6
-    assert len(calls) == 11
-
-
-def test_blocks_have_whole_rounds_and_end_where_none_is_in_flight() -> None:
-    ddp, compute, diloco = CONTESTANTS["ddp"], CONTESTANTS["compute"], CONTESTANTS["diloco"]
-    assert [num_block_steps(contestant, 2, 40) for contestant in (ddp, compute, diloco)] == [2, 40, 90]
-    assert num_block_steps(diloco, 91, 40) == 120
-    assert WARM_UP_STEPS - 1 + trial_steps(ddp) == WARM_UP_STEPS
-    assert WARM_UP_STEPS - 1 + trial_steps(diloco) == 59, "a round begins with the next step"
-    a_step, a_round = (ring_payload_bytes(CONTESTANTS[name], [4096], 4) for name in ("diloco", "four_bits"))
-    assert a_step == pytest.approx(1.5 * (2048 + 32 * 4) / 30)
-    assert a_round == pytest.approx(30 * a_step)
-
-
-def test_columns_of_numbers_are_aligned_to_the_right() -> None:
-    rows = [["a", "1.50 (1 to 2)", "", "90 met"], ["2", "-3", "", ""]]
-    assert table(["", "x", "y", "z"], rows).splitlines() == [
-        "|  | x | y | z |",
-        "| --- | ---: | --- | ---: |",
-        "| a | 1.50 (1 to 2) |  | 90 met |",
-        "| 2 | -3 |  |  |",
-    ]
-    assert table(["x"], []).splitlines() == ["| x |", "| --- |"]
-
-
-@dataclass(frozen=True)
-class NoSettings:
-    """The settings of ranks that read none."""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-@pytest.mark.parametrize(
-    ("second", "error", "message"),
-    [
-        (["sh", "-c", "echo the reason; exit 3"], RankFailure, "^rank 1 ended with 3:\nthe reason\n$"),
-        (["no-such-program"], FileNotFoundError, "no-such-program"),
-        (["sh", "-c", "sleep 600"], KeyboardInterrupt, "asked for"),
-    ],
-)
-def test_all_ranks_end_whatever_ends_one(
-    tmp_path: Path, second: list[str], error: type[BaseException], message: str
-) -> None:
-    def stop() -> None:
-        if error is KeyboardInterrupt:
-            raise KeyboardInterrupt("asked for")
-
-    limits: Any = SimpleNamespace(check=stop)
-    before = children()
-    with pytest.raises(error, match=message):
-        run_ranks(
-            *("rank.py", NoSettings(), tmp_path, limits, "ranks"),
-            # The shell takes the words after its commands for their arguments.
-            prefixes=[["sh", "-c", "sleep 600 & wait"], second],
-            environment={},
-        )
-    assert children() == before
-
-
-def children() -> set[str]:
-    """Return the process ids of this process's children."""
-    found: set[str] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since it was listed
-            found.update((task / "children").read_text().split())
-    return found
+STEPS = 6
+TIMEOUT_S = 150  # for a busy machine, or one that also compiles the kernels
 
 
 def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> None:
@@ -127,3 +42,100 @@ def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> Non
         assert row["host_us"] > result["floor_us"] > 0
         assert f"| {row['ranks']} | {row['launches']} | 2 | {row['host_us']:.1f} |" in run.stdout
     assert "git_revision" in result["environment"]
+
+
+def test_recorded_trainings_need_not_be_repeated() -> None:
+    path = REPOSITORY / "benchmarks" / "results" / "convergence.json"
+    recorded = json.loads(path.read_text())
+    settings = recorded["settings"]
+    document, changed = load(path, settings, {task: settings[f"steps of {task}"] for task in TASKS})
+    assert changed == []
+    assert document == recorded
+
+
+def run_convergence(results: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "convergence.py"), "--quick", "--ranks", "2"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    options = {"env": environment, "timeout_s": TIMEOUT_S, "check": False}
+    return programs.run([*command, "--json", str(results), *arguments], **options)
+
+
+@pytest.mark.release
+def test_a_sweep_of_convergence_continues_from_its_file(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    first = run_convergence(results, "--tasks", "gpt", "--only", "ddp")
+    assert first.returncode == 0, first.stderr
+    assert "step/s" in first.stderr, "the progress bar"
+    before = json.loads(results.read_text())["trainings"]
+    assert [record["seed"] for record in before] == [TUNING_SEED, 0]
+
+    contestants = ["ddp", "powersgd_hook", "qadam_1bit", "async", "fsdp_weights_8_gradients_8"]
+    run = run_convergence(results, "--tasks", "gpt", "--only", *contestants)
+    assert run.returncode == 0, run.stderr
+    assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads(results.read_text())
+    assert document["trainings"][:2] == before
+    assert "git_revision" in document["environments"][0]
+    trainings = [record for record in document["trainings"] if record["seed"] == 0]
+    assert [record["contestant"] for record in trainings] == contestants
+    for record in trainings:
+        assert record["held_out_losses"][0] == pytest.approx(math.log(256), rel=0.1), "that of guessing"
+        assert record["held_out_losses"][-1] < 5
+        assert record["evaluated_steps"] == [0, 1, 2, 3, 4]
+        assert f"| {record['label']} |" in run.stdout
+    if sys.platform == "linux":  # each of two ranks sends each element once; QAdam sends float32 and then one bit
+        plain, _, one_bit, _, sharded = (8 * each["sent_bytes_a_step"] / each["num_elements"] for each in trainings)
+        assert plain == pytest.approx(32, rel=0.02)
+        assert one_bit == pytest.approx((32 + 3) / 4, rel=0.03)
+        assert sharded == pytest.approx(3 * 8 / 2, rel=0.03), "half of the weights twice, and of the gradients"
+
+    refused = run_convergence(results, "--ranks", "4")
+    assert refused.returncode == 2
+    assert "ranks=2 in the file, 4 now" in refused.stderr
+    assert json.loads(results.read_text()) == document
+
+
+def test_ddp_of_horizon_equals_one_worker_with_the_joint_batch() -> None:
+    model = StackedGPT(width=32, num_layers=2)
+    text = torch.randint(256, (20_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    task = Task.from_text(model, text, torch.device("cpu"), num_held_out=8)
+    trained = Trainings(task, "adamw", [Group(DDP(), [Setup(0, rate) for rate in (1e-3, 3e-3)])], 2, STEPS)
+    trained.run()
+    assert torch.equal(trained.weights, trained.weights[:, :1].expand_as(trained.weights))
+    generators = [torch.Generator().manual_seed(worker) for worker in range(NUM_WORKERS)]
+    flat = model.initial_weights(0)[None].repeat(2, 1)
+    optimizer = AdamW(flat[:, None], model)
+    for step in range(STEPS):
+        starts = torch.cat(
+            [torch.randint(len(task.train) - 64, (2, 1), generator=generator) for generator in generators]
+        )
+        windows = task.train[starts + torch.arange(65)].long().expand(2, -1, -1)
+        leaves = [view.detach().requires_grad_() for view in model.views(flat)]
+        grads = torch.autograd.grad(model.losses(leaves, windows).sum(), leaves)
+        rates = torch.tensor([1e-3, 3e-3]).view(2, 1, 1) * learning_rate_factor(step, STEPS)
+        corrections = torch.tensor([1 - 0.9 ** (step + 1), math.sqrt(1 - 0.95 ** (step + 1)), math.nan])
+        joint = torch.cat([grad.flatten(1) for grad in grads], 1)[:, None]
+        optimizer.step(joint, Tick(rates, *corrections.unbind()))
+    # Adam divides gradients of about its epsilon by themselves, so rounding changes a few weights by a whole step.
+    assert (trained.weights[:, 0] - flat).abs().mean() < 1e-5
+    losses = model.losses(model.views(flat), task.held_out.expand(len(flat), -1, -1))
+    assert trained.losses[-1].tolist() == pytest.approx(losses.tolist(), abs=1e-4)
+
+
+def test_the_stored_results_of_horizon_on_separate_ranks_have_their_counterparts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["horizon_ranks.py", "--show"])
+    assert horizon_ranks.main() == 0
+    stored = json.loads((REPOSITORY / "benchmarks" / "results" / "horizon-ranks.json").read_text())
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(stored["trainings"])
+
+
+def test_a_short_run_of_horizon_and_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "horizon.json"
+    program = [REPOSITORY / "benchmarks" / "horizon.py", "--quick", "--width", "32", "--layers", "1"]
+    program += ["--json", path, "--rows", "adamw_ddp", "muon_diloco_10"]
+    for _ in range(2):  # the second continues: nothing is missing
+        finished = warm_python.run(program, cwd=REPOSITORY)
+        assert "| DDP | AdamW |" in finished.stdout
+    assert len(json.loads(path.read_text())["trainings"]) == 5 + 3

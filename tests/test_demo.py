@@ -1,13 +1,12 @@
 """`torchbagua demo` as users run it: a short run with everything that it writes, and every way it can fail."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,48 +89,6 @@ def test_demo_trains_and_reports(rate: int, tmp_path: Path) -> None:
     assert list(traces.glob("events.out.tfevents.*"))
 
 
-def test_table_reports_losses_that_disagree() -> None:
-    settings = Settings(nproc=4, steps=2, seed=0, rate_mbit=50, traces="", with_tensorboard=False)
-    plain = summarise("plain DDP", [5.0, 1.9], None, [0.9, 1.8], num_elements=100, nproc=4)
-    bytegrad = summarise("ByteGrad", [5.0, 2.0], [60, 120], [0.3, 0.6], num_elements=100, nproc=4)
-
-    comparison = Comparison(plain, bytegrad)
-
-    assert not comparison.losses_agree
-    assert "differ by 5.26%, NOT less than 1%" in describe(comparison, settings)
-    assert "10.00 times fewer bytes, and its steps are 3.0 times faster at 50 Mbit/s" in describe(comparison, settings)
-    # 2 (n-1)/n x 4 bytes x elements, n = 4
-    assert plain.sent_bytes == [600, 1200]
-    assert (plain.ratio, bytegrad.ratio) == (1, 10)
-
-
-def test_attention_sees_only_the_past() -> None:
-    torch.manual_seed(0)
-    model = GPT(width=32, num_layers=2, num_heads=2)
-    tokens = torch.randint(256, (3, 16))
-    changed = tokens.clone()
-    changed[:, 9] += 1
-    changed %= 256
-
-    same = (model(tokens) == model(changed)).all(dim=-1).all(dim=0)
-
-    assert same.tolist() == [True] * 9 + [False] * 7
-
-
-def test_text_is_bounded_and_in_order(tmp_path: Path) -> None:
-    (tmp_path / "b.py").write_bytes(b"second")
-    (tmp_path / "a.py").write_bytes(b"first ")
-    (tmp_path / "c.txt").write_bytes(b"no source")
-
-    assert bytes(read_standard_library(tmp_path).tolist()) == b"first second"
-    assert 1_000_000 < len(read_standard_library()) <= LIMIT_BYTES
-
-
-def test_missing_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        read_standard_library(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
@@ -152,27 +109,35 @@ def test_bad_options_are_named(option: str, value: str, allowed: str, capsys: py
     assert f"argument {option}: got '{value}', allowed: {allowed}" in capsys.readouterr().err
 
 
-def test_a_rate_that_the_machine_cannot_emulate_is_refused(
+def test_losses_that_disagree_are_reported() -> None:
+    settings = Settings(nproc=4, steps=2, seed=0, rate_mbit=50, traces="", with_tensorboard=False)
+    plain = summarise("plain DDP", [5.0, 1.9], None, [0.9, 1.8], num_elements=100, nproc=4)
+    bytegrad = summarise("ByteGrad", [5.0, 2.0], [60, 120], [0.3, 0.6], num_elements=100, nproc=4)
+    shown = describe(Comparison(plain, bytegrad), settings)
+    assert "differ by 5.26%, NOT less than 1%" in shown
+    assert "10.00 times fewer bytes, and its steps are 3.0 times faster at 50 Mbit/s" in shown
+    assert plain.sent_bytes == [600, 1200]  # 2 (n-1)/n x 4 bytes x elements, n = 4
+
+
+def test_the_text_is_bounded_and_in_order(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        read_standard_library(tmp_path)
+    for name, text in {"b.py": b"second", "a.py": b"first ", "c.txt": b"no source"}.items():
+        (tmp_path / name).write_bytes(text)
+    assert bytes(read_standard_library(tmp_path).tolist()) == b"first second"
+    assert 1_000_000 < len(read_standard_library()) <= LIMIT_BYTES
+
+
+def test_a_machine_that_cannot_emulate_or_load_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "why_unavailable", lambda: "no root")
-
     with pytest.raises(SystemExit, match="2"):
         demo.main(["--rate", "50", "--output", str(tmp_path)])
-
     assert "argument --rate: got '50', allowed: 0" in (error := capsys.readouterr().err)
     assert "no root" in error
-
-
-def test_loopback_is_explained_and_unusable_kernels_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "why_unavailable", lambda: "no root")
     monkeypatch.setenv("TORCHBAGUA_NATIVE", "no such path")
-
-    status = demo.main(["--output", str(tmp_path)])
-
-    assert status == 1
+    assert demo.main(["--output", str(tmp_path)]) == 1
     output, errors = capsys.readouterr()
     assert "Network: loopback, so steps are not faster. This machine cannot emulate a network: no root." in output
     assert "torchbagua demo: TORCHBAGUA_NATIVE='no such path' is not allowed" in errors
@@ -197,72 +162,59 @@ def test_without_the_extra_only_pictures_are_missing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "missing0"}
-
     command = [*COMMAND, "--steps", "1", "--rate", "0", "--output", str(tmp_path)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "missing0"}
     run = programs.run(command, env=environment, timeout_s=TIMEOUT_S, check=False)
-
     assert run.returncode == 1
-    assert "a rank failed" in run.stderr
-    assert "RuntimeError" in run.stderr
-    assert "missing0" in run.stderr
+    for part in ("a rank failed", "RuntimeError", "missing0"):
+        assert part in run.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@contextlib.contextmanager
-def _run_demo(folder: Path, rate: int) -> "Iterator[subprocess.Popen[str]]":
-    """Run a demo that trains, under nohup, for at least a minute; its stderr goes to folder/stderr."""
-    command = ["nohup", *COMMAND, "--steps", "1000", "--rate", str(rate), "--output", str(folder)]
-    with (
-        (folder / "stderr").open("wb") as stderr,
-        programs.started(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr) as process,
-    ):
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while b"loss" not in (folder / "stderr").read_bytes():
-            assert process.poll() is None, (folder / "stderr").read_text()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-        yield process
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
-def _children(process_id: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
-
-
-def _namespaces(process_id: int) -> list[str]:
-    return [name for name in existing_namespaces() if name.startswith(f"tbnet-{process_id}-")]
+def namespaces_of(process: "subprocess.Popen[str]") -> list[str]:
+    return [name for name in existing_namespaces() if name.startswith(f"tbnet-{process.pid}-")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_signal_ends_all_processes(rate: int, victim: str, tmp_path: Path) -> None:
-    with _run_demo(tmp_path, rate) as process:
-        ranks = _children(process.pid)
-        assert len(ranks) == 2
-        namespaces = _namespaces(process.pid) if rate else []
-        assert len(namespaces) == (3 if rate else 0), "the switch and two ranks"
+    command = ["nohup", *COMMAND, "--steps", "1000", "--rate", str(rate), "--output", str(tmp_path)]
+    log = tmp_path / "stderr"
+    with (
+        log.open("wb") as stderr,
+        programs.started(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr) as process,
+    ):
+        wait_for(lambda: b"loss" in log.read_bytes(), process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        first, second = ranks = [int(child) for child in children.split()]
+        assert len(namespaces_of(process)) == (3 if rate else 0), "the switch and two ranks"
         for rank in ranks if rate else []:
             assert os.stat(f"/proc/{rank}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
         process.send_signal(signal.SIGHUP)  # which nohup makes it ignore
         if victim == "launcher":
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         else:
-            os.kill(ranks[1], signal.SIGKILL)
+            os.kill(second, signal.SIGKILL)
         status = process.wait(timeout=60)
-        left = [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
-
-    stderr = (tmp_path / "stderr").read_text()
+        left = [rank for rank in (first, second) if Path(f"/proc/{rank}").exists()]
     if victim == "launcher":
         assert status == 130
-        assert stderr.endswith("torchbagua demo: interrupted\n")
-        assert "Traceback" not in stderr
+        assert log.read_text().endswith("torchbagua demo: interrupted\n")
+        assert "Traceback" not in log.read_text()
     else:
         assert status == 1
-        assert f"Signal 9 (SIGKILL) received by PID {ranks[1]}" in stderr
+        assert f"Signal 9 (SIGKILL) received by PID {second}" in log.read_text()
     assert not left
-    if rate:
-        assert not _namespaces(process.pid)
+    assert not rate or not namespaces_of(process)
 
 
 @pytest.mark.network
@@ -272,14 +224,18 @@ def test_a_signal_while_the_network_is_built_removes_it(tmp_path: Path) -> None:
         pytest.skip(reason)
     command = [*COMMAND, "--output", str(tmp_path)]
     with programs.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not _namespaces(process.pid):
-            assert process.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_for(lambda: namespaces_of(process), process)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
-
     assert process.returncode == 128 + signal.SIGTERM
     assert "ended by SIGTERM" in stderr
-    assert not _namespaces(process.pid)
+    assert not namespaces_of(process)
+
+
+def test_attention_sees_only_the_past() -> None:
+    torch.manual_seed(0)
+    model, tokens = GPT(width=32, num_layers=2, num_heads=2), torch.randint(255, (3, 16))
+    changed = tokens.clone()
+    changed[:, 9] += 1
+    same = (model(tokens) == model(changed)).all(dim=-1).all(dim=0)
+    assert same.tolist() == [True] * 9 + [False] * 7

@@ -4,21 +4,37 @@ import pytest
 import torch
 
 import torchbagua
-from torchbagua._text_table import table
 from torchbagua.cli.__main__ import main
 from torchbagua.native.loader import status
 
 
-def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     for word in (torchbagua.__version__, torch.__version__, "gloo", "C++ compiler", "nvcc", "NVRTC", "ninja", "cache"):
         assert word in printed
     lines = [line.split() for line in printed.splitlines()]
+    assert {"qadam_update", "minmax_uint8_encode", "ring_advance", "low_rank_solve"} <= {
+        row.operation for row in status()
+    }
     for row in status():
         (line,) = (line for line in lines if line[:2] == [row.operation, row.device])
         assert line[2:4] == [row.path, row.instruction_set or "-"]
+        is_native = row.path in ("aot", "jit")
+        assert is_native == (row.library is not None) == (row.instruction_set in ("default", "avx2", "avx512"))
     assert printed.endswith("torchbagua is usable here.\n")
+    monkeypatch.setenv("TORCHBAGUA_NATIVE", "fast")
+    assert main(["doctor"]) == 1
+    assert "NOT USABLE: the native kernels: TORCHBAGUA_NATIVE='fast' is not allowed" in capsys.readouterr().out
+
+
+def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"torchbagua {torchbagua.__version__}\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["operate"])
+    assert "'operate'" in capsys.readouterr().err
 
 
 def test_doctor_says_what_page_faults_may_cost(
@@ -34,53 +50,3 @@ def test_doctor_says_what_page_faults_may_cost(
     assert "not set" not in next(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("freed memory")
     )
-
-
-def test_status_distinguishes_native_from_reference() -> None:
-    torchbagua.native.load()
-    rows = status()
-    block = ("decode", "decode_mean", "decode_mean_encode", "decode_mean_encode_feedback", "encode", "encode_feedback")
-    of_qadam = ("decode_gradients", "encode_momenta", "encode_momenta_feedback")
-    expected = {
-        **dict.fromkeys(("blockk", "topk"), block),
-        **dict.fromkeys(("minmax_uint4", "minmax_uint8", "sign1bit"), block + of_qadam),
-        "low_rank": ("combine", "gram", "product", "solve"),
-        "qadam": ("form_gradients", "form_momenta", "update"),
-        "ring": ("advance", "difference"),
-    }
-    assert {row.operation for row in rows} == {f"{kind}_{name}" for kind, names in expected.items() for name in names}
-    for row in rows:
-        native = row.path in ("aot", "jit")
-        assert native == (row.library is not None)
-        assert native == (row.instruction_set in ("default", "avx2", "avx512"))
-
-
-def test_doctor_explains_what_is_not_usable(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHBAGUA_NATIVE", "fast")
-    assert main(["doctor"]) == 1
-    assert "NOT USABLE: the native kernels: TORCHBAGUA_NATIVE='fast' is not allowed" in capsys.readouterr().out
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"torchbagua {torchbagua.__version__}\n"
-
-
-def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["operate"])
-    assert "'operate'" in capsys.readouterr().err
-
-
-def test_columns_are_as_wide_as_their_longest_cell() -> None:
-    rows = [["", "loss", "MB"], ["", "", "sent"], ["ByteGrad", "1.5", "12.25"]]
-    assert table(rows, num_head_rows=2, gap=3).splitlines() == [
-        "           loss      MB",
-        "                   sent",
-        "-----------------------",
-        "ByteGrad    1.5   12.25",
-    ]
-    assert table(rows[1:], num_left=3).splitlines() == ["               sent", "-" * 20, "ByteGrad  1.5  12.25"]

@@ -51,10 +51,6 @@ def check_raised_in_time(fault: str, output: str) -> None:
     assert float(re.findall("seconds (.*)", output)[0]) < limit_s, output
 
 
-# One algorithm for each fault that takes seconds. Other cases resemble these, or take the whole timeout.
-TYPICAL = [("kill", "bytegrad"), ("early", "shift_one")]
-
-
 AVERAGING = ["all", "shift_one", "low_precision", "diloco", "async"]
 
 
@@ -63,80 +59,63 @@ def world_size_of(algorithm: str) -> int:
 
 
 def cases(faults: list[str], algorithms: list[str]) -> list[Any]:
+    """Return pairs: the first is typical, the others resemble it, or take the whole timeout."""
     pairs = itertools.product(faults, algorithms)
-    return [pytest.param(*pair, marks=() if pair in TYPICAL else pytest.mark.release) for pair in pairs]
+    is_typical = {("kill", "bytegrad"): ()}
+    return [pytest.param(*pair, "", marks=is_typical.get(pair, pytest.mark.release)) for pair in pairs]
+
+
+OF_GRADIENTS = "((all_to_all|all_gather|all_reduce) of|the progress with) gradient bucket . over the world group failed"
+OF_WEIGHTS = (
+    "(agreement|peer_exchange|all_to_all|all_gather) of .* failed on rank .* rank|all_reduce of .* failed on rank"
+)
+# Their ranks connect at their first message, as those of a large group do.
+LATER = [("kill", "bytegrad"), ("stop", "all"), ("raise", "ring"), ("kill", "low_precision")]
 
 
 @pytest.mark.parametrize(
-    ("fault", "algorithm"),
-    [*cases(["kill", "stop", "raise"], ["bytegrad"]), *cases(["stop"], ["gradient_allreduce"])],
+    ("fault", "algorithm", "more"),
+    [
+        *cases(["kill", "stop", "raise"], ["bytegrad"]),
+        *cases(["stop"], ["gradient_allreduce"]),
+        *cases(["kill", "stop"], AVERAGING),
+        *cases(["raise"], ["all", "shift_one", "low_precision", "diloco"]),
+        *(pytest.param(*pair, "later", marks=pytest.mark.slow) for pair in LATER),
+    ],
 )
-def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) -> None:
-    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store")
-    by_backend = algorithm == "gradient_allreduce"  # it does not report which peer has died
-    operation = "all_reduce" if by_backend else "(all_to_all|all_gather)"
-    where = f"({operation} of|the progress with) gradient bucket . over the world group failed on rank"
+def test_survivors_raise_and_exit(fault: str, algorithm: str, more: str, tmp_path: Path) -> None:
+    size = 4 if more and algorithm in ("ring", "low_precision") else world_size_of(algorithm)
+    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size, *more.split())
+    is_of_gradients = algorithm in ("bytegrad", "gradient_allreduce")
     for output in outputs:
         assert "raised on MainThread: CommunicationError" in output, output
-        assert re.search(where, output), output
+        assert re.search(OF_GRADIENTS if is_of_gradients else OF_WEIGHTS, output), output
         assert "lanes []" in output, output
         check_raised_in_time(fault, output)
-    names_peer = any(f"from rank {SIZE - 1}" in output or f"to rank {SIZE - 1}" in output for output in outputs)
+    # If the backend reduces, it does not report which peer has died.
+    by_backend = algorithm != "bytegrad" and any(re.search("all_reduce of .* failed on", out) for out in outputs)
+    names_peer = any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs)
     assert names_peer or by_backend, outputs
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
-_OF_WEIGHTS = "(agreement|peer_exchange|all_to_all|all_gather)"
-_BY_BACKEND = "all_reduce of .* failed on rank"  # async: the backend does not report which peer has died
-
-
 @pytest.mark.parametrize(
-    ("fault", "algorithm"),
-    [*cases(["kill", "stop"], AVERAGING), *cases(["raise"], ["all", "shift_one", "low_precision", "diloco"])],
+    "algorithm", ["shift_one", *(pytest.param(name, marks=pytest.mark.release) for name in ("all", *AVERAGING[2:4]))]
 )
-def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) -> None:
+def test_model_averaging_names_the_rank_that_ran_out_of_data(algorithm: str, tmp_path: Path) -> None:
     size = world_size_of(algorithm)
-    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size)
-    for output in outputs:
-        assert "raised on MainThread: CommunicationError" in output, output
-        assert re.search(f"{_OF_WEIGHTS} of .* failed on rank .* rank|{_BY_BACKEND}", output), output
-        assert "lanes []" in output, output
-        check_raised_in_time(fault, output)
-    names_peer = any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs)
-    assert names_peer or any(re.search(_BY_BACKEND, output) for output in outputs), outputs
-    assert seconds_until_exit < TIMEOUT_S + 10, outputs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "algorithm"), [("kill", "bytegrad"), ("stop", "all"), ("raise", "ring"), ("kill", "low_precision")]
-)
-def test_survivors_that_connected_at_their_first_message(fault: str, algorithm: str, tmp_path: Path) -> None:
-    """Ranks of a large group connect like this. They raise the same errors within the same time."""
-    size = 4 if algorithm in ("ring", "low_precision") else SIZE
-    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size, "later")
-    for output in outputs:
-        assert "raised on MainThread: CommunicationError" in output, output
-        assert "lanes []" in output, output
-        check_raised_in_time(fault, output)
-    assert any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs), outputs
-    assert seconds_until_exit < TIMEOUT_S + 10, outputs
-
-
-@pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision", "diloco"]))
-def test_model_averaging_names_the_rank_that_ran_out_of_data(fault: str, algorithm: str, tmp_path: Path) -> None:
-    size = world_size_of(algorithm)
-    outputs, _ = run_with_fault(fault, algorithm, tmp_path / "store", size)
+    outputs, _ = run_with_fault("early", algorithm, tmp_path / "store", size)
     for output in outputs:
         expected = f"out of step .* on ended attachments: .* 0, rank {size - 1} has 1"
         assert re.search(f"CommunicationError: .* {expected}", output), output
         assert "lanes []" in output, output
 
 
-@pytest.mark.parametrize(("fault", "algorithm"), cases(["early", "raise"], ["async"]))
-def test_async_continues_when_a_rank_ends(fault: str, algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.release
+@pytest.mark.parametrize("fault", ["early", "raise"])
+def test_async_continues_when_a_rank_ends(fault: str, tmp_path: Path) -> None:
     """A rank that detaches waits, and all end with equal weights. If it raised, the others warn and continue."""
-    outputs, _ = run_with_fault(fault, algorithm, tmp_path / "store")
+    outputs, _ = run_with_fault(fault, "async", tmp_path / "store")
     for output in outputs:
         assert "finished with weights" in output, output
         assert "lanes []" in output, output
@@ -155,34 +134,21 @@ def test_ranks_wait_for_a_pause_shorter_than_the_timeout(algorithm: str, tmp_pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("algorithm", "more"),
+    "case",
     [
-        ("diloco", ()),
-        ("diloco_nodes", ()),
-        ("diloco", ("later",)),
-        ("ring", ("later",)),
-        ("bytegrad", ("messages",)),
-        ("diloco_nodes", ("messages",)),
-        ("bytegrad", ("collectives",)),
+        *("diloco", "diloco_nodes", "diloco later", "ring later"),
+        *("bytegrad messages", "diloco_nodes messages", "bytegrad collectives"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("trial", range(50))
-def test_a_rank_is_killed_at_any_time(algorithm: str, more: tuple[str, ...], trial: int, tmp_path: Path) -> None:
+def test_a_rank_is_killed_at_any_time(case: str, trial: int, tmp_path: Path) -> None:
     """While groups connect, in a step, or in a round: the other ranks raise and exit."""
     size, chance = 4, random.Random(trial)
     with contextlib.ExitStack() as stack:
-        command = [sys.executable, str(FAULTY_RANK)]
-        processes = [
-            stack.enter_context(
-                programs.started(
-                    [*command, str(rank), str(size), str(tmp_path / "store"), "none", algorithm, *more],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            for rank in range(size)
-        ]
+        arguments = [str(size), str(tmp_path / "store"), "none", *case.split()]
+        commands = [[sys.executable, str(FAULTY_RANK), str(rank), *arguments] for rank in range(size)]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        processes = [stack.enter_context(programs.started(command, **options)) for command in commands]
         victim = processes.pop(chance.randrange(size))
         assert victim.stdout is not None
         assert any(line.strip() == "fault" for line in victim.stdout)

@@ -8,19 +8,9 @@ from torchbagua.observe.figures import Figures, busy_ns
 from torchbagua.observe.summary import Summary, table_of
 
 
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([], 0),
-        ([(3, 5)], 2),
-        ([(0, 10), (2, 4), (8, 12)], 12),
-        ([(8, 12), (0, 3)], 7),
-        ([(0, 5), (5, 9)], 9),
-        ([(1, 1), (1, 1)], 0),
-    ],
-)
-def test_busy_time_counts_overlaps_once(spans: list[tuple[int, int]], expected: int) -> None:
-    assert busy_ns(spans) == expected
+def test_busy_time_counts_overlaps_once() -> None:
+    assert [busy_ns(spans) for spans in ([], [(3, 5)], [(1, 1), (1, 1)], [(0, 5), (5, 9)])] == [0, 2, 0, 9]
+    assert [busy_ns(spans) for spans in ([(0, 10), (2, 4), (8, 12)], [(8, 12), (0, 3)])] == [12, 7]
 
 
 def one_step(step: int = 0) -> list[CommEvent]:
@@ -63,41 +53,30 @@ def test_figures_of_a_step() -> None:
     assert figures.residual_norm == pytest.approx(4.0), "of a step, however many were sampled"
 
 
-def test_the_peer_of_the_last_mean_is_the_current_one() -> None:
-    figures = Figures()
-    means = [CommEvent("reduce", start, start + 1, peers=(peer,)) for start, peer in ((0, 2), (5, 3))]
-    figures.add([*means, CommEvent("step", 0, 10)])
-    assert figures.latest == {"peer": 3}
-
-
-def test_figures_without_events() -> None:
+def test_figures_of_few_events() -> None:
     figures = Figures()
     assert (figures.bits_per_element, figures.ratio, figures.gbit_per_s, figures.overlap) == (0.0, 0.0, 0.0, 1.0)
-    assert figures.relative_error is None
-    assert figures.residual_norm is None
+    assert (figures.relative_error, figures.residual_norm) == (None, None)
     row = str(Summary()).splitlines()[3].split()
     assert row == ["?", "0", "0.00", "0.00", "-", *["0.00"] * 6, "0.000", "-", "-", "-"]
+    means = [CommEvent("reduce", start, start + 1, peers=(peer,)) for start, peer in ((0, 2), (5, 3))]
+    figures.add([*means, CommEvent("step", 0, 10)])
+    assert figures.latest == {"peer": 3}, "of the last mean"
 
 
 def test_the_table_has_a_row_for_each_rank() -> None:
-    summaries = []
+    summaries, about = [], {"algorithm": "ByteGradAlgorithm", "description": "ByteGradAlgorithm()"}
     for rank in range(2):
         summary = tb.observe.Summary()
-        run = Run(
-            id="1",
-            algorithm="ByteGradAlgorithm",
-            description="ByteGradAlgorithm()",
-            rank=rank,
-            nodes=(0, 0),
-            settings={},
-            board=None,
-        )
+        run = Run(id="1", rank=rank, nodes=(0, 0), settings={}, board=None, **about)
         run.failures.extend(["Broken stopped in step 3: OSError: no disk"] * rank)
         summary.on_start(run)
         for step in range(3):
             for event in one_step(step):
                 summary.on_comm(event)
         summary.on_end()
+        with pytest.raises(ValueError, match="Summary: a summary serves one attachment; create another Summary"):
+            summary.check()
         summaries.append(summary)
     lines = table_of(summaries).splitlines()
     assert lines[0] == "ByteGradAlgorithm(), 2 ranks"

@@ -26,25 +26,17 @@ from source_tree import (
 from torchbagua.native import build, loader, recipe
 from torchbagua.native.build import CompileProgress, read_sealed, seal
 
-# Loads in two threads at once, then prints the chosen path and a checksum of the bytes of one operation.
-LOAD_AND_ENCODE = """
-import threading, torch, zlib
+# Loads in two threads at once; prints the kind of the loaded library, or None.
+LOAD = """
+import threading
 from torchbagua import native
 threads = [threading.Thread(target=native.load) for _ in range(2)]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
-x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-wire = torch.zeros(5016, dtype=torch.uint8)
-table = torch.tensor([[0, 2048, 0, 16], [2048, 2952, 8, 2064]])
-torch.ops.torchbagua.minmax_uint8_encode(x, table, wire)
-print({row.path for row in native.status()}, zlib.crc32(bytes(wire.tolist())))
-"""
-
-# Prints the kind of the loaded library, or None.
-LOAD = """
-from torchbagua import native
 native.load()
 print(native.loader.loaded_path(native.loader.CPU))
 """
+
+LOAD_ONCE = "from torchbagua import native; native.load(); print(native.loader.loaded_path(native.loader.CPU)); "
 
 COMPILING = "torchbagua: compiling the CPU kernels, once per machine\n"
 
@@ -59,11 +51,6 @@ def empty_checkout(checkout: Path) -> Path:
     """A copy with an empty library, which compiles quickly; for tests of how a library comes to be loaded."""
     replace_cpu_sources(checkout / "csrc_cuda")
     return checkout
-
-
-def announce(folder: Path) -> str:
-    """Return the shell line with which a compiler writes its process number to the file `pid`, atomically."""
-    return f"echo $$ >{folder}/new; mv {folder}/new {folder}/pid"
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -86,56 +73,30 @@ def test_processes_at_first_use_wait_for_the_compiling_process(empty_checkout: P
     assert (tmp_path / "calls").read_text() == "\n"
 
 
-@pytest.mark.release
-def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_path: Path) -> None:
-    compiler = compiler_that(tmp_path / "counting-c++", f"echo >>{tmp_path}/calls")
-    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler)}
-
-    with ExitStack() as stack:
-        outs = [tmp_path / f"out {number}" for number in range(8)]
-        forks = [stack.enter_context(fork_started(LOAD_AND_ENCODE, checkout, out, **variables)) for out in outs]
-        results = [(fork.wait(180), fork.printed()) for fork in forks]
-
-    assert [status for status, _ in results] == [0] * 8
-    _, reference, _ = fork_python(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
-    assert reference.startswith("{'reference'} ")
-    assert {printed.removeprefix(COMPILING) for _, printed in results} == {reference.replace("reference", "jit")}
-    assert (tmp_path / "calls").read_text() == "\n" * len(recipe.source_files(recipe.CPU, checkout / "csrc_cuda"))
-    (entry,) = (tmp_path / "a cache").iterdir()
-    assert sorted(file.suffix for file in entry.iterdir()) == ["", ".so"], "a library, a lock and nothing left over"
-
-
-def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path) -> None:
-    compiler = compiler_that(
-        tmp_path / "slow-c++", f"[ -e {tmp_path}/fast ] || {{ {announce(tmp_path)}; exec sleep 200; }}"
-    )
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_compilation_that_ends_early(empty_checkout: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """If its process is killed, it blocks nothing; if it is interrupted, the compiler ends too."""
+    announce = f"echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid"  # atomically
+    compiler = compiler_that(tmp_path / "slow-c++", f"[ -e {tmp_path}/fast ] || {{ {announce}; exec sleep 200; }}")
     cache = tmp_path / "cache"
     variables = {"TORCHBAGUA_CACHE": str(cache), "CXX": str(compiler)}
 
-    # Not a fork: killing it would end the compiler too.
-    with python_started(LOAD, empty_checkout, **variables) as first:
+    # Not a fork: a signal to it would end the compiler too.
+    with python_started(LOAD_ONCE, empty_checkout, **variables) as first:
         wait_until((tmp_path / "pid").exists)
-        first.send_signal(signal.SIGKILL)
-        assert finish(first)[0] == -signal.SIGKILL
-
+        first.send_signal(number)
+        status, _, err = finish(first)
+        if number == signal.SIGINT:
+            assert status != 0
+            assert err.endswith("KeyboardInterrupt\n")
+            wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
+            return
+        assert status == -signal.SIGKILL
         (tmp_path / "fast").touch()
         started_s = time.monotonic()
         assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", COMPILING)
     assert time.monotonic() - started_s < 120, "it waited for the process that is gone"
     assert not list(cache.glob("*/build-*")), "what the killed process left is removed"
-
-
-def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
-    compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 200")
-    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
-    # Not a fork: interrupting it would end the compiler too.
-    with python_started(LOAD, empty_checkout, **variables) as process:
-        wait_until((tmp_path / "pid").exists)
-        process.send_signal(signal.SIGINT)
-        status, _, err = finish(process)
-        assert status != 0
-        assert err.endswith("KeyboardInterrupt\n")
-        wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
 def test_truncated_library_in_the_cache_is_compiled_again(
@@ -189,11 +150,10 @@ def test_damage_to_a_sealed_file_is_detected(tmp_path: Path) -> None:
     file = tmp_path / "file"
     assert read_sealed(file) is None
     file.write_bytes(b"some bytes")
-    assert read_sealed(file) is None
     seal(file)
     assert read_sealed(file) == b"some bytes"
     whole = file.read_bytes()
-    for broken in (b"", whole[:-1], whole[:5], whole + b"\0", b"S" + whole[1:], whole[:-1] + b"\0"):
+    for broken in (b"", b"some bytes", whole[:-1], whole[:5], whole + b"\0", b"S" + whole[1:], whole[:-1] + b"\0"):
         file.write_bytes(broken)
         assert read_sealed(file) is None
 
@@ -205,44 +165,40 @@ def test_cache_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
         build.compile_once(tmp_path / "file" / "key" / "library.so", to_compile)
 
 
-def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) -> None:
-    compiler = compiler_that(tmp_path / "broken-c++", "echo no room for jokes >&2; exit 1")
-    status, out, err = fork_python(LOAD, checkout, CXX=str(compiler), TORCHBAGUA_CACHE=str(tmp_path / "cache"))
-    assert (status, out) == (1, "")
-    assert "RuntimeError" in err
-    assert "no room for jokes" in err
-    assert "TORCHBAGUA_NATIVE=reference" in err
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("a compiler that fails", ["RuntimeError", "no room for jokes", "TORCHBAGUA_NATIVE=reference"]),
+        ("a library that does not load", ["RuntimeError", ".abi3.so", "TORCHBAGUA_NATIVE=reference"]),
+        ("a variable that is set too late", ["RuntimeError: TORCHBAGUA_NATIVE=reference was set after"]),
+    ],
+)
+def test_what_is_broken_raises(checkout: Path, tmp_path: Path, case: str, parts: list[str]) -> None:
+    code, variables = LOAD_ONCE, {"TORCHBAGUA_CACHE": str(tmp_path / "cache")}
+    if case == "a compiler that fails":
+        compiler = compiler_that(tmp_path / "broken-c++", "echo no room for jokes >&2; exit 1")
+        variables["CXX"] = str(compiler)
+    elif case == "a library that does not load":
+        stem = recipe.stem(recipe.CPU, checkout / "csrc_cuda")
+        (checkout / "torchbagua" / "native" / f"{stem}.abi3.so").write_bytes(b"not a library")
+    else:
+        build_empty_library(checkout)
+        variables["TORCHBAGUA_NATIVE"] = "aot"
+        code += "import os; os.environ['TORCHBAGUA_NATIVE'] = 'reference'; native.load()"
+    status, out, err = fork_python(code, checkout, **variables)
+    assert (status, out.strip()) == (1, variables.get("TORCHBAGUA_NATIVE", ""))
+    for part in parts:
+        assert part in err
 
 
 def test_without_compiler_the_reference_runs_with_one_warning(checkout: Path) -> None:
-    code = f"import warnings; warnings.simplefilter('always')\n{LOAD * 2}"
+    code = f"import warnings; warnings.simplefilter('always'); {LOAD_ONCE * 2}"
     status, out, err = fork_python(code, checkout, CXX="absent-c++")
     assert (status, out) == (0, "None\n" * 2)
     assert err.count("Warning") == 1
-    for part in (
-        "no library for cpu was built ahead of time",
-        "absent-c++ is not on PATH",
-        "TORCHBAGUA_NATIVE=reference",
-    ):
+    for part in ("no library for cpu was built", "absent-c++ is not on PATH", "TORCHBAGUA_NATIVE=reference"):
         assert part in err
     assert fork_python(code, checkout, CXX="absent-c++", TORCHBAGUA_NATIVE="reference") == (0, "None\n" * 2, "")
-
-
-def test_built_library_that_does_not_load_raises(checkout: Path) -> None:
-    built = checkout / "torchbagua" / "native" / f"{recipe.stem(recipe.CPU, checkout / 'csrc_cuda')}.abi3.so"
-    built.write_bytes(b"not a library")
-    status, out, err = fork_python(LOAD, checkout)
-    assert (status, out) == (1, "")
-    for part in ("RuntimeError", str(built), "TORCHBAGUA_NATIVE=reference"):
-        assert part in err
-
-
-def test_variable_that_is_set_too_late_raises(checkout: Path) -> None:
-    build_empty_library(checkout)
-    code = f"{LOAD}\nimport os; os.environ['TORCHBAGUA_NATIVE'] = 'reference'; native.load()"
-    status, out, err = fork_python(code, checkout, TORCHBAGUA_NATIVE="aot")
-    assert (status, out) == (1, "aot\n")
-    assert "RuntimeError: TORCHBAGUA_NATIVE=reference was set after" in err
 
 
 def test_cpu_kernels_of_an_own_codec_do_not_count_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,28 +222,22 @@ class TestChoice:
         monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
         return native
 
-    def test_library_of_other_sources_is_not_chosen(self, package: Path, tmp_path: Path) -> None:
+    def test_library_of_other_sources_is_not_chosen(
+        self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         built = package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so"
         built.touch()
         assert loader.choose(loader.CPU).library == built
+        with monkeypatch.context() as forced:
+            forced.setenv("TORCHBAGUA_NATIVE", "reference")
+            assert loader.choose(loader.CPU) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
+            forced.setenv("TORCHBAGUA_NATIVE", "jit")
+            forced.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
+            assert loader.choose(loader.CPU).path == "jit"
         (tmp_path / "csrc_cuda" / "new.h").write_text("// changed\n")
         choice = loader.choose(loader.CPU)
         assert choice.path == "reference"
         assert f"the prebuilt library {built.name} was not built from the sources in" in choice.why
-
-    def test_installed_sources_come_first(self, tmp_path: Path) -> None:
-        (tmp_path / "torchbagua" / "_csrc").mkdir()
-        assert loader.sources() == tmp_path / "torchbagua" / "_csrc"
-
-    def test_a_path_can_be_forced_past_a_built_library(
-        self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
-        monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
-        assert loader.choose(loader.CPU) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
-        monkeypatch.setenv("TORCHBAGUA_NATIVE", "jit")
-        monkeypatch.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
-        assert loader.choose(loader.CPU).path == "jit"
 
     @pytest.mark.parametrize(
         ("forced", "error", "message"),
@@ -304,7 +254,9 @@ class TestChoice:
         with pytest.raises(error, match=message):
             loader.choose(loader.CPU)
 
-    def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:
+    def test_sources(self, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "csrc_cuda" / "cpu")
         with pytest.raises(FileNotFoundError, match=r"cpu/\*\.cpp is missing"):
             loader.choose(loader.CPU)
+        (tmp_path / "torchbagua" / "_csrc").mkdir()  # of an installation, which comes first
+        assert loader.sources() == tmp_path / "torchbagua" / "_csrc"

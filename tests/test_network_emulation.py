@@ -19,18 +19,8 @@ from torchbagua.cli.namespaces import existing_namespaces, remove_stale_namespac
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = [
-    "--ranks",
-    "2",
-    "--params",
-    "0.5",
-    "--steps",
-    "1",
-    "--rounds",
-    "2",
-    "--seconds",
-    "0",
-    "--no-straggler",
-    "--link-rates",
+    *("--ranks", "2", "--params", "0.5", "--steps", "1", "--rounds", "2", "--seconds", "0"),
+    *("--no-straggler", "--link-rates"),
 ]
 LIMIT_S = 60
 pytestmark = pytest.mark.release
@@ -38,11 +28,6 @@ pytestmark = pytest.mark.release
 
 def namespaces_of(pid: int) -> list[str]:
     return [name for name in existing_namespaces() if name.startswith(f"tbnet-{pid}-")]
-
-
-def pids_inside(namespace: str) -> list[int]:
-    listed = programs.run(["ip", "netns", "pids", namespace], check=False)
-    return [int(pid) for pid in listed.stdout.split()]
 
 
 def wait_until(condition: Callable[[], Any], awaited: str) -> Any:
@@ -53,23 +38,20 @@ def wait_until(condition: Callable[[], Any], awaited: str) -> Any:
     return value
 
 
-@pytest.fixture(scope="module")
-def _emulation() -> None:
-    if reason := why_unavailable():
-        pytest.skip(f"cannot emulate a network: {reason}")
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Start network.py with the given arguments; after the test, end processes that still run, first by SIGTERM."""
     with ExitStack() as stack:
 
-        def start_benchmark(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        def start_benchmark(*arguments: str, is_emulated: bool = True, **environment: str) -> subprocess.Popen[str]:
+            if is_emulated and (reason := why_unavailable()):
+                pytest.skip(f"cannot emulate a network: {reason}")
             command = [sys.executable, str(BENCHMARKS / "network.py"), *SMALL, "--json", str(tmp_path / "r.json")]
-            pipe = subprocess.PIPE
-            process = stack.enter_context(
-                programs.started([*command, *arguments], env=os.environ | environment, stdout=pipe, stderr=pipe)
-            )
+            options = {"env": os.environ | environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = stack.enter_context(programs.started([*command, *arguments], **options))
             stack.callback(process.communicate, timeout=LIMIT_S)
             stack.callback(process.terminate)
             return process
@@ -86,26 +68,9 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def rank_pids(benchmark: subprocess.Popen[str]) -> list[int]:
-    """Return the processes of both ranks, once they run in their namespaces."""
-
-    def both() -> list[int]:
-        pids = [pids_inside(f"tbnet-{benchmark.pid}-rank{rank}") for rank in range(2)]
-        return [pid for inside in pids for pid in inside] if all(pids) else []
-
-    found: list[int] = wait_until(both, "ranks in their namespaces")
-    return found
-
-
-def assert_nothing_left(benchmark: subprocess.Popen[str], ranks: list[int]) -> None:
-    assert namespaces_of(benchmark.pid) == []
-    assert [pid for pid in ranks if is_alive(pid)] == []
-
-
 @pytest.mark.alone
 @pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_shaped_network_is_as_slow_as_it_should_be(start: Start, tmp_path: Path) -> None:
     benchmark = start("--rates", "50mbit", "--only", "ddp", "bytegrad")
     output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
     assert benchmark.returncode == 0, errors  # 1 if the library's bytes and the counters disagree
@@ -122,72 +87,8 @@ def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subproce
 
 
 @pytest.mark.alone
-@pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-def test_idle_processors_wait_for_the_given_time(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    only = ("--only", "bytegrad", "four_bits_feedback", "qadam", "decentralized", "async")
-    benchmark = start("--compute", "idle", "--compute-ms", "100", "--rates", "50mbit", *only)
-    output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
-    assert benchmark.returncode == 0, errors
-    assert "CPUs idle while gradients are computed" in output
-    [network] = json.loads((tmp_path / "r.json").read_text())["networks"]
-    assert max(network["schedule"]["ready_s"]) == pytest.approx(0.1)
-    rows = {row["contestant"]: row for row in network["rows"]}
-    assert rows["compute"]["step_ms"] > 100
-    # All gradients are in one bucket, which is ready after 100 ms, and takes 87 ms.
-    assert rows["bytegrad"]["schedule_floor_ms"] == pytest.approx(187, rel=0.03)
-    # 80 KiB of its 0.5 MB pass unshaped.
-    assert rows["bytegrad"]["step_ms"] > 0.9 * rows["bytegrad"]["schedule_floor_ms"]
-    for name in ("decentralized", "async"):
-        assert rows[name]["schedule_floor_ms"] == rows[name]["floor_ms"]
-
-
-@pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_benchmark_leaves_nothing(
-    start: Callable[..., subprocess.Popen[str]], number: signal.Signals
-) -> None:
-    benchmark = start("--rates", "1mbit", "--only", "ddp")
-    ranks = rank_pids(benchmark)
-    benchmark.send_signal(number)
-    _, errors = benchmark.communicate(timeout=LIMIT_S)
-    assert benchmark.returncode == 128 + number
-    assert f"stopped by {number.name}" in errors
-    assert_nothing_left(benchmark, ranks)
-
-
-@pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-def test_dead_rank_ends_its_network(start: Callable[..., subprocess.Popen[str]]) -> None:
-    benchmark = start("--rates", "1mbit", "--only", "ddp")
-    ranks = rank_pids(benchmark)
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = benchmark.communicate(timeout=LIMIT_S)
-    assert benchmark.returncode == 1
-    assert "1mbit: rank 1 ended with -9" in errors
-    assert_nothing_left(benchmark, ranks)
-
-
-@pytest.mark.network
-@pytest.mark.usefixtures("_emulation")
-def test_killed_benchmark_is_cleaned_up_by_the_next(start: Callable[..., subprocess.Popen[str]]) -> None:
-    benchmark = start("--rates", "1mbit", "--only", "ddp")
-    ranks = rank_pids(benchmark)
-    left = set(namespaces_of(benchmark.pid))
-    benchmark.kill()
-    benchmark.communicate(timeout=LIMIT_S)
-    assert len(left) == 3  # the switch and two ranks
-    wait_until(lambda: not any(map(is_alive, ranks)), "ranks end with their parent")
-    assert left <= set(remove_stale_namespaces())
-    assert_nothing_left(benchmark, ranks)
-
-
-@pytest.mark.alone
-def test_without_the_tools_it_reports_that_and_runs_over_loopback(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    benchmark = start("--rates", "50mbit", "--only", "ddp", "bf16", PATH=str(tmp_path))
+def test_without_the_tools_it_reports_that_and_runs_over_loopback(start: Start, tmp_path: Path) -> None:
+    benchmark = start("--rates", "50mbit", "--only", "ddp", "bf16", PATH=str(tmp_path), is_emulated=False)
     output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
     assert benchmark.returncode == 0, errors
     assert "No emulated network: " in output
@@ -195,22 +96,53 @@ def test_without_the_tools_it_reports_that_and_runs_over_loopback(
     assert "| DDP bf16 hook |" in output
 
 
-def test_sharded_contestants_refuse_to_idle(start: Callable[..., subprocess.Popen[str]]) -> None:
-    benchmark = start("--compute", "idle", "--only", "fsdp")
-    _, errors = benchmark.communicate(timeout=LIMIT_S)
-    assert benchmark.returncode == 2
-    assert "--compute idle: FSDP2 and HSDP" in errors
-
-
-def test_unknown_rate_is_refused(start: Callable[..., subprocess.Popen[str]]) -> None:
-    benchmark = start("--rates", "fast")
-    _, errors = benchmark.communicate(timeout=LIMIT_S)
-    assert benchmark.returncode == 2
-    assert "--rates" in errors
-    assert "'fast'" in errors
-
-
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("network-*.json")), ids=lambda path: path.stem)
 def test_recorded_results_can_be_shown(path: Path) -> None:
     shown = warm_python.run([str(BENCHMARKS / "network.py"), "--show", str(path)])
     assert shown.stdout.count("| compute only |") == len(json.loads(path.read_text())["networks"])
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("victim", "number", "status", "message"),
+    [
+        ("benchmark", signal.SIGINT, 128 + signal.SIGINT, "stopped by SIGINT"),
+        ("benchmark", signal.SIGTERM, 128 + signal.SIGTERM, "stopped by SIGTERM"),
+        ("rank", signal.SIGKILL, 1, "1mbit: rank 1 ended with -9"),
+        ("benchmark", signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_nothing_is_left_whatever_ends_it(
+    start: Start, victim: str, number: signal.Signals, status: int, message: str
+) -> None:
+    benchmark = start("--rates", "1mbit", "--only", "ddp")
+
+    def pids_of_ranks() -> list[int]:
+        """Return the processes of both ranks, once they run in their namespaces."""
+        names = [f"tbnet-{benchmark.pid}-rank{rank}" for rank in range(2)]
+        inside = [programs.run(["ip", "netns", "pids", name], check=False).stdout.split() for name in names]
+        return [int(pid) for pids in inside for pid in pids] if all(inside) else []
+
+    ranks = wait_until(pids_of_ranks, "ranks in their namespaces")
+    left = set(namespaces_of(benchmark.pid))
+    assert len(left) == 3, "the switch and two ranks"
+    os.kill(benchmark.pid if victim == "benchmark" else ranks[1], number)
+    _, errors = benchmark.communicate(timeout=LIMIT_S)
+    assert benchmark.returncode == status
+    assert message in errors
+    if status < 0:  # the next benchmark removes them
+        wait_until(lambda: not any(map(is_alive, ranks)), "ranks end with their parent")
+        assert left <= set(remove_stale_namespaces())
+    assert namespaces_of(benchmark.pid) == []
+    assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--compute", "idle", "--only", "fsdp"), "--compute idle: FSDP2 and HSDP"), (("--rates", "fast"), "'fast'")],
+)
+def test_bad_arguments_are_refused(start: Start, arguments: tuple[str, ...], message: str) -> None:
+    benchmark = start(*arguments, is_emulated=False)
+    _, errors = benchmark.communicate(timeout=LIMIT_S)
+    assert benchmark.returncode == 2
+    assert message in errors

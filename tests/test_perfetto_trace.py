@@ -10,13 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
@@ -25,6 +24,7 @@ from torchbagua.collectives import clock, process_group
 from torchbagua.observe.events import ClockOffset, Trace
 from torchbagua.observe.perfetto import RankFile, RankFileWriter, find_files, merge
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
+from training import Tower, build
 
 Row = dict[str, Any]
 
@@ -40,22 +40,19 @@ def read(path: Path) -> list[Row]:
 
 def check_format(rows: list[Row]) -> None:
     """Check the requirements of the "Trace Event Format" document on complete, flow and metadata events."""
+    types = {"name": str, "pid": int, "tid": int, "cat": str, "args": dict, "id": int}
     for row in rows:
-        assert isinstance(row["name"], str)
-        assert isinstance(row["pid"], int)
+        fields = {"M": ("args",), "X": ("tid", "cat", "args")}.get(row["ph"], ("tid", "cat", "id"))
+        assert all(isinstance(row[field], types[field]) for field in ("name", "pid", *fields)), row
         if row["ph"] == "M":
             assert row["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
             assert set(row["args"]) & {"name", "sort_index"}
             continue
-        assert isinstance(row["tid"], int)
-        assert isinstance(row["cat"], str)
         assert row["ts"] >= 0
         if row["ph"] == "X":
             assert row["dur"] >= 0
-            assert isinstance(row["args"], dict)
         else:
             assert row["ph"] in ("s", "f")
-            assert isinstance(row["id"], int)
             assert row.get("bp") == ("e" if row["ph"] == "f" else None)
 
 
@@ -86,13 +83,9 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
         for slices in tracks.values():
             # In us: the sum of two floats is not exact.
             check_nested([(row["ts"], row["ts"] + row["dur"]) for row in slices], tolerance=1e-4)
-        inner = [row for row in tracks[rank, 2] if row["cat"] in ("encode", "reduce", "decode")]
-        buckets = [row for row in rows if row.get("cat") == "bucket"]
-        for row in inner:
-            assert any(
-                bucket["ts"] - 0.01 <= row["ts"] and row["ts"] + row["dur"] <= bucket["ts"] + bucket["dur"] + 0.01
-                for bucket in buckets
-            ), "each phase is within the event of a bucket"
+        buckets = [(row["ts"] - 0.01, row["ts"] + row["dur"] + 0.01) for row in rows if row.get("cat") == "bucket"]
+        for row in (row for row in tracks[rank, 2] if row["cat"] in ("encode", "reduce", "decode")):
+            assert any(start <= row["ts"] and row["ts"] + row["dur"] <= end for start, end in buckets), row
 
 
 def test_files_contain_the_events_that_observers_receive(tmp_path: Path) -> None:
@@ -165,20 +158,13 @@ def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path) -> None:
 def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks of ranks 1 and 2 are off by seconds, and are fast or slow by a thousandth."""
 
-    class SkewedTime:
-        def __init__(self, rates: dict[int, float], offsets_s: dict[int, float]) -> None:
-            self.rates, self.offsets_s = rates, offsets_s
+    rates, offsets_s = [1.0, 1.001, 0.999], [0.0, 1000.0, -3.5]
 
-        def of(self, rank: int, now_ns: int) -> int:
-            return round(now_ns * self.rates[rank] + self.offsets_s[rank] * 1e9)
+    def perf_counter_ns() -> int:
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        return round(time.perf_counter_ns() * rates[rank] + offsets_s[rank] * 1e9)
 
-        def perf_counter_ns(self) -> int:
-            thread = threading.current_thread().name
-            return self.of(ranks_of_threads[thread], time.perf_counter_ns())
-
-    ranks_of_threads: dict[str, int] = {f"rank {rank}": rank for rank in range(3)}
-    skewed = SkewedTime({0: 1.0, 1: 1.001, 2: 0.999}, {0: 0.0, 1: 1000.0, 2: -3.5})
-    monkeypatch.setattr(clock, "_concurrency", skewed)
+    monkeypatch.setattr(clock, "_concurrency", SimpleNamespace(perf_counter_ns=perf_counter_ns))
     monkeypatch.setattr(process_group, "clock_of_machine", lambda: threading.current_thread().name)
 
     def body(group: dist.ProcessGroup) -> tuple[int, list[ClockOffset]]:
@@ -190,14 +176,14 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     for rank, offsets in run_ranks(3, body):
         for own_ns, offset_ns, error_ns in offsets:
-            true_ns = (own_ns - skewed.offsets_s[rank] * 1e9) / skewed.rates[rank]
+            true_ns = (own_ns - offsets_s[rank] * 1e9) / rates[rank]
             # Plus a microsecond for the rounding of a float of this many nanoseconds.
             assert abs(own_ns + offset_ns - true_ns) <= 1.002 * error_ns + 1000
             assert (error_ns == 0) == (rank == 0)
         if rank:
             drift_ns = offsets[1].offset_ns - offsets[0].offset_ns
             if abs(drift_ns) > offsets[0].error_ns + offsets[1].error_ns:
-                assert (drift_ns < 0) == (skewed.rates[rank] > 1)
+                assert (drift_ns < 0) == (rates[rank] > 1)
 
 
 def test_merging_undoes_clock_differences(tmp_path: Path) -> None:
@@ -232,62 +218,6 @@ def test_merging_undoes_clock_differences(tmp_path: Path) -> None:
         assert abs(plain_row["ts"] - skewed_row["ts"]) < 5, "within 5 us: offsets are linear between two comparisons"
 
 
-def test_only_some_steps(tmp_path: Path) -> None:
-    write_trace(tmp_path, steps=range(2, 4))
-    for rank in range(2):
-        assert {event.step for event in RankFile(tmp_path / f"rank{rank}.jsonl.gz").events()} == {2, 3}
-    assert merge_files(tmp_path, tmp_path / "all.json.gz").num_messages > 0
-
-
-def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
-    train_traced(2, "bytegrad", lambda group: [tb.observe.PerfettoTrace(tmp_path)] if group.rank() == 1 else [])
-    assert [path.name for path in tmp_path.iterdir()] == ["rank1.jsonl.gz"]
-    files, problems = find_files(tmp_path)
-    assert [file.run.rank for file in files] == [1]
-    assert problems == ["files of ranks [0] are missing, of 2 ranks"]
-    merged = merge_files(tmp_path, tmp_path / "all.json.gz")
-    assert (merged.num_ranks, merged.num_messages) == (1, 0)
-    rows = read(merged.path)
-    check_format(rows)
-    assert sum(row.get("cat") == "step" for row in rows) == NUM_STEPS
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"path": None}, TypeError, "path must be a path, got None"),
-        ({"path": ""}, ValueError, "path must be a folder to write to, got"),
-        ({"path": "a\0b"}, ValueError, "path must be a folder to write to, got"),
-        ({"path": "/proc/self"}, ValueError, "path must be a folder to write to, got"),
-        ({"path": Path(__file__) / "trace"}, ValueError, "path must be a folder to write to, got '.*/trace'"),
-        ({"steps": 10}, TypeError, "steps must be a range or None, got 10"),
-        ({"steps": range(-3, 0)}, ValueError, "steps must contain a step number of 0 or more, got range"),
-    ],
-    ids=str,
-)
-def test_refusals(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"PerfettoTrace: {message}"):
-        tb.observe.PerfettoTrace(**{"path": tmp_path, **arguments})
-
-
-def test_a_trace_serves_one_attachment(tmp_path: Path) -> None:
-    used = tb.observe.PerfettoTrace(tmp_path)
-    train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
-    with pytest.raises(ValueError, match="PerfettoTrace: a trace serves one attachment; create another trace"):
-        train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
-
-
-def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    write_trace(tmp_path, size=3)
-    write_trace(tmp_path, size=2)
-    with pytest.raises(
-        ValueError, match=r"rank2.jsonl.gz and rank0.jsonl.gz are of different runs; remove the older file"
-    ):
-        find_files(tmp_path)
-    steps = [event.step for event in RankFile(tmp_path / "rank0.jsonl.gz").events() if event.phase == "step"]
-    assert steps == [*range(NUM_STEPS)], "the file of the earlier run is replaced"
-
-
 def test_a_merge_that_fails_leaves_no_file(tmp_path: Path) -> None:
     write_trace(tmp_path, num_steps=1)
     before = sorted(tmp_path.iterdir())
@@ -304,20 +234,55 @@ def test_a_merge_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_one_rank_and_only_some_steps(tmp_path: Path) -> None:
+    used = tb.observe.PerfettoTrace(tmp_path, steps=range(2, 4))
+    train_traced(2, "bytegrad", lambda group: [used] if group.rank() == 1 else [])
+    assert [path.name for path in tmp_path.iterdir()] == ["rank1.jsonl.gz"]
+    (file,), problems = find_files(tmp_path)
+    assert problems == ["files of ranks [0] are missing, of 2 ranks"]
+    assert {event.step for event in file.events()} == {2, 3}
+    merged = merge_files(tmp_path, tmp_path / "all.json.gz")
+    assert (merged.num_ranks, merged.num_messages) == (1, 0)
+    rows = read(merged.path)
+    check_format(rows)
+    assert [row["name"] for row in rows if row.get("cat") == "step"] == ["step 2", "step 3"]
+    with pytest.raises(ValueError, match="PerfettoTrace: a trace serves one attachment; create another trace"):
+        train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"path": None}, TypeError, "path must be a path, got None"),
+        *(
+            ({"path": path}, ValueError, "path must be a folder to write to, got")
+            for path in ("", "a\0b", "/proc/self", Path(__file__) / "trace")
+        ),
+        ({"steps": 10}, TypeError, "steps must be a range or None, got 10"),
+        ({"steps": range(-3, 0)}, ValueError, "steps must contain a step number of 0 or more, got range"),
+    ],
+    ids=str,
+)
+def test_refusals(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"PerfettoTrace: {message}"):
+        tb.observe.PerfettoTrace(**{"path": tmp_path, **arguments})
+
+
+def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    write_trace(tmp_path, size=3)
+    write_trace(tmp_path, size=2)
+    message = r"rank2.jsonl.gz and rank0.jsonl.gz are of different runs; remove the older file"
+    with pytest.raises(ValueError, match=message):
+        find_files(tmp_path)
+    steps = [event.step for event in RankFile(tmp_path / "rank0.jsonl.gz").events() if event.phase == "step"]
+    assert steps == [*range(NUM_STEPS)], "the file of the earlier run is replaced"
+
+
 def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:
-    class Sampler(Trace):
-        def samples(self, step: int) -> bool:
-            return True
-
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        observers = [tb.observe.PerfettoTrace(tmp_path), Sampler()]
-        with tb.attach(ddp, optimizer, "bytegrad", observers=observers):
-            ddp(torch.full((2, 64), torch.nan)).sum().backward()
-            optimizer.step()
-
-    run_ranks(2, body)
+    sampler = type("Sampler", (Trace,), {"samples": lambda self, step: True})
+    model = build(lambda: Tower((10, 301, 47, 1)))
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    train_traced(2, "bytegrad", lambda group: [tb.observe.PerfettoTrace(tmp_path), sampler()], model=model)
     rows = read(merge_files(tmp_path, tmp_path / "all.json.gz").path)
     assert any(row.get("cat") == "measure" for row in rows)
     measured = [event for event in RankFile(tmp_path / "rank0.jsonl.gz").events() if event.phase == "measure"]
@@ -325,47 +290,42 @@ def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:
     assert all(math.isnan(event.values["encoded"]) for event in measured)
 
 
-def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tmp_path = tmp_path / "run"
-    write_trace(tmp_path)
-    assert trace.main(["show", str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+def test_trace_shows_merges_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    write_trace(folder)
+
+    def run(command: str, *arguments: object, path: Path = folder, status: int = 0) -> tuple[str, str]:
+        assert trace.main([command, str(path), *map(str, arguments)]) == status
+        return capsys.readouterr()
+
+    def rows_of(output: str) -> list[list[str]]:
+        return [line.split()[:2] for line in output.splitlines() if line[:5].strip() in ("0", "1")]
+
+    output, _ = run("show")
     assert "ByteGradAlgorithm(hierarchical=True, average=True, block=2048, error_feedback=False), 2 ranks" in output
-    assert [line.split()[:2] for line in output.splitlines() if line[:5].strip() in ("0", "1")] == [
-        ["0", "6"],
-        ["1", "6"],
-    ]
+    assert rows_of(output) == [["0", "6"], ["1", "6"]]
+    with monkeypatch.context() as without_extras:
+        for missing in "tqdm", "matplotlib", "tensorboard":
+            without_extras.setitem(sys.modules, missing, None)
+        assert "merged.json.gz: 2 ranks" in run("merge")[0]
+    check_format(read(folder / "merged.json.gz"))
+    run("show")  # the merged file is in the same folder
+    run("draw", "--step", 3)
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
-    assert trace.main(["merge", str(tmp_path)]) == 0
-    assert "merged.json.gz: 2 ranks" in capsys.readouterr().out
-    check_format(read(tmp_path / "merged.json.gz"))
-    assert trace.main(["show", str(tmp_path)]) == 0, "the merged file is in the same folder"
-
-    assert trace.main(["draw", str(tmp_path), "--step", "3"]) == 0
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-
-    assert trace.main(["draw", str(tmp_path), "--step", "99"]) == 1
-    assert "step 99 is not in this trace, which ranges from step 0 to 5" in capsys.readouterr().err
-    assert trace.main(["show", str(tmp_path / "nothing")]) == 1
-    assert "found no rank*.jsonl.gz file" in capsys.readouterr().err
-    assert trace.main(["show", str(tmp_path.parent)]) == 1
-    assert "its subfolders ['run'] contain such files" in capsys.readouterr().err
-    (tmp_path / "rank0.jsonl.gz").write_bytes(gzip.compress(b"[1]"))
-    assert trace.main(["show", str(tmp_path)]) == 0
-    output = capsys.readouterr()
-    assert "rank0.jsonl.gz does not begin like a PerfettoTrace file" in output.err
-    assert "files of ranks [0] are missing, of 2 ranks" in output.err
-    assert [line.split()[:2] for line in output.out.splitlines() if line[:5].strip() == "1"] == [["1", "6"]]
-    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.jsonl.gz" / "x")]) == 1
-    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.jsonl.gz")]) == 1
-    assert "the output must be a separate file" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_merging_needs_no_optional_dependency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_trace(tmp_path, num_steps=1)
-    for missing in "tqdm", "matplotlib", "tensorboard":
-        monkeypatch.setitem(sys.modules, missing, None)
-    assert trace.main(["merge", str(tmp_path)]) == 0
-    check_format(read(tmp_path / "merged.json.gz"))
+    for message, arguments in {
+        "step 99 is not in this trace, which ranges from step 0 to 5": ("draw", "--step", 99),
+        "the output must be a separate file": ("merge", "--output", folder / "rank1.jsonl.gz"),
+    }.items():
+        assert message in run(*arguments, status=1)[1]
+    run("merge", "--output", folder / "rank1.jsonl.gz" / "x", status=1)
+    assert "found no rank*.jsonl.gz file" in run("show", path=folder / "nothing", status=1)[1]
+    assert "its subfolders ['run'] contain such files" in run("show", path=tmp_path, status=1)[1]
+    (folder / "rank0.jsonl.gz").write_bytes(gzip.compress(b"[1]"))
+    output, errors = run("show")
+    assert "rank0.jsonl.gz does not begin like a PerfettoTrace file" in errors
+    assert "files of ranks [0] are missing, of 2 ranks" in errors
+    assert rows_of(output) == [["1", "6"]]
+    assert not list(folder.glob("*.partial"))

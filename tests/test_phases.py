@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from components import GradientComponent, backward, running
+from components import GradientComponent, running
 from ranks import run_ranks
 from torchbagua.algorithms.gradient.phases import Phases
 
@@ -34,18 +33,23 @@ def begin(phases: Phases) -> tuple[bool, int | None]:
     return phases.begin_backward(), phases.current
 
 
-def test_each_phase_begins_once() -> None:
-    def body(rank: int, runner: tb.extend.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
-        assert phases.current is None
-        seen = []
-        for _ in range(8):
-            seen.append(begin(phases))
-            runner.step_taken()
-        assert (phases.num_backward_passes, phases.num_steps) == (8, 8)
-        return seen
+def test_each_phase_begins_once_and_ranks_communicate_only_when_one_may_begin() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[list[tuple[bool, int | None]], list[int]]:
+        recorder = tb.observe.Recorder()
+        seen, sent = [], []
+        with running(group, ALGORITHM, observers=[recorder]) as (runner, phases):
+            assert phases.current is None
+            for _ in range(8):
+                seen.append(begin(phases))
+                runner.step_taken()
+                runner.tracer.deliver()
+                sent.append(sum(event.phase == "send" for event in recorder.events))
+                recorder.clear()
+            assert (phases.num_backward_passes, phases.num_steps) == (8, 8)
+        return seen, sent
 
-    expected = [(True, 0), (False, 0), (False, 0), (True, 1), (False, 1), (False, 1), (True, 2), (False, 2)]
-    assert on_ranks(2, body) == [expected] * 2
+    begins = [(True, 0), (False, 0), (False, 0), (True, 1), (False, 1), (False, 1), (True, 2), (False, 2)]
+    assert run_ranks(2, body) == [(begins, [0, 0, 0, 1, 0, 0, 1, 0])] * 2
 
 
 def test_a_step_counts_once_for_each_optimizer_that_takes_it_together() -> None:
@@ -65,26 +69,6 @@ def test_a_step_counts_once_for_each_optimizer_that_takes_it_together() -> None:
     assert on_ranks(1, body) == [[1, 2, 3, 3, 4, 5]]
 
 
-def test_it_is_notified_of_the_steps_of_an_optimizer() -> None:
-    def body(group: dist.ProcessGroup) -> list[int]:
-        parameters = [torch.nn.Parameter(torch.zeros(3))]
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-        def make(runner: tb.extend.Runner) -> Phases:
-            return Phases(runner, phase_after)
-
-        counts = []
-        with running(group, GradientComponent(make=make), optimizer=optimizer) as (runner, phases):
-            for _ in range(2):
-                phases.begin_backward()
-                backward(runner, parameters, [torch.ones(3)])
-                optimizer.step()
-                counts.append(phases.num_steps)
-        return counts
-
-    assert run_ranks(1, body) == [[1, 2]]
-
-
 def test_phases_follow_the_rank_with_the_highest_count() -> None:
     """Rank 0 misses two steps, and rank 2 one; no phase begins before a rank has counted enough steps."""
 
@@ -100,22 +84,6 @@ def test_phases_follow_the_rank_with_the_highest_count() -> None:
     # All ranks miss the first step: phases begin one backward later than the number of passes suggests.
     expected = [(True, 0), *[(False, 0)] * 3, (True, 1), *[(False, 1)] * 2, (True, 2)]
     assert on_ranks(3, body) == [expected] * 3
-
-
-def test_ranks_communicate_only_when_a_phase_may_begin() -> None:
-    def body(group: dist.ProcessGroup) -> list[int]:
-        recorder = tb.observe.Recorder()
-        sent = []
-        with running(group, ALGORITHM, observers=[recorder]) as (runner, phases):
-            for _ in range(7):
-                phases.begin_backward()
-                runner.step_taken()
-                runner.tracer.deliver()
-                sent.append(sum(event.phase == "send" for event in recorder.events))
-                recorder.clear()
-        return sent
-
-    assert run_ranks(2, body) == [[0, 0, 0, 1, 0, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4])

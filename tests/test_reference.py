@@ -3,12 +3,15 @@
 import ast
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
+
+import pytest
 
 import torchbagua as tb
 from documentation import PAGES, ROOT
@@ -16,11 +19,15 @@ from torchbagua.algorithms.base import get
 from torchbagua.cli import __main__ as command_line
 from torchbagua.codecs.base import REGISTRY
 
-sys.path.append(str(ROOT / "docs_build"))
+sys.path += [str(ROOT / "docs_build"), str(ROOT / "benchmarks")]
 import errors
+import figure_texts as texts
+import figures
 import markers
 import tables
 import words
+from contestants import COMPUTE_ONLY, CONTESTANTS
+from horizon_report import summarise_row
 
 PACKAGE = ROOT / "torchbagua"
 REFERENCE = ROOT / "docs" / "api" / "index.md"
@@ -43,23 +50,14 @@ PUBLIC_MODULES = (
 # Lists that are generated from the registries
 
 
-def test_lists_match_the_registries() -> None:
+def test_lists_match_the_registries_and_examples_of_errors_are_up_to_date() -> None:
     outdated = [name for name in tables.FILES if (ROOT / name).read_text(encoding="utf-8") != tables.updated(name)]
     assert outdated == [], "run `make tables`"
-
-
-def test_the_examples_of_errors_are_up_to_date() -> None:
     assert (ROOT / errors.PAGE).read_text(encoding="utf-8") == errors.updated(), "run `make tables`"
 
 
 def test_one_term_for_each_concept() -> None:
-    line = "Bytes travel to the neighbour; `travel` and [this](travel.md) are names."
-    assert [found[0] for _, text in words.prose_of_page(line) for found in words.uses(text)] == ["travel", "neighbour"]
-    program = 'travel = 1  # it travels\nname = "travel"\n\n\ndef f():\n    """Send anew."""\n'
-    assert [found[0] for _, text in words.prose_of_program(program) for found in words.uses(text)] == [
-        "travels",
-        "anew",
-    ]
+    assert [found[0] for _, text in words.prose_of_page("It travels.") for found in words.uses(text)] == ["travels"]
     assert not list(words.problems())
 
 
@@ -69,58 +67,25 @@ def test_each_list_is_in_one_file() -> None:
     assert sorted(found) == sorted(make.__name__ for make in tables.LISTS)
 
 
-def test_the_table_of_algorithms_has_every_registered_algorithm() -> None:
+def test_tables_have_every_registered_algorithm_and_codec() -> None:
+    algorithms = [name for name in tb.available_algorithms() if get(name).__module__.startswith("torchbagua.")]
     table = (ROOT / "docs" / "algorithms" / "index.md").read_text(encoding="utf-8")
-    own = [name for name in tb.available_algorithms() if get(name).__module__.startswith("torchbagua.")]
-    assert own
-    assert [name for name in own if f'| `"{name}"` |' not in table] == []
-
-
-def test_wire_formats_have_every_registered_codec() -> None:
+    assert algorithms
+    assert [name for name in algorithms if f'| `"{name}"` |' not in table] == []
+    codecs = [name for name, make in REGISTRY.items() if make.__module__.startswith("torchbagua.")]
     page = (ROOT / "docs" / "wire-formats.md").read_text(encoding="utf-8")
     table = page.split("## The bytes of a chunk")[1].split("\n### ")[0]
-    own = [name for name, make in REGISTRY.items() if make.__module__.startswith("torchbagua.")]
-    assert own
-    assert [name for name in own if f'`"{name}"`' not in table] == []
-
-
-# Pages that recommend algorithms, or report measurements of them, choose which algorithms they name.
-CHOSEN = {"README.md", "docs/choose.md", "docs/benchmarks.md"}
-
-
-def test_other_pages_do_not_list_the_algorithms() -> None:
-    """A page that names more than three of them in a paragraph or table would need an edit for each new algorithm."""
-    classes = {type(entry.algorithm).__name__ for entry in tables.entries()}
-    lists = []
-    for page in PAGES:
-        name = page.relative_to(ROOT).as_posix()
-        if name in CHOSEN or name in tables.FILES:
-            continue
-        for paragraph in re.split(r"\n\s*\n", page.read_text(encoding="utf-8")):
-            if len(classes & set(re.findall(r"\w+Algorithm\b", paragraph))) > 3:
-                lists.append(f"{name}: {paragraph[:80]}")
-    assert lists == []
+    assert codecs
+    assert [name for name in codecs if f'`"{name}"`' not in table] == []
 
 
 # The page of all public names
 
 
-class Row(NamedTuple):
-    """A row of the table in docs/api/index.md."""
-
-    group: str
-    module: str
-    names: list[str]
-
-
-def rows() -> list[Row]:
-    """Return the rows of the table, each with its group; an empty group cell means the group of the row above."""
-    found: list[Row] = []
-    for line in REFERENCE.read_text(encoding="utf-8").splitlines():
-        if row := re.fullmatch(r"\| (?:\[?([^|\]]*)\]?(?:\([^)]*\))?)? ?\| `([\w.]+)` \| (.*) \|", line):
-            group = row[1].strip() or found[-1].group
-            found.append(Row(group, row[2], re.findall(r"`([^`]+)`", row[3])))
-    return found
+def rows() -> list[tuple[str, list[str]]]:
+    """Return the module and the names of each row of the table in docs/api/index.md."""
+    cells = re.findall(r"^\| [^|]*\| `([\w.]+)` \| (.*) \|$", REFERENCE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [(module, re.findall(r"`([^`]+)`", names)) for module, names in cells]
 
 
 def module_at(path: str) -> ModuleType:
@@ -186,34 +151,17 @@ def identity(module: str, name: str) -> tuple[object, str]:
     return id(getattr(module_at(module), name)), name
 
 
-def test_the_reference_lists_every_public_name() -> None:
+def test_the_reference_lists_every_public_name_and_nothing_else() -> None:
     table = rows()
-    listed = {identity(row.module, name) for row in table for name in row.names}
-    missing = {}
-    for module, name in public_names():
-        if identity(module, name) not in listed:
-            groups = dict.fromkeys(row.group for row in table if row.module == module)
-            missing[f"{module}.{name}"] = f"belongs in one of the groups {list(groups)}"
-    assert missing == {}
-
-
-def test_the_reference_lists_nothing_else() -> None:
-    public = {identity(module, name) for module, name in public_names()}
-    listed = [(row.module, name) for row in rows() for name in row.names]
-    surplus = [f"{module}.{name}" for module, name in listed if identity(module, name) not in public]
-    assert surplus == []
+    listed = [(module, name) for module, names in table for name in names]
     assert sorted(set(listed)) == sorted(listed)
-
-
-def test_the_reference_names_every_public_module() -> None:
-    modules = {row.module for row in rows()}
+    public = {identity(*name): ".".join(name) for name in public_names()}
+    in_table = {identity(*name): ".".join(name) for name in listed}
+    assert [name for key, name in public.items() if key not in in_table] == [], "missing"
+    assert [name for key, name in in_table.items() if key not in public] == [], "surplus"
     exported = {getattr(tb, name).__name__ for name in tb.__all__ if isinstance(getattr(tb, name), ModuleType)}
     compat = {f"torchbagua.compat.{path.parent.name}" for path in (PACKAGE / "compat").glob("*/__init__.py")}
-    assert (exported | compat | set(adapters())) - modules == set()
-
-
-def test_the_reference_fits_on_one_screen() -> None:
-    assert len(REFERENCE.read_text(encoding="utf-8").splitlines()) <= 60
+    assert (exported | compat | set(adapters())) - {module for module, _ in table} == set()
 
 
 # Paths that pages and docstrings mention
@@ -268,55 +216,43 @@ def test_the_files_in_tables_of_the_design_page_exist() -> None:
     assert [name for name in names if not (PACKAGE / name).exists()] == []
 
 
-def test_the_files_that_trainings_execute_exist() -> None:
-    """In the tables of the design page that `make walk` writes, which are out of date otherwise."""
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w./]+/)` \| (.*) \|$", page, re.MULTILINE)
-    paths = [f"{folder}{name}" for folder, files in rows for name in re.findall(r"`(\w+\.py)`\*{0,2} \d+", files)]
-    assert len(paths) > 30
-    assert [path for path in paths if not (PACKAGE / path).exists()] == []
+@pytest.mark.slow
+def test_trainings_execute_no_more_files_and_lines_than_recorded() -> None:
+    program = [sys.executable, ROOT / "docs_build" / "walk.py", "--check"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
-# The docstrings of packages
+# The pages' figures equal those of the recorded runs, which a single rule chooses and merges
+
+ADVICE = "run `make bench-docs ARGS=--write`"
 
 
-def ladder() -> list[str]:
-    """Return the packages of the ladder in pyproject.toml, from the top."""
-    layers = re.search(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
-    assert layers is not None
-    names = re.findall(r"\w+", layers[1])
-    return [name for name in names if (PACKAGE / name).is_dir()]
+@pytest.fixture(scope="module")
+def shown() -> Any:
+    return figures.load_shown()
 
 
-# Of nested packages, only those of the ladder's packages; those for Bagua and mlbench follow these projects' layouts.
-ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights"]
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_a_page_has_the_figures_of_its_records(name: str, shown: Any) -> None:
+    assert (ROOT / name).read_text(encoding="utf-8") == figures.updated(name, shown), ADVICE
 
 
-def beginnings(package: str) -> list[str]:
-    """Return the files after "Begin with" in a package's docstring, relative to the package or to torchbagua."""
-    docstring = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
-    assert docstring is not None
-    about, blank, imports, begin = docstring.splitlines()[:4]
-    assert about.endswith((".", "?"))
-    assert blank == ""
-    assert imports.startswith("May import ")
-    assert begin.startswith("Begin with ")
-    return re.findall(r"[\w/]+\.py", begin)
+def test_charts_have_the_figures_of_their_records(shown: Any) -> None:
+    assert [path.name for path, svg in figures.charts(shown) if path.read_bytes() != svg] == [], ADVICE
 
 
-def test_a_package_docstring_names_the_files_to_begin_with() -> None:
-    for package in ROOMS:
-        files = beginnings(package)
-        assert files, package
-        folders = (PACKAGE / package, PACKAGE)
-        absent = [name for name in files if not any((folder / name).is_file() for folder in folders)]
-        assert absent == [], package
+def test_readme_has_the_losses_of_diloco_with_muon() -> None:
+    summary = summarise_row(figures.load_horizon(), "muon_diloco_30")
+    assert summary is not None
+    losses = (
+        f"loss {summary.over_adamw:+.1f}\u00a0% compared with DDP and AdamW, "
+        f"{summary.over_same:+.1f}\u00a0% compared with DDP and Muon"
+    )
+    assert losses in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_map_in_contributing_follows_the_ladder() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    entries = re.findall(r"^\| `torchbagua/(\w+)/` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)
-    assert [package for package, _ in entries] == ladder()
-    for package, begin in entries:
-        files = re.findall(r"`([\w/]+\.py)`", begin)
-        assert files == beginnings(package)[: len(files)]
+def test_tables_have_every_contestant_of_a_run() -> None:
+    tables = {*texts.GRADIENTS, *texts.MOMENTA, *texts.WEIGHTS, *texts.NODES}
+    measured = {name for name, contestant in CONTESTANTS.items() if not contestant.must_be_named}
+    assert tables == measured - {COMPUTE_ONLY}

@@ -37,41 +37,27 @@ def test_changelog_gets_a_section_of_the_release() -> None:
         "# Changelog\n\n## [Unreleased]\n\n## [1.0.0] - 2026-02-03\n\n### Added\n\n- New.\n\n"
         "## [0.9.0] - 2026-01-01\n\n- Old.\n"
     )
-
-
-def test_changelog_without_changes_is_refused() -> None:
     nothing_new = CHANGELOG.replace("### Added\n\n- New.\n\n", "")
     with pytest.raises(ValueError, match=r"the changes of 1.0.0 after the line '## \[Unreleased\]'"):
         release.cut_changelog(nothing_new, "1.0.0", "2026-02-03")
 
 
-def test_versions_increase(git: Callable[..., None]) -> None:
+def test_obstacles_are_named(git: Callable[..., None], tmp_path: Path) -> None:
     assert release.find_obstacle("0.1.0") is None
-    git("tag", "v0.9.0")
-    git("tag", "v0.10.0")
-    git("tag", "v1.0.0rc1")
+    for tag in ("v0.9.0", "v0.10.0", "v1.0.0rc1"):
+        git("tag", tag)
     assert release.find_obstacle("0.10.1") is None
     for version in ("0.9.1", "0.10.0"):
         assert f"got '{version}', allowed: a version after 0.10.0" in str(release.find_obstacle(version))
     for version in ("1.0", "v1.0.0", "1.0.0rc1", ""):
         assert f"got {version!r}, allowed: three numbers" in str(release.find_obstacle(version))
-
-
-@pytest.mark.usefixtures("git")
-def test_uncommitted_change_is_named(tmp_path: Path) -> None:
+    for owner in ("", "some/body", "a b", "-a", "a--b"):
+        assert f"argument --owner: got {owner!r}" in str(release.find_obstacle("0.10.1", owner))
     (tmp_path / "new.py").touch()
-    assert "no uncommitted change; commit or stash\n?? new.py" in str(release.find_obstacle("0.1.0"))
-
-
-@pytest.mark.usefixtures("git")
-@pytest.mark.parametrize("owner", ["", "some/body", "a b", "-a", "a--b"])
-def test_owner_must_be_a_name_of_github(owner: str) -> None:
-    assert f"argument --owner: got {owner!r}" in str(release.find_obstacle("0.1.0", owner))
-
-
-def test_other_branch_is_refused(git: Callable[..., None]) -> None:
+    assert "no uncommitted change; commit or stash\n?? new.py" in str(release.find_obstacle("0.10.1"))
+    (tmp_path / "new.py").unlink()
     git("switch", "--create", "side")
-    assert "the branch must be main" in str(release.find_obstacle("0.1.0"))
+    assert "the branch must be main" in str(release.find_obstacle("0.10.1"))
 
 
 @pytest.mark.usefixtures("git")

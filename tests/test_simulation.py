@@ -1,39 +1,55 @@
-"""The parts of a simulation: virtual time, deadlocks, exit handlers, links, cores, channels."""
+"""The parts of a simulation: virtual time, deadlocks, links, cores, channels; its `check`, and its trace."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
-from past_bugs import job_is_queued_after_the_stop
+import torchbagua as tb
+from past_bugs import PAST_BUGS
 from simulated import without_fault
 from torchbagua import _concurrency
 from torchbagua.runtime.lane import Lane
 from torchbagua.testing.simulation import (
     Cluster,
     Deadlock,
+    Fault,
     Rank,
     Simulation,
+    SimulationTrace,
+    Subject,
+    Violation,
+    check,
     run_trial,
     simulate,
 )
-from torchbagua.testing.simulation.cluster import Streams
-from torchbagua.testing.simulation.faults import Fault
 
 # Trainings with faults give all of the package's warnings.
 pytestmark = [pytest.mark.usefixtures("on_one_core"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_time_is_virtual() -> None:
-    def body(rank: Rank) -> float:
-        start_s = _concurrency.monotonic()
-        rank.compute(3600)
-        return _concurrency.monotonic() - start_s
+def values(simulation: Simulation, body: Callable[[Rank], object]) -> list[object]:
+    return [outcome.value for outcome in simulation.run(body)]
 
-    simulation = Simulation(2, seed=0, limit_s=4000)
-    assert [outcome.value for outcome in simulation.run(body)] == pytest.approx([3600, 3600])
+
+def seconds_of_an_hour(rank: Rank) -> float:
+    start_s = _concurrency.monotonic()
+    rank.compute(3600)
+    return _concurrency.monotonic() - start_s
+
+
+def test_time_is_virtual_and_ranks_share_the_cores_of_a_node() -> None:
+    assert values(Simulation(2, seed=0, limit_s=4000), seconds_of_an_hour) == pytest.approx([3600, 3600])
+    one_core = Cluster((0, 0), num_cores=1)
+    assert values(Simulation(one_core, seed=0, limit_s=8000), seconds_of_an_hour) == pytest.approx([7200, 7200])
+
+    trial = without_fault("bytegrad", 0, 2)
+    slow = replace(trial.cluster, encode_rate=1e4, decode_rate=1e5)
+    assert run_trial(replace(trial, cluster=slow)).ended_s > run_trial(trial).ended_s + 0.1
 
 
 def test_a_deadlock_has_the_stack_of_every_thread() -> None:
@@ -50,8 +66,6 @@ def test_a_deadlock_has_the_stack_of_every_thread() -> None:
     assert str(raised.value).count("locks[1 - rank.number].acquire()") == 2
     assert "rank 1 of rank 1" in str(raised.value)
 
-
-def test_a_loop_of_waits_is_reported() -> None:
     def wait_again_and_again(rank: Rank) -> None:
         while True:
             rank.compute(1)
@@ -60,7 +74,7 @@ def test_a_loop_of_waits_is_reported() -> None:
         Simulation(1, seed=0, limit_s=50).run(wait_again_and_again)
 
 
-def close_while_a_job_is_submitted(seed: int) -> None:
+def is_deadlocked(seed: int) -> bool:
     """Submit a job of a lane on one thread and close the lane on another; the job runs, or is refused."""
 
     def body(rank: Rank) -> None:
@@ -73,23 +87,18 @@ def close_while_a_job_is_submitted(seed: int) -> None:
         finally:
             closing.join()
 
-    (outcome,) = Simulation(1, seed).run(body)
-    assert outcome.error is None or "is closed" in str(outcome.error)
-
-
-def is_deadlocked(seed: int) -> bool:
     try:
-        close_while_a_job_is_submitted(seed)
+        (outcome,) = Simulation(1, seed).run(body)
     except Deadlock:
         return True
+    assert outcome.error is None or "is closed" in str(outcome.error)
     return False
 
 
 def test_a_lane_that_closes_while_a_job_is_submitted() -> None:
-    for seed in range(20):
-        close_while_a_job_is_submitted(seed)
-    with job_is_queued_after_the_stop():
-        assert any(is_deadlocked(seed) for seed in range(20))
+    assert not any(map(is_deadlocked, range(20)))
+    with PAST_BUGS["job_is_queued_after_the_stop"]():
+        assert any(map(is_deadlocked, range(20)))
 
 
 def test_a_rank_that_dies_while_settings_are_compared_is_named() -> None:
@@ -143,67 +152,26 @@ def test_messages_share_the_links_between_nodes() -> None:
 
     for nodes, num_cards, expected_s in (((0, 1), 1, 0.1), ((0, 0, 1, 1), 1, 0.2), ((0, 0, 1, 1), 2, 0.1)):
         cluster = Cluster(nodes, rate=1e7, num_cards=num_cards, latency_s=1e-6)
-        times = [outcome.value for outcome in Simulation(cluster, seed=0).run(body)]
-        assert times == pytest.approx([expected_s] * len(nodes), rel=1e-3)
-
-
-def test_a_stream_gets_what_others_cannot_use() -> None:
-    """A to B is limited to a quarter of A's card; A to C gets the rest of it."""
-    now_s, events = [0.0], list[tuple[float, Callable[[], None]]]()
-    capacity = {"card of A": 4.0, "limit to B": 1.0}
-    streams = Streams(lambda: now_s[0], lambda at_s, event: events.append((at_s, event)), capacity.__getitem__)
-    ended: dict[str, float] = {}
-    streams.start(["card of A", "limit to B"], 2.0, lambda: ended.setdefault("B", now_s[0]))
-    streams.start(["card of A"], 9.0, lambda: ended.setdefault("C", now_s[0]))
-    while events:
-        event = min(events, key=lambda entry: entry[0])
-        events.remove(event)
-        now_s[0] = event[0]
-        event[1]()
-    # C moves 3 a second for two seconds, and then 4 a second.
-    assert ended == pytest.approx({"B": 2.0, "C": 2.75})
+        assert values(Simulation(cluster, seed=0), body) == pytest.approx([expected_s] * len(nodes), rel=1e-3)
 
 
 def test_a_timeout_of_one_waiter_leaves_the_others_waiting() -> None:
-    def body(rank: Rank) -> bool:
-        condition = _concurrency.Condition()
-        woken: list[bool] = []
+    def body(rank: Rank) -> list[bool]:
+        condition, woken = _concurrency.Condition(), list[bool]()
 
-        def wait() -> None:
+        def wait(timeout: float | None = None) -> None:
             with condition:
-                woken.append(condition.wait())
+                woken.append(condition.wait(timeout))
 
         thread = _concurrency.Thread(target=wait, name="waiting")
         thread.start()
+        wait(timeout=1)
         with condition:
-            assert not condition.wait(timeout=1)
             condition.notify_all()
         thread.join()
-        return woken == [True]
+        return woken
 
-    assert [outcome.value for outcome in Simulation(1, seed=0).run(body)] == [True]
-
-
-def test_the_error_of_an_event_ends_the_run() -> None:
-    simulation = Simulation(2, seed=0)
-
-    def event() -> None:
-        raise ArithmeticError("an event")
-
-    simulation.scheduler.call_at(0.5, event)
-    with pytest.raises(ArithmeticError, match="an event"):
-        simulation.run(lambda rank: rank.compute(1))
-    with pytest.raises(RuntimeError, match="runs once"):
-        simulation.run(lambda rank: None)
-
-
-def test_each_group_has_its_own_channel() -> None:
-    trial = without_fault("bytegrad", 0, 4)
-    simulation = simulate(replace(trial, cluster=replace(trial.cluster, nodes=(0, 0, 1, 1))))
-    report = run_trial(trial, simulation)
-    assert report.violations == []
-    members = [frozenset(channel.joined) for channel in simulation.network.channels.values() if channel.joined]
-    assert sorted(members, key=sorted) == [{0, 1}, {0, 1, 2, 3}, {0, 2}, {1, 3}, {2, 3}]
+    assert values(Simulation(1, seed=0), body) == [[False, True]]
 
 
 @pytest.mark.parametrize("kind", ["silent store", "lost store", "failed operation", "death", "cut link"])
@@ -214,14 +182,118 @@ def test_a_fault_happens(kind: str) -> None:
     assert simulation.fault_s is not None
 
 
-def test_codecs_and_ranks_share_the_cores_of_a_node() -> None:
-    def body(rank: Rank) -> float:
-        rank.compute(1)
-        return _concurrency.monotonic()
+# `check` reports what must not happen; a trace shows what did
 
-    one_core = Cluster((0, 0), num_cores=1)
-    assert [outcome.value for outcome in Simulation(one_core, seed=0).run(body)] == pytest.approx([2, 2])
 
-    trial = without_fault("bytegrad", 0, 2)
-    slow = replace(trial.cluster, encode_rate=1e4, decode_rate=1e5)
-    assert run_trial(replace(trial, cluster=slow)).ended_s > run_trial(trial).ended_s + 0.1
+class OneOperation(tb.Algorithm):
+    """A mean of gradients, and an operation that follows it. Without fields, ranks compare nothing of it."""
+
+    def __init__(self, operation: Callable[[tb.extend.BaguaBucket, tb.BaguaProcessGroup], object]) -> None:
+        self.operation = operation
+
+    def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
+        return OneOperationImpl(runner)
+
+
+class OneOperationImpl(tb.AlgorithmImpl):
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
+        bucket.append_centralized_synchronous_op()
+        bucket.append_python_op(self.algorithm.operation)
+
+
+Bucket, Group = tb.extend.BaguaBucket, tb.BaguaProcessGroup
+
+
+def diverge(bucket: Bucket, group: Group) -> None:
+    bucket.flat.add_(group.rank)
+
+
+def leave_a_thread(bucket: Bucket, group: Group) -> None:
+    _concurrency.Thread(target=lambda: _concurrency.sleep(1000), name="forgotten").start()
+
+
+def send_to_nobody(bucket: Bucket, group: Group) -> None:
+    if group.rank == 0:
+        group.world.post("sending to", 1, bucket.flat, tag=99, purpose="a test")
+        group.world.wait("sending to", 1, tag=99, purpose="a test")
+
+
+def send_too_much(bucket: Bucket, group: Group) -> None:
+    received = torch.empty(7 + group.rank, dtype=torch.uint8)
+    for way, tensor in (("receiving from", received), ("sending to", received.clone())):
+        group.world.post(way, 1 - group.rank, tensor, tag=99, purpose="a test")
+    for way in ("receiving from", "sending to"):
+        group.world.wait(way, 1 - group.rank, tag=99, purpose="a test")
+
+
+def take_long(bucket: Bucket, group: Group) -> None:
+    _concurrency.sleep(1)
+
+
+def fail(bucket: Bucket, group: Group) -> None:
+    raise ValueError("a test")
+
+
+def wait_for_ever(bucket: Bucket, group: Group) -> None:
+    lock = _concurrency.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def look_again_and_again(bucket: Bucket, group: Group) -> None:
+    while True:
+        _concurrency.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (diverge, "weights differ between ranks after step 0"),
+        (leave_a_thread, "rank 0 leaves the thread 'forgotten' behind"),
+        (send_to_nobody, "rank 1 has not read a message of rank 0 with tag 99"),
+        (send_too_much, "rank 0 received 8 bytes, expected 7 from rank 1"),
+        (take_long, "rank 0 ended after"),
+        (fail, "rank 0 raised RuntimeError"),
+        (wait_for_ever, "threads wait for ever:(.|\n)*in wait_for_ever"),
+        (look_again_and_again, "again and again while no time passes:(.|\n)*in look_again_and_again"),
+    ],
+)
+def test_check_reports_what_must_not_happen(operation: Callable[[Bucket, Group], object], message: str) -> None:
+    subject = Subject(lambda _: OneOperation(operation), sizes=(2,), faults=("none",))
+    with pytest.raises(Violation, match=message) as raised:
+        check(subject, seeds=range(3))
+    assert str(raised.value).startswith("seed 0, with the fault 'none': ")
+
+
+def test_check_accepts_what_may_happen() -> None:
+    seeds: list[int] = []
+
+    def progress(numbers: Iterable[int]) -> Iterator[int]:
+        for number in numbers:
+            seeds.append(number)
+            yield number
+
+    check(Subject(lambda _: OneOperation(lambda bucket, group: None)), range(5), progress)
+    assert seeds == [0, 1, 2, 3, 4]
+
+
+def test_a_trace_has_the_waits_of_threads_and_all_messages(tmp_path: Path) -> None:
+    trial = replace(without_fault("bytegrad", 0, 2), fault=Fault("death", rank=1, turn=250))
+    simulation = simulate(trial)
+    trace = SimulationTrace(simulation)
+    run_trial(trial, simulation)
+    trace.write(tmp_path / "trace.json")
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"rank 0", "rank 1", "torchbagua lane of ByteGradAlgorithm"} <= names
+    (fault,) = [event for event in events if event["name"] == "fault"]
+    assert simulation.fault_s is not None
+    assert fault["ts"] == pytest.approx(simulation.fault_s * 1e6)
+    assert any(event["name"] == "communicator.wait" and event["dur"] > 0 for event in events if event["ph"] == "X")
+    begun = {event["id"]: event for event in events if event["ph"] == "b"}
+    ended = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert len(begun) == len(ended) > 5
+    assert all(begun[number]["ts"] < ended[number]["ts"] for number in begun)
+    assert all(event["args"]["bytes"] > 0 for event in begun.values())

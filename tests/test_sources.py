@@ -4,17 +4,15 @@ One test for each rule; it lists the files and lines that break it.
 """
 
 import ast
-import inspect
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-import torchbagua as tb
 from source_tree import REPOSITORY
-from test_reference import command_line, module_at, public_names
+from test_reference import re_exports
 
 PACKAGE = REPOSITORY / "torchbagua"
 BELOW_TRAINING = ("algorithms", "runtime", "collectives", "transport", "codecs", "native", "observe")
@@ -89,51 +87,6 @@ def test_only_its_own_module_assigns_an_objects_attributes() -> None:
     assert list(foreign_assignments("native/tensor_tables.py")), "it finds those of C's structures"
 
 
-# `Args` and `Raises` stand on public names; what is internal has a line that says what it is for.
-
-
-@cache
-def public_qualnames() -> set[tuple[str, str]]:
-    """Return the modules and qualified names of all public functions and classes, and of the methods of the latter."""
-    found = set()
-    for module, name in public_names():
-        if module.startswith("torchbagua.integrations.") or name in command_line._COMMANDS:
-            continue
-        thing = getattr(module_at(module), name)
-        for cls in thing.__mro__ if inspect.isclass(thing) else ():
-            found |= {(cls.__module__, cls.__qualname__)}
-            found |= {(cls.__module__, f"{cls.__qualname__}.{method}") for method in vars(cls)}
-        if inspect.isroutine(thing):
-            found.add((thing.__module__, inspect.unwrap(thing).__qualname__))
-    return found
-
-
-def sections(name: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the qualified name of each definition whose docstring has sections."""
-    to_visit: list[tuple[str, ast.AST]] = [("", nodes_of(name)[0])]
-    for prefix, parent in to_visit:
-        for node in ast.iter_child_nodes(parent):
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
-                to_visit.append((prefix, node))
-                continue
-            to_visit.append((f"{prefix}{node.name}.", node))
-            if re.search(r"^\s*(Args|Raises):$", ast.get_docstring(node) or "", re.MULTILINE):
-                yield node.lineno, f"{prefix}{node.name}"
-
-
-def internal_sections(name: str) -> Iterator[str]:
-    module = ".".join(("torchbagua", *Path(name).with_suffix("").parts)).removesuffix(".__init__")
-    for line, qualname in sections(name):
-        if (module, qualname) not in public_qualnames():
-            yield f"line {line}: {qualname}"
-
-
-def test_sections_of_docstrings_stand_on_public_names() -> None:
-    """Facades document other people's interfaces."""
-    assert breaches(internal_sections, "cli/", "compat/", "integrations/") == []
-    assert len(list(sections("codecs/base.py"))) > 1
-
-
 # Names that a package must not use: packages, the names, and excepted files, each with its reason.
 CONTRACTS = {
     "codecs know no torch.distributed": (
@@ -174,6 +127,7 @@ def names_in(name: str) -> set[str]:
             aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     for node in nodes_of(name):
         if isinstance(node, ast.Name):
             found.add(aliases.get(node.id, node.id))
@@ -217,26 +171,60 @@ def test_above_transport_no_backend_is_named() -> None:
     assert breaches(named, *others) == []
 
 
-def test_nothing_imports_compat() -> None:
-    assert breaches(lambda name: uses(name, ("torchbagua.compat",)), "compat/") == []
+# The compatibility layers use only the public API, as user code does.
+
+PUBLIC = ["torchbagua"]
+PUBLIC += [f"torchbagua.{name}" for name in ("algorithms", "codecs", "collectives", "extend", "fsdp", "observe")]
+OF_COMPAT = [name for name in SOURCES if name.startswith("compat/")]
 
 
-def test_the_root_has_packages_and_few_small_modules() -> None:
-    modules = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py")}
-    assert {name for name in modules if not name.startswith("_")} == {"extend.py", "version.py"}
-    small = {name: length for name, length in modules.items() if name not in ("__init__.py", "_torch.py")}
-    assert max(small.values()) <= 80, small
-
-
-def test_the_root_has_few_names() -> None:
-    named = {name: getattr(tb, name) for name in tb.__all__}
-    algorithms = {
-        name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, tb.Algorithm)
+@cache
+def names_of_package(module: str) -> set[str]:
+    """Return what may be imported from a public package: `__all__`, `X as X`, and its public subpackages."""
+    package = importlib.import_module(module)
+    return {
+        *package.__all__,
+        *re_exports(package),
+        *(name.rpartition(".")[2] for name in PUBLIC if name.rpartition(".")[0] == module),
     }
-    others = named.keys() - algorithms.keys() - {"QAdamOptimizer", "__version__"} | {"Algorithm"}
-    assert len(others) <= 14, others
-    full_names = [name for name in algorithms if name.endswith("Algorithm") and name != "Algorithm"]
-    assert [name for name in full_names if algorithms[name.removesuffix("Algorithm")] is not algorithms[name]] == []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@cache
+def own_private_names() -> set[str]:
+    """Return the private names that compat defines: functions, classes, and assigned names."""
+    found = set()
+    for node in (node for name in OF_COMPAT for node in nodes_of(name)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return set(filter(is_private, found))
+
+
+def private_uses(name: str) -> Iterator[str]:
+    """Yield the names that a source of compat uses, and user code must not use."""
+    for used in sorted(names_in(name)):
+        if used.startswith("torchbagua.") and not used.startswith("torchbagua.compat"):
+            package = max((public for public in PUBLIC if f"{used}.".startswith(f"{public}.")), key=len)
+            first, *rest = used.removeprefix(package).strip(".").split(".")
+            if (first and first not in names_of_package(package)) or any(map(is_private, rest)):
+                yield used
+    own, of_torch = own_private_names(), name.endswith("/_torch.py")
+    for node in nodes_of(name):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"line {node.lineno}: a relative import"
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and not (of_torch or node.attr in own):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_compat_uses_only_public_names_and_nothing_imports_it() -> None:
+    assert breaches(private_uses, *(name for name in SOURCES if name not in OF_COMPAT)) == []
+    assert list(private_uses("training/attach.py")), "it finds those of other packages"
+    assert breaches(lambda name: uses(name, ("torchbagua.compat",)), "compat/") == []
 
 
 def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:

@@ -1,11 +1,14 @@
 """TensorBoardTrace: event files, read back by TensorBoard's own reader."""
 
 import itertools
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -85,33 +88,6 @@ def test_charts_show_the_observed_events(tmp_path: Path, name: str) -> None:
     assert {tag.split("/")[1] for tag in written} & special == of_name
 
 
-def test_the_peer_of_shift_one_changes(tmp_path: Path) -> None:
-    recorder = tb.observe.Recorder()
-    train_traced(
-        4,
-        "shift_one",
-        lambda group: [tb.observe.TensorBoardTrace(tmp_path, 1), *([recorder] if group.rank() == 0 else [])],
-        num_steps=8,
-    )
-    means = [event for event in recorder.events if event.phase == "reduce" and event.peers]
-    of_first_bucket = [event.peers for event in means if event.bucket == means[0].bucket]
-    in_turn = [(2,), (3,)] * len(of_first_bucket)
-    assert of_first_bucket == in_turn[: len(of_first_bucket)], "rank 0 meets the upper half"
-    assert len(of_first_bucket) > 2
-    # A round may end in the step that starts it or in the next step: the chart shows the last that ended in a step.
-    last = {event.step + 1: float(event.peers[0]) for event in means}
-    assert scalars(tmp_path)["communication_detail/peer"] == {step: last[step] for step in sorted(last) if step <= 8}
-
-
-def test_asynchronous_rounds_and_their_age(tmp_path: Path) -> None:
-    train_traced(2, "async", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 10)], num_steps=50)
-    written = scalars(tmp_path)
-    rounds = list(written["communication_detail/rounds"].values())
-    assert rounds == sorted(rounds)
-    assert rounds[-1] > 0
-    assert min(written["communication_detail/staleness_in_steps"].values()) >= 1
-
-
 def test_run_layout_and_pictures(tmp_path: Path) -> None:
     train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2)], num_steps=6)
     events = read(tmp_path)
@@ -131,27 +107,6 @@ def test_run_layout_and_pictures(tmp_path: Path) -> None:
     assert all(histogram.histogram_value.num > 0 for histogram in histograms)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1])
-def test_runs_shorter_than_every_n_steps(tmp_path: Path, num_steps: int) -> None:
-    train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path)], num_steps=num_steps)
-    written = scalars(tmp_path)
-    if num_steps == 0:
-        assert written == {}
-    else:
-        assert list(written["communication/step_ms"]) == [num_steps]
-        assert list(written["communication_of_all_ranks/step_ms_mean"]) == [num_steps]
-        assert [picture.step for picture in read(tmp_path).Images("communication/a_step")] == [num_steps]
-
-
-def test_ranks_that_write(tmp_path: Path) -> None:
-    train_traced(3, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2, ranks=(1, 2))], num_steps=4)
-    written, of_rank_2 = scalars(tmp_path), scalars(tmp_path / "rank2")
-    assert not (tmp_path / "rank0").exists()
-    assert list(written["communication_of_all_ranks/step_ms_mean"]) == [2, 4]
-    assert list(of_rank_2["communication/step_ms"]) == [2, 4]
-    assert not any(tag.startswith("communication_of_all_ranks") for tag in of_rank_2)
-
-
 def test_a_user_provided_writer(tmp_path: Path) -> None:
     with SummaryWriter(tmp_path) as writer:
         writer.add_scalar("loss", 3.0, 1)
@@ -165,46 +120,55 @@ def test_a_user_provided_writer(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1, "one file"
 
 
-def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "num_steps", "written"),
+    [
+        ((0,), 0, {0: []}),
+        ((0,), 1, {0: [1]}),
+        ((1, 2), 4, {1: [2, 4], 2: [2, 4]}),
+        ("alone", 6, {0: [2, 4, 6]}),  # it does not wait for texts that the other ranks never put
+    ],
+)
+def test_ranks_and_steps_that_are_written(
+    tmp_path: Path, ranks: tuple[int, ...] | str, num_steps: int, written: dict[int, list[int]]
+) -> None:
+    """The first rank that writes has the figures of all ranks, if they all trace."""
+
+    def observers(group: dist.ProcessGroup) -> list[tb.observe.TensorBoardTrace]:
+        if ranks == "alone":
+            return [tb.observe.TensorBoardTrace(tmp_path, 2)] if group.rank() == 0 else []
+        return [tb.observe.TensorBoardTrace(tmp_path, 2, ranks=ranks)]
+
     start_s = time.monotonic()
-    train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2)] if group.rank() == 0 else [])
-    assert time.monotonic() - start_s < 20, "it does not wait for texts that the other rank never puts"
-    written = scalars(tmp_path)
-    assert list(written["communication/step_ms"]) == [2, 4, 6]
-    assert not any(tag.startswith("communication_of_all_ranks") for tag in written)
+    train_traced(3, "bytegrad", observers, num_steps=num_steps)
+    assert time.monotonic() - start_s < 20
+    for number, (rank, expected) in enumerate(written.items()):
+        found = scalars(tmp_path if number == 0 else tmp_path / f"rank{rank}")
+        assert list(found.get("communication/step_ms", ())) == expected
+        of_all = list(found.get("communication_of_all_ranks/step_ms_mean", ()))
+        assert of_all == (expected if number == 0 and ranks != "alone" else [])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["rank2"][: len(written) - 1]
 
 
 def test_slots_are_used_again() -> None:
     """However long the run, the store keeps only the last sixteen texts of a rank."""
-
-    class Board:
-        texts: dict[tuple[int, int], str]
-
-        def __init__(self, rank: int, texts: dict[tuple[int, int], str]) -> None:
-            self.rank, self.texts, self.num_gets = rank, texts, 0
-
-        def put(self, slot: int, text: str) -> None:
-            self.texts[slot, self.rank] = text
-
-        def get(self, slot: int) -> list[str] | None:
-            self.num_gets += 1
-            found = [self.texts.get((slot, rank)) for rank in range(2)]
-            return None if None in found else [text for text in found if text is not None]
-
     texts: dict[tuple[int, int], str] = {}
+    gets: list[int] = []
 
-    boards = [Board(rank, texts) for rank in range(2)]
+    def get(slot: int) -> list[str] | None:
+        gets.append(slot)
+        found = [texts[slot, rank] for rank in range(2) if (slot, rank) in texts]
+        return found if len(found) == 2 else None
 
-    def over_ranks(rank: int) -> OverRanks:
-        board = boards[rank]
-        run = Run(id="", algorithm="", description="", rank=rank, nodes=(0, 0), settings={}, board=board)
-        return OverRanks(run, collects=rank == 0)
+    def board(rank: int) -> SimpleNamespace:
+        return SimpleNamespace(put=lambda slot, text: texts.__setitem__((slot, rank), text), get=get)
 
-    ahead, behind = over_ranks(0), over_ranks(1)
+    settings: dict[str, Any] = {"id": "", "algorithm": "", "description": "", "nodes": (0, 0), "settings": {}}
+    ahead, behind = (OverRanks(Run(rank=rank, board=board(rank), **settings), collects=rank == 0) for rank in range(2))
     for step in range(10, 1010, 10):
         ahead.put(step, {"ms": 1.0})
     assert ahead.collect() == []
-    assert boards[0].num_gets == 16
+    assert len(gets) == 16
     found = []
     for step in range(10, 1010, 10):
         behind.put(step, {"ms": 2.0 + step})
@@ -216,12 +180,11 @@ def test_slots_are_used_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_steps": 0}, "every_n_steps must be an integer from 1, got 0"),
-        ({"every_n_steps": 2.5}, "every_n_steps must be an integer from 1, got 2.5"),
-        ({"ranks": ()}, r"ranks must be a list of ranks, integers from 0, got \(\)"),
-        ({"ranks": (-1,)}, r"ranks must be a list of ranks, integers from 0, got \(-1,\)"),
-        ({"ranks": [True]}, r"ranks must be a list of ranks, integers from 0, got \[True\]"),
-        ({"ranks": 0}, "ranks must be a list of ranks, integers from 0, got 0"),
+        *(({"every_n_steps": each}, f"every_n_steps must be an integer from 1, got {each}") for each in (0, 2.5)),
+        *(
+            ({"ranks": each}, re.escape(f"ranks must be a list of ranks, integers from 0, got {each}"))
+            for each in ((), (-1,), [True], 0)
+        ),
         ({"log_dir": 3}, "log_dir must be a path or a SummaryWriter, got 3"),
         ({"log_dir": __file__}, f"log_dir must be a folder to write to, got '{__file__}'"),
     ],

@@ -1,9 +1,10 @@
 """Compare Bagua's `with_bagua` and DistributedDataParallel with `attach` in a plain loop; ranks are threads."""
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import parallel
 import torchbagua as tb
 import torchbagua.compat.bagua as bagua
 from ranks import run_ranks, without_default_group
+from torchbagua.algorithms.weights.rounds import ModelAveragingAlgorithm
 from torchbagua.compat.bagua.algorithms import (
     Algorithm,
     GlobalAlgorithmRegistry,
@@ -56,75 +58,71 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-def steps(rank: int, module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> None:
+def steps(rank: int, module: nn.Module, *optimizers: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> None:
     """Train, with data that differ by rank and step."""
     data = torch.Generator().manual_seed(1000 + rank)
     for _ in range(num_steps):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         module(torch.randn(6, 10, generator=data)).square().sum().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
 
 
-def plain_loop(group: dist.ProcessGroup, name: str) -> list[torch.Tensor]:
-    """Train in a plain loop with `attach`; return the weights before and after `detach`, and a buffer."""
+def train_by(wrap: Callable[..., Any], group: dist.ProcessGroup, name: str) -> list[torch.Tensor]:
+    """Train a module that `wrap` wraps and attaches; return the weights before and after `detach`, and a buffer."""
     module = copy.deepcopy(MODEL)
     optimizer = make_optimizer(name, module)
-    own_group = tb.BaguaProcessGroup(group)
-    options = buffers_option(False)  # Bagua does not synchronize buffers
-    called = module if name in WEIGHTS else parallel.DistributedDataParallel(module, process_group=group, **options)
-    attachment = tb.attach(called, optimizer, ALGORITHMS[name](optimizer), process_group=own_group)
+    called, detach = wrap(group, module, optimizer, ALGORITHMS[name](optimizer))
     steps(group.rank(), called, optimizer)
     before = weights(module)
-    attachment.detach()
-    own_group.close()
+    detach()
     return [before, weights(module), module[1].running_mean]
 
 
-def by_with_bagua(group: dist.ProcessGroup, name: str, *, do_flatten: bool) -> list[torch.Tensor]:
-    module = copy.deepcopy(MODEL)
-    optimizer = make_optimizer(name, module)
-    assert module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group, do_flatten=do_flatten) is module
+def plain(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algorithm: Any) -> tuple[nn.Module, Any]:
+    """Attach as in a plain loop. Bagua does not synchronize buffers."""
+    options = buffers_option(False)
+    averages_weights = isinstance(algorithm, ModelAveragingAlgorithm)
+    called = module if averages_weights else parallel.DistributedDataParallel(module, process_group=group, **options)
+    attachment = tb.attach(called, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group))
+    return called, attachment.detach
+
+
+def with_bagua(
+    group: dist.ProcessGroup, module: Any, optimizer: Any, algorithm: Any, do_flatten: bool
+) -> tuple[nn.Module, Any]:
+    assert module.with_bagua([optimizer], algorithm, group, do_flatten=do_flatten) is module
     assert module.bagua_optimizers == [optimizer]
     made = module.bagua_ddp.attachment.ddp
     assert made is None or made.gradient_as_bucket_view == do_flatten
-    steps(group.rank(), module, optimizer)
-    assert sum(tensor.parameter.numel() for bucket in module.bagua_buckets for tensor in bucket.tensors) > 0
-    before = weights(module)
-    module.bagua_ddp.attachment.detach()
-    return [before, weights(module), module[1].running_mean]
+    assert made is not None or module.bagua_buckets
+    return module, module.bagua_ddp.attachment.detach
 
 
-def by_ddp(group: dist.ProcessGroup, name: str, *, with_optimizers: bool) -> list[torch.Tensor]:
-    module = copy.deepcopy(MODEL)
-    optimizer = make_optimizer(name, module)
-    ddp = DistributedDataParallel(
-        module,
-        process_group=group,
-        broadcast_buffers=False,
-        optimizers=[optimizer] if with_optimizers else [],
-        algorithm=ALGORITHMS[name](optimizer),
-    )
+def in_ddp(
+    group: dist.ProcessGroup, module: Any, optimizer: Any, algorithm: Any, with_optimizers: bool
+) -> tuple[nn.Module, Any]:
+    optimizers = [optimizer] if with_optimizers else []
+    options = {"process_group": group, "broadcast_buffers": False}
+    ddp = DistributedDataParallel(module, optimizers=optimizers, algorithm=algorithm, **options)
     assert isinstance(ddp, parallel.DistributedDataParallel)
-    assert ddp.bagua_optimizers == ([optimizer] if with_optimizers or name == "qadam" else [])
-    steps(group.rank(), ddp, optimizer)
-    assert ddp.bagua_buckets
-    before = weights(module)
-    if ddp.inner is not None:
-        ddp.inner.attachment.detach()
-    return [before, weights(module), module[1].running_mean]
+    is_qadam = isinstance(optimizer, q_adam.QAdamOptimizer)
+    assert ddp.bagua_optimizers == ([optimizer] if with_optimizers or is_qadam else [])
+    return ddp, lambda: ddp.inner and ddp.inner.attachment.detach()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_weights_equal_those_of_a_plain_loop(name: str) -> None:
     def body(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
-        expected = plain_loop(group, name)
-        found = [by_with_bagua(group, name, do_flatten=name != "bytegrad"), by_ddp(group, name, with_optimizers=True)]
-        if name not in WEIGHTS:
-            found.append(by_ddp(group, name, with_optimizers=False))
+        expected = train_by(plain, group, name)
+        ways = [partial(with_bagua, do_flatten=name != "bytegrad"), partial(in_ddp, with_optimizers=True)]
+        ways += [partial(in_ddp, with_optimizers=False)] if name not in WEIGHTS else []
+        found = [train_by(way, group, name) for way in ways]
         assert all(torch.equal(a, b) for tensors in found for a, b in zip(tensors, expected, strict=True))
         return expected
 
@@ -133,7 +131,7 @@ def test_weights_equal_those_of_a_plain_loop(name: str) -> None:
     assert torch.equal(first[0], second[0]) == ("decentralized" not in name)
     if name in WEIGHTS:
         with pytest.raises(ValueError, match=r"optimizers must be given, since .*Algorithm works after"):
-            by_ddp(dist.group.WORLD, name, with_optimizers=False)
+            train_by(partial(in_ddp, with_optimizers=False), dist.group.WORLD, name)
 
 
 def attach_by(
@@ -163,20 +161,18 @@ def train_as_bagua_on_one_node(group: dist.ProcessGroup, interval: int) -> torch
     """Train as Bagua does: average over the node after each step that is due, in full precision, without a codec."""
     module = copy.deepcopy(UNNORMED)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    data = torch.Generator().manual_seed(1000 + group.rank())
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        module(torch.randn(6, 10, generator=data)).square().sum().backward()
-        optimizer.step()
-        if step % interval:
-            continue
+
+    def average(*_: Any) -> None:
+        if next(step) % interval:
+            return
         for parameter in module.parameters():
             replicas = [torch.empty_like(parameter) for _ in range(group.size())]
             dist.all_gather(replicas, parameter.detach(), group=group)
-            total = replicas[0]
-            for replica in replicas[1:]:
-                total = total + replica
-            parameter.data = total / torch.tensor(float(group.size()))
+            parameter.data = sum(replicas[1:], replicas[0]) / torch.tensor(float(group.size()))
+
+    step = itertools.count()
+    optimizer.register_step_post_hook(average)
+    steps(group.rank(), module, optimizer)
     return weights(module)
 
 
@@ -231,12 +227,12 @@ def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         own_group = tb.BaguaProcessGroup(group)
         with tb.attach(module, optimizer, tb.LowPrecisionDecentralizedAlgorithm(), process_group=own_group) as ring:
-            steps(group.rank(), module, optimizer, 3)
+            steps(group.rank(), module, optimizer, num_steps=3)
             state = ring.state_dict()
         module.with_bagua([optimizer], tb.LowPrecisionDecentralizedAlgorithm(), group)
         attachment = module.bagua_ddp.attachment
         attachment.load_state_dict(state)
-        steps(group.rank(), module, optimizer, 1)
+        steps(group.rank(), module, optimizer, num_steps=1)
         found = attachment.state_dict()["impl"]
         with pytest.raises(ValueError, match=r"state must be of .*'rank': \d.*; every rank saves and loads its own"):
             attachment.impl.load_state_dict({**found, "rank": 1 - group.rank()})
@@ -254,10 +250,10 @@ def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
         module = copy.deepcopy(MODEL)
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         if group.rank() == 0:
-            steps(0, module, optimizer, 3)
+            steps(0, module, optimizer, num_steps=3)
         algorithm = gradient_allreduce.GradientAllReduceAlgorithm()
         called, attachment = attach_by(group, module, optimizer, algorithm, in_ddp=in_ddp)
-        steps(group.rank(), called, optimizer, 2)
+        steps(group.rank(), called, optimizer, num_steps=2)
         attachment.detach()
         return weights(module)
 
@@ -265,59 +261,42 @@ def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
     assert torch.equal(first, second)
 
 
-def test_another_algorithm_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`with_bagua` passes the GradScaler to each."""
-    attach, scalers = tb.attach, list[Any]()
-
-    def attach_with_scaler(*arguments: Any, **options: Any) -> tb.Attachment:
-        scalers.append(options["grad_scaler"])
-        return attach(*arguments, **options)
-
-    monkeypatch.setattr(tb, "attach", attach_with_scaler)
-
+def test_another_algorithm_takes_over() -> None:
     def body(group: dist.ProcessGroup) -> tuple[list[str], torch.Tensor]:
         module = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         names = []
-        for algorithm in (
-            gradient_allreduce.GradientAllReduceAlgorithm(),
-            decentralized.DecentralizedAlgorithm(),
-            bytegrad.ByteGradAlgorithm(),
-        ):
-            module.with_bagua([optimizer], algorithm, group, grad_scaler=scaler)
-            assert scaler in scalers
-            steps(group.rank(), module, optimizer, 2)
-            names.append(type(module.bagua_algorithm).__name__)
+        for name in ("gradient_allreduce", "decentralized", "bytegrad"):
+            module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group, grad_scaler=scaler)
+            if name == "decentralized":  # whose ranks save the scale
+                assert module.bagua_ddp.attachment.rank_state_dict()["grad_scaler"] == scaler.state_dict()
+            steps(group.rank(), module, optimizer, num_steps=2)
+            names.append(type(module.bagua_algorithm).__name__.removesuffix("AlgorithmImpl"))
         module.bagua_ddp.attachment.detach()
         return names, weights(module)
 
     (names, first), (_, second) = run_ranks(2, body)
-    assert names == [
-        "GradientAllReduceAlgorithmImpl",
-        "DecentralizedAlgorithmImpl",
-        "CompressedAllReduceAlgorithmImpl",
-    ]
+    assert names == ["GradientAllReduce", "Decentralized", "CompressedAllReduce"]
     assert torch.equal(first, second)
 
 
 def test_abort_and_resume() -> None:
-    def body(group: dist.ProcessGroup) -> list[Any]:
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         module = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         module.with_bagua([optimizer], async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=1), group)
         seen = []
         for _ in range(2):  # as Bagua's example does in each epoch
             module.bagua_algorithm.resume(module)
-            steps(group.rank(), module, optimizer, 5)
+            steps(group.rank(), module, optimizer, num_steps=5)
             module.bagua_algorithm.abort(module)
-            seen += [module.bagua_algorithm.mode, weights(module)]
+            assert module.bagua_algorithm.mode == "stopped"
+            seen.append(weights(module))
         module.bagua_ddp.attachment.detach()
         return seen
 
-    first, second = run_ranks(2, body)
-    assert first[::2] == second[::2] == ["stopped", "stopped"]
-    assert all(torch.equal(a, b) for a, b in zip(first[1::2], second[1::2], strict=True))
+    assert all(map(torch.equal, *run_ranks(2, body)))
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
@@ -328,7 +307,7 @@ def test_names_to_ignore_are_bagua_s_or_ddp_s_and_a_copy_has_no_algorithm(name: 
         module._ddp_params_and_buffers_to_ignore = ["3.bias"]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group)
-        steps(group.rank(), module, optimizer, 2)
+        steps(group.rank(), module, optimizer, num_steps=2)
         copied = copy.deepcopy(module)
         assert copied.bagua_ddp is None
         copied(torch.randn(2, 10)).sum().backward()
@@ -339,31 +318,6 @@ def test_names_to_ignore_are_bagua_s_or_ddp_s_and_a_copy_has_no_algorithm(name: 
     first, second = run_ranks(2, body)
     same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert same == [True, True, True, True, False, False]
-
-
-def test_distributed_data_parallel_accumulates() -> None:
-    """Steps over two micro-batches, the first under no_sync, equal those of torch's DDP."""
-
-    def train(group: dist.ProcessGroup, wrap: Callable[..., Any]) -> torch.Tensor:
-        module = copy.deepcopy(UNNORMED)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        ddp, data = wrap(module, group, optimizer), torch.Generator().manual_seed(group.rank())
-        for _ in range(2):
-            optimizer.zero_grad()
-            for context in (ddp.no_sync(), nullcontext()):
-                with context:
-                    ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
-            optimizer.step()
-        return weights(ddp)
-
-    def ours(module: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> nn.Module:
-        return DistributedDataParallel(module, process_group=group, optimizers=[optimizer])
-
-    def torchs(module: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> nn.Module:
-        return parallel.DistributedDataParallel(module, process_group=group)
-
-    for found, expected in run_ranks(2, lambda group: (train(group, ours), train(group, torchs))):
-        assert torch.equal(found, expected)
 
 
 def test_the_registry_is_this_package_s() -> None:
@@ -379,12 +333,8 @@ def test_groups_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_default_group():
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
             monkeypatch.delenv(name, raising=False)
-        assert [bagua.get_rank(), bagua.get_world_size(), bagua.get_local_rank(), bagua.get_local_size()] == [
-            0,
-            1,
-            0,
-            1,
-        ]
+        assert (bagua.get_rank(), bagua.get_world_size()) == (0, 1)
+        assert (bagua.get_local_rank(), bagua.get_local_size()) == (0, 1)
         monkeypatch.setenv("RANK", "5")  # Bagua's scripts ask before there is a group
         monkeypatch.setenv("NODE_RANK", "2")
         assert [bagua.get_rank(), bagua.get_node_rank()] == [5, 2]

@@ -13,13 +13,13 @@ from torch.nn import parallel
 
 import torchbagua.compat.bagua as bagua
 from ranks import gloo_group, run_ranks
-from torchbagua.compat.bagua.algorithms import Algorithm, AlgorithmImpl
+from test_torch_api import NUM_STEPS, steps, weights
+from test_torch_api import UNNORMED as MODEL
+from torchbagua.compat.bagua.algorithms import Algorithm, AlgorithmImpl, gradient_allreduce
 from torchbagua.compat.bagua.bucket import BaguaBucket
 from torchbagua.compat.bagua.data_parallel import DistributedDataParallel
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 from training import Branches, build
-
-NUM_STEPS = 4
 
 
 class Own(Algorithm):
@@ -231,76 +231,36 @@ class Stages(Gossip):
         return self.forwards == 3
 
 
-for _name in (
-    "init_tensors",
-    "tensors_to_buckets",
-    "init_forward_pre_hook",
-    "init_backward_hook",
-    "init_post_backward_hook",
-    "init_operations",
-):
-    setattr(
-        Stages,
-        _name,
-        lambda self, *arguments, _name=_name: getattr(self.kind, _name)(self, *arguments),
-    )
+def of_kind(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: getattr(self.kind, name)(self, *arguments)
 
 
-MODEL = build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
-
-
-def optimizers_of(module: nn.Module, *, several: bool = False, fused: bool = False) -> list[torch.optim.Optimizer]:
-    groups = [child.parameters() for child in module.children() if list(child.parameters())]
-    return [torch.optim.SGD(group, lr=0.1, fused=fused) for group in (groups if several else [module.parameters()])]
+for _method in ("init_tensors", "tensors_to_buckets", "init_operations"):
+    setattr(Stages, _method, of_kind(_method))
+for _when in ("forward_pre", "backward", "post_backward"):
+    setattr(Stages, f"init_{_when}_hook", of_kind(f"init_{_when}_hook"))
 
 
 def attach_own(
-    group: dist.ProcessGroup,
-    impl: Callable[[Any], AlgorithmImpl],
-    *,
-    several: bool = False,
-    fused: bool = False,
-    **options: Any,
+    group: dist.ProcessGroup, impl: Any, *, several: bool = False, fused: bool = False, **options: Any
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Return a copy of the model with an attached algorithm, and its optimizers."""
+    """Return a copy of the model with an attached algorithm, and its optimizers: one, or one for each layer."""
     module = copy.deepcopy(MODEL)
-    optimizers = optimizers_of(module, several=several, fused=fused)
+    parts = [module[0], module[2]] if several else [module]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, fused=fused) for part in parts]
     module.with_bagua(optimizers, Own(impl), bagua.from_torch_group(group), **options)
     return module, optimizers
 
 
-def take_steps(
-    rank: int, module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = NUM_STEPS
-) -> None:
-    data = torch.Generator().manual_seed(1000 + rank)
-    for _ in range(num_steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        module(torch.randn(6, 10, generator=data)).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
-
-
-def run_own(
-    impl: Callable[[Any], AlgorithmImpl],
-    *,
-    size: int = 2,
-    do_flatten: bool = True,
-    several: bool = False,
-    num_buckets: int = 1,
-) -> list[list[torch.Tensor]]:
+def run_own(impl: Any, *, size: int = 2, num_buckets: int = 1, **options: Any) -> list[list[torch.Tensor]]:
     """Return each rank's weights before and after `detach`."""
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        module, optimizers = attach_own(group, impl, several=several, do_flatten=do_flatten)
+        module, optimizers = attach_own(group, impl, **options)
         assert isinstance(module.bagua_algorithm, AlgorithmImpl)
         assert all(isinstance(bucket, BaguaBucket) for bucket in module.bagua_buckets)
         assert len(module.bagua_buckets) == num_buckets
-        take_steps(group.rank(), module, optimizers)
+        steps(group.rank(), module, *optimizers)
         before = weights(module)
         module.bagua_ddp.attachment.detach()
         return [before, weights(module)]
@@ -313,7 +273,7 @@ def weights_with_ddp() -> torch.Tensor:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(MODEL)
         ddp = parallel.DistributedDataParallel(module, process_group=group)
-        take_steps(group.rank(), ddp, optimizers_of(module))
+        steps(group.rank(), ddp, torch.optim.SGD(module.parameters(), lr=0.1))
         return weights(module)
 
     return run_ranks(2, body)[0]
@@ -339,7 +299,7 @@ def test_gradients_are_views_of_the_buckets_with_do_flatten(do_flatten: bool) ->
 
     def body(group: dist.ProcessGroup) -> bool:
         module, optimizers = attach_own(group, Mean, do_flatten=do_flatten)
-        take_steps(group.rank(), module, optimizers, 2)
+        steps(group.rank(), module, *optimizers, num_steps=2)
         (bucket,) = module.bagua_buckets
         assert bucket.bytes() == 4 * weights(module).numel()
         assert torch.equal(bucket.flattened_tensor(), torch.cat([tensor.grad.flatten() for tensor in bucket.tensors]))
@@ -420,15 +380,14 @@ def test_closures_that_access_a_momentum(do_flatten: bool) -> None:
 
 
 def test_several_optimizers() -> None:
+    """The hook is called after each step of each optimizer."""
     assert all(torch.equal(before, weights_with_ddp()) for before, _ in run_own(Mean, several=True))
     (first, _), (second, _) = run_own(AfterStep, several=True)
     assert torch.equal(first, second)
 
-
-def test_the_hook_is_called_after_each_step_of_each_optimizer() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module, (first, second) = attach_own(group, Aligned, several=True)
-        take_steps(group.rank(), module, [first, second], 1)
+        steps(group.rank(), module, first, second, num_steps=1)
         second.step()
         assert module.bagua_algorithm.stepped == [first, second, second]
         assert module.bagua_ddp.bagua_train_step_counter == 1
@@ -450,7 +409,7 @@ def test_evaluation_is_not_a_step() -> None:
             module.eval()(torch.randn(2, 10))
             with torch.no_grad():
                 module.train()(torch.randn(2, 10))
-            take_steps(group.rank(), module, optimizers, 1)
+            steps(group.rank(), module, *optimizers, num_steps=1)
         module.bagua_ddp.attachment.detach()
         return int(module.bagua_ddp.bagua_train_step_counter)
 
@@ -469,7 +428,7 @@ def test_a_separate_group_for_an_operation() -> None:
                 bucket.append_centralized_synchronous_op(group=separate)
 
         module, optimizers = attach_own(group, Impl)
-        take_steps(group.rank(), module, optimizers)
+        steps(group.rank(), module, *optimizers)
         module.bagua_ddp.attachment.detach()
         return weights(module)
 
@@ -508,7 +467,7 @@ def test_parameters_without_a_gradient(find_unused_parameters: bool, monkeypatch
 
 
 def test_no_sync() -> None:
-    """Gradients that two micro-batches accumulate are averaged once, as with DDP."""
+    """Gradients that two micro-batches accumulate are averaged once, as with DDP, by any algorithm."""
     runs: list[str] = []
 
     class Counted(Mean):
@@ -516,12 +475,13 @@ def test_no_sync() -> None:
             super().init_operations(bagua_ddp, bucket)
             bucket.append_python_op(runs.append)
 
-    def train(group: dist.ProcessGroup, wrap: Callable[..., Any], **options: Any) -> torch.Tensor:
+    def train(group: dist.ProcessGroup, algorithm: Any) -> torch.Tensor:
         module = copy.deepcopy(MODEL)
-        (optimizer,) = optimizers = optimizers_of(module)
-        if options:
-            options["optimizers"] = optimizers
-        ddp = wrap(module, process_group=group, **options)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if algorithm is None:
+            ddp = parallel.DistributedDataParallel(module, process_group=group)
+        else:
+            ddp = DistributedDataParallel(module, process_group=group, optimizers=[optimizer], algorithm=algorithm)
         data = torch.Generator().manual_seed(group.rank())
         for _ in range(2):
             optimizer.zero_grad()
@@ -529,16 +489,14 @@ def test_no_sync() -> None:
                 ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
             ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
             optimizer.step()
-        found = weights(module)
-        if options:
+        if algorithm is not None:
             ddp.inner.attachment.detach()
-        return found
+        return weights(module)
 
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        own = train(group, DistributedDataParallel, algorithm=Own(Counted))
-        return [own, train(group, parallel.DistributedDataParallel)]
-
-    assert all(torch.equal(*results) for results in run_ranks(2, body))
+    algorithms = (Own(Counted), gradient_allreduce.GradientAllReduceAlgorithm(), None)
+    for own, of_package, expected in run_ranks(2, lambda group: [train(group, each) for each in algorithms]):
+        assert torch.equal(own, expected)
+        assert torch.equal(of_package, expected)
     assert runs == ["0"] * 2 * 2, "once in each step of each rank"
 
 
@@ -587,7 +545,8 @@ def test_errors_name_the_cause(impl: Any, error: type[Exception], message: str) 
 def test_ranks_that_disagree_raise() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(2, 2)
-        module.with_bagua(optimizers_of(module), Own(Mean, interval=1 + group.rank()), group)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], Own(Mean, interval=1 + group.rank()), group)
 
     with pytest.raises(ValueError, match="argument interval"):
         run_ranks(2, body)

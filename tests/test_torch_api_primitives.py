@@ -112,12 +112,8 @@ OPERATIONS: dict[bagua.ReduceOp, Callable[[Any, Any], Any]] = {
 def test_reductions(op: bagua.ReduceOp, dtype: torch.dtype) -> None:
     def body(rank: int, comm: Any) -> list[torch.Tensor]:
         own = values(rank, 6, dtype)
-        total, in_place, rooted, rooted_in_place = (
-            torch.zeros_like(own),
-            own.clone(),
-            torch.zeros_like(own),
-            own.clone(),
-        )
+        total, rooted, in_place, rooted_in_place = (own.clone() for _ in range(4))
+        rooted.zero_()
         bagua.allreduce(own, total, op, comm)
         bagua.allreduce_inplace(in_place, op, comm)
         bagua.reduce(own, rooted, 1, op, comm)
@@ -162,19 +158,15 @@ def test_alltoall_v() -> None:
 
 
 def test_several_tensors_objects_and_a_barrier() -> None:
-    def body(rank: int, comm: Any) -> list[Any]:
+    def body(rank: int, comm: Any) -> Any:
         broadcast, reduced = [values(rank), values(rank, 2)], [values(rank), values(rank, 2)]
         broadcast_coalesced(broadcast, 2, comm)
         allreduce_coalesced_inplace(reduced, bagua.ReduceOp.MAX, comm)
         bagua.barrier(comm)
-        return [*broadcast, *reduced, bagua.broadcast_object({"of": rank, "step": [1, 2]}, 1, comm)]
+        assert all(map(torch.equal, broadcast + reduced, [values(2), values(2, 2)] * 2))
+        return bagua.broadcast_object({"of": rank, "step": [1, 2]}, 1, comm)
 
-    for first, second, third, fourth, received in on_ranks(body):
-        assert torch.equal(first, values(2))
-        assert torch.equal(second, values(2, 2))
-        assert torch.equal(third, values(2))
-        assert torch.equal(fourth, values(2, 2))
-        assert received == {"of": 1, "step": [1, 2]}
+    assert on_ranks(body) == [{"of": 1, "step": [1, 2]}] * RANKS
 
 
 def test_communicators_of_nodes() -> None:
@@ -205,39 +197,32 @@ def test_a_rank_that_is_no_member_does_nothing() -> None:
     assert torch.equal(tensor, values(0))
 
 
+ONES = torch.ones
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("name", "arguments", "message"),
     [
+        ("allreduce", (ONES(4), ONES(3)), "recv_tensor must have 4 elements, got 3"),
+        ("allgather", (ONES(4), ONES(7)), "recv_tensor must have 8 elements, got 7"),
+        ("alltoall_inplace", (ONES(3),), "send_tensor must have a multiple of 2 elements"),
+        ("send", (ONES(2, 3).t(), 0), r"tensor must be contiguous, got strides \(1, 3\)"),
         (
-            lambda comm: bagua.allreduce(torch.ones(4), torch.ones(3), comm=comm),
-            "recv_tensor must have 4 elements, got 3",
-        ),
-        (
-            lambda comm: bagua.allgather(torch.ones(4), torch.ones(7), comm=comm),
-            "recv_tensor must have 8 elements, got 7",
-        ),
-        (
-            lambda comm: bagua.alltoall_inplace(torch.ones(3), comm=comm),
-            "send_tensor must have a multiple of 2 elements",
-        ),
-        (
-            lambda comm: bagua.send(torch.ones(2, 3).t(), 0, comm=comm),
-            r"tensor must be contiguous, got strides \(1, 3\)",
-        ),
-        (
-            lambda comm: bagua.alltoall_v_inplace(torch.ones(4), [2, 3], [0, 2], comm=comm),
+            "alltoall_v_inplace",
+            (ONES(4), [2, 3], [0, 2]),
             r"send_displs \+ send_counts must be within 4 elements, got \[\(0, 2\), \(2, 3\)\]",
         ),
-        (lambda comm: bagua.alltoall_v_inplace(torch.ones(4), [2], [0], comm=comm), "must have 2 numbers, got 1 and 1"),
+        ("alltoall_v_inplace", (ONES(4), [2], [0]), "must have 2 numbers, got 1 and 1"),
         (
-            lambda comm: bagua.allreduce_inplace(torch.ones(4, dtype=torch.complex64), bagua.ReduceOp.MAX, comm),
+            "allreduce_inplace",
+            (ONES(4, dtype=torch.complex64), bagua.ReduceOp.MAX),
             "op must be SUM or AVG for complex numbers, got MAX",
         ),
     ],
 )
-def test_bad_tensors(call: Callable[[Any], None], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        on_ranks(lambda rank, comm: call(comm), 2)
+def test_bad_tensors(name: str, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        on_ranks(lambda rank, comm: getattr(bagua, name)(*arguments, comm=comm), 2)
 
 
 def test_tensors_of_two_dtypes() -> None:
@@ -245,10 +230,11 @@ def test_tensors_of_two_dtypes() -> None:
 
     def body(rank: int, comm: Any) -> None:
         for name in ("allreduce", "allgather", "alltoall", "reduce_scatter", *rooted):
+            arguments = (ONES(4), ONES(4, dtype=torch.int32), *[0][: name in rooted])
             with pytest.raises(
                 TypeError, match=r"_tensor must be of torch\.(int32|float32), like the other tensor, got"
             ):
-                getattr(bagua, name)(torch.ones(4), torch.ones(4, dtype=torch.int32), *[0][: name in rooted], comm=comm)
+                getattr(bagua, name)(*arguments, comm=comm)
 
     on_ranks(body, 1)
 

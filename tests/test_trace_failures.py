@@ -1,15 +1,21 @@
-"""Traces that end early: killed processes, processes without detach, full disks, two traces with one path."""
+"""Traces of processes that end early, of full disks, and of an emulated network; and two traces with one path."""
 
 import gc
+import json
+import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,10 +23,11 @@ import programs
 import torchbagua as tb
 import warm_python
 from ranks import run_ranks
+from torchbagua.cli.namespaces import EmulatedNetwork, why_unavailable
 from torchbagua.observe import background_trace
 from torchbagua.observe.events import CommEvent, Run
 from torchbagua.observe.perfetto import RankFile, find_files
-from tracing import merge_files, train_traced, write_trace
+from tracing import NUM_STEPS, merge_files, train_traced, write_trace
 
 
 def test_the_file_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
@@ -69,25 +76,12 @@ def test_a_process_that_does_not_detach_loses_almost_nothing(tmp_path: Path, end
 
 
 def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
-        attached = []
-        for _ in range(2):
-            ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            attached.append(tb.attach(ddp, optimizer, "bytegrad", observers=[tb.observe.PerfettoTrace(tmp_path)]))
-            ddp(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        for attachment in attached:
-            attachment.detach()
-        return [str(attachment.summary()) for attachment in attached]
-
-    with pytest.warns(
-        RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.jsonl.gz'; give each trace a"
-    ):
-        (first, second) = run_ranks(1, body)[0]
-    assert "another PerfettoTrace" not in first
-    assert "another PerfettoTrace" in second
-    assert RankFile(tmp_path / "rank0.jsonl.gz").summary().figures.num_steps == 1
+    traces = [tb.observe.PerfettoTrace(tmp_path) for _ in range(2)]
+    message = "(?s)another PerfettoTrace is writing '.*rank0.jsonl.gz'; give each trace a"
+    with pytest.warns(RuntimeWarning, match=message):
+        (attachment,) = train_traced(1, "bytegrad", lambda group: traces)
+    assert str(attachment.summary()).count("another PerfettoTrace") == 1
+    assert RankFile(tmp_path / "rank0.jsonl.gz").summary().figures.num_steps == NUM_STEPS
 
 
 def test_with_the_standalone_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
@@ -143,45 +137,69 @@ def test_a_disk_that_hangs_or_is_full(monkeypatch: pytest.MonkeyPatch, hangs: bo
 
 
 FULL = """
-import resource, sys, warnings
-sys.path.insert(0, sys.argv[2])
+import resource, sys
 import torchbagua as tb
 from tracing import train_traced
-kinds = {"perfetto": tb.observe.PerfettoTrace, "tensorboard": lambda path: tb.observe.TensorBoardTrace(path, 1)}
-observers = {}
-
-def observe(group):
-    observers[group.rank()] = kinds[sys.argv[1]](sys.argv[3])
-    return [observers[group.rank()]]
-
+traces = {"PerfettoTrace": tb.observe.PerfettoTrace}
+trace = traces.get(sys.argv[1], lambda path: tb.observe.TensorBoardTrace(path, 1))
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, most))
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    attachments = train_traced(2, "bytegrad", observe, num_steps=400)
+attachments = train_traced(2, "bytegrad", lambda group: [trace(sys.argv[2])], num_steps=400)
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-for warning in caught:
-    if "torchbagua" in str(warning.message):
-        print("WARNING", str(warning.message).splitlines()[0])
 print(attachments[0].summary())
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_warnings"), [("perfetto", 2), ("tensorboard", 1)])
-def test_a_full_disk_ends_the_trace_but_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
+@pytest.mark.parametrize(("name", "num_warnings"), [("PerfettoTrace", 2), ("TensorBoardTrace", 1)])
+def test_a_full_disk_ends_the_trace_but_not_the_training(tmp_path: Path, name: str, num_warnings: int) -> None:
     """A limit on file sizes replaces a full disk: writes raise OSError in the same places."""
-    script = tmp_path / "train.py"
-    script.write_text(FULL)
-    command = [sys.executable, str(script), kind, str(Path(__file__).parent), str(tmp_path / "trace")]
-    done = programs.run(command, timeout_s=200)
-    warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
-    assert len(warnings) == num_warnings, done.stdout
-    name = {"perfetto": "PerfettoTrace", "tensorboard": "TensorBoardTrace"}[kind]
-    assert all(f"the observer {name} failed in step" in line for line in warnings)
+    command = [sys.executable, "-W", "always", "-c", FULL, name, str(tmp_path / "trace")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    done = programs.run(command, timeout_s=200, env=environment)
+    warnings = re.findall(r"RuntimeWarning: (.*)", done.stderr)
+    assert sum(f"the observer {name} failed in step" in warning for warning in warnings) == num_warnings, done.stderr
     assert f"{name} stopped in step" in done.stdout
     assert "File too large" in done.stdout
     assert "Traceback" not in done.stdout
     assert "atexit" not in done.stderr
     steps = [line.split()[1] for line in done.stdout.splitlines() if line[:6].strip() == "0"]
     assert steps == ["400"], "training completed"
+
+
+@pytest.mark.release
+@pytest.mark.network
+@pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
+def test_bytes_match_those_of_the_network_interface(tmp_path: Path, name: str) -> None:
+    """Traces of two processes, each in a network namespace."""
+    if reason := why_unavailable():
+        pytest.skip(f"cannot emulate a network: {reason}")
+    program = str(Path(__file__).with_name("traced_rank.py"))
+    with EmulatedNetwork([0, 0], rank_rate="500mbit") as network, ExitStack() as stack:
+        starting = [
+            programs.started(
+                [
+                    *("ip", "netns", "exec", network.namespace(rank), sys.executable, program),
+                    *(str(rank), "2", network.address(0), name, str(tmp_path)),
+                ],
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
+        for process in [stack.enter_context(each) for each in starting]:
+            _, stderr = process.communicate(timeout=120)
+            assert process.returncode == 0, stderr
+
+    for rank, folder in enumerate((tmp_path, tmp_path / "rank1")):
+        result = json.loads((tmp_path / f"result{rank}.json").read_text())
+        # 3 % are for headers of TCP, IP and Ethernet, for acknowledgements, and for requests to the store.
+        assert result["bytes_sent"] < result["interface_bytes"] < 1.03 * result["bytes_sent"]
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        written = events.Scalars("communication_detail/sent_MB_in_all")[-1]
+        assert written.step == 20
+        assert written.value * 1e6 == pytest.approx(result["bytes_sent"], rel=1e-6)  # the file holds float32
+        assert [offset_ns for _, offset_ns, _ in result["clock_offsets"]] == [0, 0], "processes of one machine"
+    merged = merge_files(tmp_path, tmp_path / "merged.json.gz")
+    assert merged.num_messages > 100
+    assert merged.num_backwards == 0

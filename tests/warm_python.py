@@ -44,12 +44,7 @@ def processor_times() -> tuple[float, float]:
 
 
 class Fork:
-    """A program that was started; after `wait`, none of its processes is left.
-
-    Attributes:
-        pid: its process number.
-        out: the file with its output.
-    """
+    """A program that was started; after `wait`, none of its processes is left."""
 
     def __init__(self, pid: int, out: Path) -> None:
         self.pid = pid
@@ -57,18 +52,15 @@ class Fork:
         self._status: int | None = None
 
     def printed(self) -> str:
-        """Returns its output so far."""
         return self.out.read_text(encoding="utf-8", errors="replace")
 
     def wait_for_line(self, line: str, timeout_s: float = 60) -> None:
-        """Waits until it has printed `line`."""
         deadline_s = time.monotonic() + timeout_s
         while line not in self.printed().splitlines():
             assert time.monotonic() < deadline_s, f"no line {line!r} after {timeout_s} s:\n{self.printed()}"
             time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, unless it has been waited for."""
         if self._status is None:
             os.kill(self.pid, number)
 
@@ -99,12 +91,8 @@ def started(
 ) -> Iterator[Fork]:
     """Starts `python *arguments`; kills it in the end with all processes that it has started.
 
-    Args:
-        arguments: "-c" and the code, "-m" and a module, or a script; and their own arguments.
-        out, err: new files for its output; `out` for both by default.
-        cwd: its working folder.
-        env: its environment, instead of this process's.
-        ends_whole: whether the test covers the interpreter's teardown of its modules too, which takes longer.
+    It writes to the new files `out` and `err`, or to `out` alone. With `ends_whole` the interpreter tears its modules
+    down, which takes longer.
     """
     mark = programs.new_mark()
     environment = {**(os.environ if env is None else env), programs.MARK: mark}
@@ -126,14 +114,7 @@ def started(
 def run(
     arguments: Sequence[str | os.PathLike[str]], *, timeout_s: float = 120, check: bool = True, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs `python *arguments` to its end, as `programs.run` does.
-
-    Args:
-        arguments: see `started`.
-        timeout_s: the longest time that it may take.
-        check: whether an exit status other than 0 is a failure.
-        options: see `started`.
-    """
+    """Runs `python *arguments` to its end, as `programs.run` does; `options` are those of `started`."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "out"), Path(folder, "err")
         with started(arguments, out=files[0], err=files[1], **options) as fork:

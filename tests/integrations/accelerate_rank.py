@@ -4,57 +4,37 @@ Argument: a folder, for checkpoints and for `<rank>.json`.
 """
 
 import gc
-import json
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
 from accelerate import Accelerator
+from scenarios import ALGORITHMS, FOLDER, STEPS, STOP, error_of, optimizer_for, threads_since, weights_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from torchbagua.integrations.accelerate import attach
 
-STEPS, STOP = 6, 3
-FOLDER = Path(sys.argv[1])
-
-ALGORITHMS: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
-    "gradient_allreduce": lambda optimizer: tb.GradientAllReduceAlgorithm(),
-    "bytegrad": lambda optimizer: tb.ByteGradAlgorithm(error_feedback=True),
-    "qadam": lambda optimizer: tb.QAdamAlgorithm(optimizer, error_feedback=True),
-    "decentralized": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-    "low_precision_decentralized": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),
-    "diloco": lambda optimizer: tb.DiLoCoAlgorithm(2, delay=1),
-    "async": lambda optimizer: tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
-}
-
 
 def model_and_optimizer(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, the same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 1))
-    if name == "qadam":
-        return model, tb.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer_for(name, model)
 
 
 def batches(rank: int, steps: Sequence[int]) -> Iterator[torch.Tensor]:
     """Yield data that differ by rank and step."""
     for step in steps:
         yield torch.randn(8, 10, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    """Return all tensors of the state dict as numbers that JSON stores exactly."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return {key: value.double().flatten().tolist() for key, value in inner.state_dict().items()}
 
 
 def prepare(name: str, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Any:
@@ -91,22 +71,17 @@ def plain_loop(name: str) -> dict[str, Any]:
 
 def runs() -> dict[str, Any]:
     """Train with every algorithm, with and without accumulation, and in a plain loop."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in ALGORITHMS:
         found[name] = {"plain": plain_loop(name)}
         for accumulation in (1, 2):
             accelerator, model, optimizer, raw = prepare(name, gradient_accumulation_steps=accumulation)
-            recorder, threads = tb.observe.Recorder(), set(threading.enumerate())
-            with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), observers=[recorder]):
+            counts = scenarios.Counts()
+            with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), observers=[counts.recorder]):
                 train(accelerator, model, optimizer, range(STEPS))
                 during = weights_of(model)
-            found[name][f"accumulation {accumulation}"] = {
-                "steps": sum(event.phase == "step" for event in recorder.events),
-                "buckets": sum(event.phase == "bucket" for event in recorder.events),
-                "during": during,
-                "weights": weights_of(model),
-                "threads": [thread.name for thread in threading.enumerate() if thread not in threads],
-            }
+            run = {**counts.result(), "during": during, "weights": weights_of(model)}
+            found[name][f"accumulation {accumulation}"] = run
     return found
 
 
@@ -162,10 +137,7 @@ def forced_sync() -> dict[str, Any]:
             with accelerator.no_sync(model):
                 losses = [model(x).square().mean() for x in (first, second)]
             accelerator.backward(losses[0])
-            if is_forced:
-                with accelerator.trigger_sync_in_backward(model):
-                    accelerator.backward(losses[1])
-            else:
+            with accelerator.trigger_sync_in_backward(model) if is_forced else nullcontext():
                 accelerator.backward(losses[1])
             found[str(is_forced)] = {key: p.grad.flatten().tolist() for key, p in model.module.named_parameters()}
     return found
@@ -220,27 +192,22 @@ def freed() -> dict[str, Any]:
     return found
 
 
-class OwnFiles:
-    """Hooks with which a program stores its models itself, as diffusers' scripts do: accelerate then has none left."""
+def install_own_files(accelerator: Accelerator) -> None:
+    """Store the models by hooks, as diffusers' scripts do: accelerate then has none left."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self.install()
-
-    def install(self) -> None:
-        self._accelerator.register_save_state_pre_hook(self.save)
-        self._accelerator.register_load_state_pre_hook(self.load)
-
-    def save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        if self._accelerator.is_main_process:
+    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        if accelerator.is_main_process:
             while weights:
                 torch.save(models[len(weights) - 1].state_dict(), Path(folder) / f"own{len(weights)}.pt")
                 weights.pop()
 
-    def load(self, models: list[nn.Module], folder: str) -> None:
+    def load(models: list[nn.Module], folder: str) -> None:
         while models:
             number = len(models)
             models.pop().load_state_dict(torch.load(Path(folder) / f"own{number}.pt"))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
 def own_files() -> dict[str, Any]:
@@ -252,9 +219,11 @@ def own_files() -> dict[str, Any]:
             outcomes = []
             for is_resumed in (False, True):
                 accelerator, model, optimizer, raw = prepare(name)
-                hooks = OwnFiles(accelerator) if is_before else None
+                if is_before:
+                    install_own_files(accelerator)
                 with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)) as attachment:
-                    hooks = hooks or OwnFiles(accelerator)
+                    if not is_before:
+                        install_own_files(accelerator)
                     if is_resumed:
                         train(accelerator, model, optimizer, range(1))
                         accelerator.load_state(str(folder))
@@ -274,42 +243,31 @@ def own_files() -> dict[str, Any]:
 
 def main_process_alone() -> dict[str, Any]:
     """Save on the main process alone, as scripts of diffusers do, and resume; a weight algorithm must not hang."""
+
+    def run(name: str) -> None:
+        is_async = name == "async"
+        accelerator, model, optimizer, raw = prepare(name)
+        timeout = timedelta(seconds=1 if is_async else 20)
+        with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), timeout=timeout):
+            train(accelerator, model, optimizer, range(2))
+            if accelerator.is_main_process:
+                accelerator.save_state(str(FOLDER / f"alone {name}"))
+            elif is_async:
+                time.sleep(2)  # as a barrier after the last step does
+            train(accelerator, model, optimizer, range(2, 4))
+        accelerator.wait_for_everyone()
+        if not is_async:
+            accelerator, model, optimizer, raw = prepare(name)
+            with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
+                accelerator.load_state(str(FOLDER / f"alone {name}"))
+
     found = {}
     for name in ("gradient_allreduce", "bytegrad", "decentralized", "async"):
-        folder = FOLDER / f"alone {name}"
-        accelerator, model, optimizer, raw = prepare(name)
-        is_async = name == "async"
-        try:
-            with attach(
-                accelerator, model, optimizer, ALGORITHMS[name](raw), timeout=timedelta(seconds=1 if is_async else 20)
-            ):
-                train(accelerator, model, optimizer, range(2))
-                if accelerator.is_main_process:
-                    accelerator.save_state(str(folder))
-                elif is_async:
-                    time.sleep(2)  # as a barrier after the last step does
-                train(accelerator, model, optimizer, range(2, 4))
-            accelerator.wait_for_everyone()
-            if not is_async:
-                accelerator, model, optimizer, raw = prepare(name)
-                with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
-                    accelerator.load_state(str(folder))
-            found[name] = "ok"
-        except (RuntimeError, FileNotFoundError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-            if is_async:
-                accelerator.wait_for_everyone()
-        accelerator.wait_for_everyone()
+        found[name] = error_of(lambda name=name: run(name))  # type: ignore[misc]
+        if name == "async" and found[name] != "nothing":
+            torch.distributed.barrier()
+        torch.distributed.barrier()
     return found
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    """Return the error that the call raises, as text."""
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def refusals() -> dict[str, str]:
@@ -342,25 +300,16 @@ def exception() -> list[str]:
     """Return the threads that are left after training raises on all ranks."""
     accelerator, model, optimizer, _ = prepare("async")
     before = set(threading.enumerate())
-    try:
-        with attach(accelerator, model, optimizer, ALGORITHMS["async"](optimizer)):
-            train(accelerator, model, optimizer, range(2))
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
-    return [thread.name for thread in threading.enumerate() if thread not in before]
+    with suppress(KeyboardInterrupt), attach(accelerator, model, optimizer, ALGORITHMS["async"](optimizer)):
+        train(accelerator, model, optimizer, range(2))
+        raise KeyboardInterrupt
+    return threads_since(before)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     RANK = Accelerator(cpu=True).process_index
-    found = {}
-    for scenario in (
-        *(runs, resumed, own_files, main_process_alone, overflow, forced_sync),
-        *(switched, freed, refusals, exception),
-    ):
-        print(f"rank {RANK}: {scenario.__name__}", flush=True)
-        found[scenario.__name__] = scenario()
-    (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+    first = (runs, resumed, own_files, main_process_alone, overflow, forced_sync)
+    scenarios.run(RANK, (*first, switched, freed, refusals, exception))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

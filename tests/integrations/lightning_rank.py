@@ -44,10 +44,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 AVERAGES_WEIGHTS = ("decentralized", "low_precision_decentralized", "diloco", "async")
 
 
-def build(*, norm: bool = True) -> torch.nn.Module:
+def build() -> torch.nn.Module:
     torch.manual_seed(0)
-    norms = [torch.nn.BatchNorm1d(33)] if norm else []
-    return torch.nn.Sequential(torch.nn.Linear(8, 33), *norms, torch.nn.Tanh(), torch.nn.Linear(33, 1))
+    layers = [torch.nn.Linear(8, 33), torch.nn.BatchNorm1d(33), torch.nn.Tanh(), torch.nn.Linear(33, 1)]
+    return torch.nn.Sequential(*layers)
 
 
 def data() -> TensorDataset:
@@ -115,26 +115,21 @@ class Validations(lightning.Callback):
         self.seen["after"].append(digest(pl_module))
 
 
+SETTINGS = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "num_sanity_val_steps": 0}
+SETTINGS |= dict.fromkeys(("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary"), False)
+SETTINGS |= {"use_distributed_sampler": False}  # the loader has a sampler
+
+
 def trainer_of(strategy: Any, *, package: Any = lightning, **options: Any) -> Any:
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 0,
-        "devices": 2,
-    }
-    settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings["use_distributed_sampler"] = False  # the loader has a sampler
-    return package.Trainer(strategy=strategy, **{**settings, **options})
+    """Return a trainer with a strategy, or with the strategy of an algorithm and its arguments."""
+    if strategy in ALGORITHMS:
+        strategy = BaguaStrategy(strategy, **ALGORITHMS[strategy])
+    return package.Trainer(strategy=strategy, **{**SETTINGS, **options})
 
 
 def loader() -> DataLoader[Any]:
     sampler = DistributedSampler(data(), dist.get_world_size(), dist.get_rank(), shuffle=False)
     return DataLoader(data(), batch_size=BATCH, sampler=sampler)
-
-
-def strategy_of(algorithm: str, **options: Any) -> BaguaStrategy:
-    return BaguaStrategy(algorithm, **ALGORITHMS[algorithm], **options)
 
 
 def threads() -> list[str]:
@@ -149,21 +144,15 @@ def each_algorithm(scenario: Callable[[str], Any]) -> dict[str, Any]:
 
 def counts() -> Any:
     def count(algorithm: str, accumulation: int) -> Any:
-        recorder, watch = tb.observe.Recorder(), Watch()
-        model = Net(algorithm)
-        strategy = strategy_of(algorithm, observers=[recorder])
+        recorder, watch, model = tb.observe.Recorder(), Watch(), Net(algorithm)
+        strategy = BaguaStrategy(algorithm, **ALGORITHMS[algorithm], observers=[recorder])
         trainer = trainer_of(strategy, max_epochs=1, accumulate_grad_batches=accumulation, callbacks=[watch])
         trainer.fit(model, loader())
         phases = [event.phase for event in recorder.events]
         return {
-            "steps": trainer.global_step,
-            "step events": phases.count("step"),
-            "buckets": phases.count("bucket"),
-            "sent": recorder.bytes_sent,
-            "own": watch.own,
-            "end": digest(model),
+            **{"steps": trainer.global_step, "step events": phases.count("step"), "buckets": phases.count("bucket")},
+            **{"sent": recorder.bytes_sent, "own": watch.own, "end": digest(model), "threads": threads()},
             "is detached": strategy.attachment is None and strategy.model is model,
-            "threads": threads(),
         }
 
     return each_algorithm(lambda algorithm: [count(algorithm, 1), count(algorithm, 2)])
@@ -172,7 +161,7 @@ def counts() -> Any:
 def as_in_a_plain_loop() -> Any:
     def compare(algorithm: str) -> Any:
         model = Net(algorithm)
-        trainer_of(strategy_of(algorithm)).fit(model, loader())
+        trainer_of(algorithm).fit(model, loader())
 
         ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
         optimizer = optimizer_for(algorithm, ddp.parameters())
@@ -188,22 +177,6 @@ def as_in_a_plain_loop() -> Any:
         return {"lightning": digest(model.net), "plain": digest(ddp.module)}
 
     return each_algorithm(compare)
-
-
-def beside_ddp() -> Any:
-    """Return the distance, relative in norm, from the weights that Lightning's own DDPStrategy trains."""
-
-    def weights(strategy: Any) -> torch.Tensor:
-        model = Net()
-        model.net = build(norm=False)
-        trainer_of(strategy).fit(model, loader())
-        return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-    reference = weights("ddp")
-    strategies = {"gradient_allreduce": BaguaStrategy(), "bytegrad": BaguaStrategy("bytegrad"), "bagua": "bagua"}
-    return {
-        name: float((weights(strategy) - reference).norm() / reference.norm()) for name, strategy in strategies.items()
-    }
 
 
 def pytorch_lightning_by_name() -> Any:
@@ -232,7 +205,7 @@ def validation() -> Any:
         watch, validations = Watch(), Validations()
         model = Net(algorithm)
         trainer = trainer_of(
-            strategy_of(algorithm, averaged_weights=averaged_weights),
+            BaguaStrategy(algorithm, **ALGORITHMS[algorithm], averaged_weights=averaged_weights),
             callbacks=[watch, validations],
             val_check_interval=5,
             num_sanity_val_steps=1,
@@ -281,8 +254,7 @@ def resume() -> Any:
         def fit(path: Path | None = None) -> Any:
             watch, model = Watch(), Net(algorithm)
             checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=not in_validation)
-            strategy = strategy_of(algorithm)
-            trainer = trainer_of(strategy, callbacks=[watch, checkpoint], enable_checkpointing=True, max_epochs=3)
+            trainer = trainer_of(algorithm, callbacks=[watch, checkpoint], enable_checkpointing=True, max_epochs=3)
             trainer.fit(model, loader(), loader(), ckpt_path=path)
             return {"own": watch.own, "end": digest(model), "steps": trainer.global_step}
 
@@ -331,12 +303,8 @@ def finetuning() -> Any:
             watch, model = Watch(), Backbone(algorithm)
             saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
             tuner = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
-            trainer = trainer_of(
-                strategy_of(algorithm),
-                callbacks=[Unfreeze(), watch, tuner, saver],
-                enable_checkpointing=True,
-                max_epochs=3,
-            )
+            callbacks = [Unfreeze(), watch, tuner, saver]
+            trainer = trainer_of(algorithm, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
             trainer.fit(model, loader(), ckpt_path=path, weights_only=False)
             return {"own": watch.own, "end": digest(model)}
 
@@ -345,97 +313,16 @@ def finetuning() -> Any:
     return {algorithm: run(algorithm) for algorithm in ("decentralized", "diloco")}
 
 
-def saved_by_an_exception() -> Any:
-    """Check the checkpoint that Lightning saves after an exception, and continue a run from it."""
-    model = Failing("decentralized")
-    model.where, model.error, model.ranks = "training", ZeroDivisionError, (0, 1)
-    checkpoint = ModelCheckpoint(FOLDER / "exception", "last", save_on_exception=True)
-    trainer = trainer_of(strategy_of("decentralized"), callbacks=[checkpoint], enable_checkpointing=True)
-    with contextlib.suppress(ZeroDivisionError):
-        trainer.fit(model, loader())
-    path = FOLDER / "exception" / "last.ckpt"
-    has_states = "torchbagua" in torch.load(path, weights_only=True)
-    model = Net("decentralized")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_of(strategy_of("decentralized")).fit(model, loader(), ckpt_path=path)
-    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
-    return {"has_states": has_states, "warnings": messages, "end": digest(model)}
-
-
 def learning_rate_finder() -> Any:
     """Lightning ends the finder's loop of 5 steps as it ends a fit, and then continues to train."""
     recorder = tb.observe.Recorder()
     model = Net("bytegrad")
     model.lr = 0.01
     finder = LearningRateFinder(num_training_steps=5, early_stop_threshold=None, update_attr=False)
-    strategy = strategy_of("bytegrad", observers=[recorder])
+    strategy = BaguaStrategy("bytegrad", observers=[recorder])
     trainer = trainer_of(strategy, max_epochs=1, callbacks=[finder], default_root_dir=FOLDER)
     trainer.fit(model, loader())
     return {"buckets": [event.phase for event in recorder.events].count("bucket"), "end": digest(model)}
-
-
-def one_device() -> Any:
-    """Compare with Lightning's single-device strategy, in one process."""
-
-    def run(algorithm: str, strategy: Any, **options: Any) -> str:
-        model = Net(algorithm)
-        trainer_of(strategy, devices=1, **options).fit(model, loader(), loader())
-        return digest(model)
-
-    def both(algorithm: str) -> Any:
-        alone = lightning.pytorch.strategies.SingleDeviceStrategy(torch.device("cpu"))
-        return {
-            "alone": run(algorithm, alone, accelerator="auto"),
-            "bagua": run(algorithm, strategy_of(algorithm)),
-        }
-
-    # Past its warm-up, QAdamOptimizer cannot step without its algorithm.
-    return {algorithm: both(algorithm) for algorithm in ALGORITHMS if algorithm != "qadam"}
-
-
-def qadam_refusals() -> Any:
-    """Return the errors about optimizers that QAdam does not support."""
-
-    def run(choose: Callable[[Any], Any], **options: Any) -> str:
-        class Wrong(Net):
-            def configure_optimizers(self) -> Any:
-                return choose(self)
-
-        try:
-            trainer_of(BaguaStrategy("qadam", **options), devices=1).fit(Wrong(), loader())
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
-
-    def adam(model: Any) -> Any:
-        return tb.QAdamOptimizer(model.parameters())
-
-    def scheduled(model: Any) -> Any:
-        optimizer = adam(model)
-        schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
-        return [optimizer], schedulers
-
-    return {
-        "Adam": run(lambda model: torch.optim.Adam(model.parameters())),
-        "two schedulers": run(scheduled),
-        "QAdam": run(adam),
-        "another value": run(adam, compression="sign1bit"),
-    }
-
-
-def from_two_ranks() -> Any:
-    """Load the checkpoints of `resume` in one process."""
-
-    def run(algorithm: str) -> str:
-        trainer = trainer_of(strategy_of(algorithm), devices=1, max_epochs=3)
-        try:
-            trainer.fit(Net(algorithm), loader(), ckpt_path=FOLDER / f"{algorithm}-False" / "epoch=1.ckpt")
-        except ValueError as error:
-            return str(error)
-        return "accepted"
-
-    return each_algorithm(run)
 
 
 class Pair(torch.nn.Module):
@@ -446,49 +333,46 @@ class Pair(torch.nn.Module):
     def forward(self, x: torch.Tensor, is_second: int) -> torch.Tensor:
         return (self.first, self.second)[is_second](x)
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.first, self.second)]
+
 
 class Manual(lightning.LightningModule):
     """Steps two optimizers, each for one part of the model, with manual optimization."""
 
     def __init__(self, algorithm: str) -> None:
         super().__init__()
-        self.algorithm = algorithm
-        self.automatic_optimization = False
-        self.first, self.second = build(), build()
+        self.algorithm, self.automatic_optimization = algorithm, False
+        self.nets = Pair()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        for optimizer, net in zip(self.optimizers(), (self.first, self.second), strict=True):
+        for is_second, optimizer in enumerate(self.optimizers()):
             optimizer.zero_grad()
-            self.manual_backward((net(x) - y).square().mean())
+            self.manual_backward((self.nets(x, is_second) - y).square().mean())
             self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.first, self.second)]
+        return self.nets.optimizers()
 
 
 def manual() -> Any:
+    own = {"find_unused_parameters": True}
+
     def run(algorithm: str | None) -> Any:
-        recorder, watch = tb.observe.Recorder(), Watch()
-        model = Manual(algorithm or "")
-        own = {"find_unused_parameters": True}
+        recorder, watch, model = tb.observe.Recorder(), Watch(), Manual(algorithm or "")
         strategy: Any = lightning.pytorch.strategies.DDPStrategy(**own)
         if algorithm is not None:
             strategy = BaguaStrategy(algorithm, observers=[recorder], **own)
-        trainer = trainer_of(strategy, max_epochs=1, callbacks=[watch])
-        trainer.fit(model, loader())
+        trainer_of(strategy, max_epochs=1, callbacks=[watch]).fit(model, loader())
         phases = [event.phase for event in recorder.events]
-        return {
-            "own": watch.own,
-            "end": digest(model),
-            "steps": phases.count("step"),
-            "buckets": phases.count("bucket"),
-        }
+        counts = {"steps": phases.count("step"), "buckets": phases.count("bucket")}
+        return {**counts, "own": watch.own, "end": digest(model)}
 
     def plain_loop() -> Any:
-        ddp = DistributedDataParallel(Pair(), find_unused_parameters=True)
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (ddp.module.first, ddp.module.second)]
+        ddp = DistributedDataParallel(Pair(), **own)
+        optimizers = ddp.module.optimizers()
         with tb.attach(ddp, optimizers, "decentralized"):
             for x, y in loader():
                 for is_second, optimizer in enumerate(optimizers):
@@ -522,8 +406,7 @@ def overflow() -> Any:
                 optimizer.register_step_post_hook(lambda *_: steps.append(trainer.fit_loop.batch_idx))
 
         model = Overflowing(algorithm)
-        strategy = strategy_of(algorithm)
-        trainer = trainer_of(strategy, max_epochs=1, plugins=[plugin], callbacks=[Count()], gradient_clip_val=1.0)
+        trainer = trainer_of(algorithm, max_epochs=1, plugins=[plugin], callbacks=[Count()], gradient_clip_val=1.0)
         trainer.fit(model, loader())
         return {"steps": steps, "scale": plugin.scaler.get_scale(), "end": digest(model)}
 
@@ -533,7 +416,7 @@ def overflow() -> Any:
 def twice() -> Any:
     def run(algorithm: str) -> Any:
         model = Net(algorithm)
-        trainer = trainer_of(strategy_of(algorithm), max_epochs=1)
+        trainer = trainer_of(algorithm, max_epochs=1)
         trainer.fit(model, loader())
         first = digest(model)
         trainer.fit_loop.max_epochs = 2
@@ -585,40 +468,93 @@ def failing_everywhere() -> Any:
     return each_algorithm(lambda algorithm: {kind: fail_in(*case, (0, 1), algorithm) for kind, case in kinds.items()})
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        counts,
-        as_in_a_plain_loop,
-        beside_ddp,
-        pytorch_lightning_by_name,
-        validation,
-        async_rounds,
-        resume,
-        finetuning,
-        saved_by_an_exception,
-        learning_rate_finder,
-        one_device,
-        from_two_ranks,
-        qadam_refusals,
-        manual,
-        overflow,
-        twice,
-        failing_everywhere,
-    )
-}
-for _where in ("training", "validation"):
-    for _algorithm in ("async", "decentralized", "bytegrad"):
-        SCENARIOS[f"{_where}_{_algorithm}"] = lambda where=_where, algorithm=_algorithm: fail_in(
-            where, ZeroDivisionError, (1,), algorithm
-        )
+def rank_1_fails_in_training() -> Any:
+    return fail_in("training", ZeroDivisionError, (1,), "bytegrad")
+
+
+def rank_1_fails_in_validation() -> Any:
+    return fail_in("validation", ZeroDivisionError, (1,), "async")
+
+
+def saved_by_an_exception() -> Any:
+    """Check the checkpoint that Lightning saves after an exception, and continue a run from it."""
+    model = Failing("decentralized")
+    model.where, model.error, model.ranks = "training", ZeroDivisionError, (0, 1)
+    checkpoint = ModelCheckpoint(FOLDER / "exception", "last", save_on_exception=True)
+    with contextlib.suppress(ZeroDivisionError):
+        trainer_of("decentralized", callbacks=[checkpoint], enable_checkpointing=True).fit(model, loader())
+    path = FOLDER / "exception" / "last.ckpt"
+    has_states = "torchbagua" in torch.load(path, weights_only=True)
+    model = Net("decentralized")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of("decentralized").fit(model, loader(), ckpt_path=path)
+    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    return {"has_states": has_states, "warnings": messages, "end": digest(model)}
+
+
+def one_device() -> Any:
+    """Compare with Lightning's single-device strategy, in one process."""
+
+    def run(algorithm: str, strategy: Any, **options: Any) -> str:
+        model = Net(algorithm)
+        trainer_of(strategy, devices=1, **options).fit(model, loader(), loader())
+        return digest(model)
+
+    def both(algorithm: str) -> Any:
+        alone = lightning.pytorch.strategies.SingleDeviceStrategy(torch.device("cpu"))
+        return [run(algorithm, alone, accelerator="auto"), run(algorithm, algorithm)]
+
+    # Past its warm-up, QAdamOptimizer cannot step without its algorithm.
+    return {algorithm: both(algorithm) for algorithm in ALGORITHMS if algorithm != "qadam"}
+
+
+def qadam_refusals() -> Any:
+    """Return the errors about optimizers that QAdam does not support."""
+
+    def run(choose: Callable[[Any], Any], **options: Any) -> str:
+        model = Net("qadam")
+        model.configure_optimizers = lambda: choose(model)
+        try:
+            trainer_of(BaguaStrategy("qadam", **options), devices=1).fit(model, loader())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    def adam(model: Any) -> Any:
+        return tb.QAdamOptimizer(model.parameters())
+
+    def scheduled(model: Any) -> Any:
+        optimizer = adam(model)
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+
+    return {
+        "Adam": run(lambda model: torch.optim.Adam(model.parameters())),
+        "two schedulers": run(scheduled),
+        "QAdam": run(adam),
+        "another value": run(adam, compression="sign1bit"),
+    }
+
+
+def from_two_ranks() -> Any:
+    """Load the checkpoints of `resume` in one process."""
+
+    def run(algorithm: str) -> str:
+        path = FOLDER / f"{algorithm}-False" / "epoch=1.ckpt"
+        try:
+            trainer_of(algorithm, devices=1, max_epochs=3).fit(Net(algorithm), loader(), ckpt_path=path)
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    return each_algorithm(run)
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     for name in sys.argv[2:]:
         try:
-            result = {"result": SCENARIOS[name]()}
+            result = {"result": globals()[name]()}
         except BaseException:
             result = {"failure": traceback.format_exc()}
         (FOLDER / f"{name}-rank{dist.get_rank()}.json").write_text(json.dumps(result))

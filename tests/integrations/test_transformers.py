@@ -1,7 +1,6 @@
 """The adapter of transformers, in two processes: training, the contents of checkpoints and logs, and refusals."""
 
 import importlib.metadata
-import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -17,48 +16,27 @@ pytestmark = pytest.mark.integrations
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-RANK_PROGRAM = Path(__file__).parent / "transformers_rank.py"
 ADAPTER = ROOT / "torchbagua" / "integrations" / "transformers.py"
 STEPS, STOP = 6, 3
 LOGGED = {"step_ms", "exposed_ms", "overlap_percent", "sent_MB_a_step", "compression_ratio_to_float32"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder to which both ranks have written."""
-    folder = tmp_path_factory.mktemp("transformers")
-    rank_programs.run(RANK_PROGRAM, folder)
-    return folder
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_every_step_is_reported(found: Found, name: str, accumulation: int) -> None:
-    for result in found:
-        run = result["runs"][name][f"accumulation {accumulation}"]
-        assert run["steps"] == run["global_step"] == STEPS
-        if name in GRADIENTS:
-            assert run["buckets"] == STEPS  # the hook's calls: DDP has a single bucket
-
-
-@pytest.mark.parametrize("name", [name for name in GRADIENTS + WEIGHTS if name != "async"])  # it depends on time
-def test_weights_are_those_of_a_plain_loop(found: Found, name: str) -> None:
+def test_training(found: Found, name: str) -> None:
+    """Weights are those of a plain loop, equal in the end, and the same if resumed; every step counts; threads end."""
+    for accumulation in (1, 2):
+        runs = [result["runs"][name][f"accumulation {accumulation}"] for result in found]
+        for run in runs:
+            assert run["steps"] == run["global_step"] == STEPS
+            if name in GRADIENTS:
+                assert run["buckets"] == STEPS  # the hook's calls: DDP has a single bucket
+            assert run["threads"] == []
+        assert (runs[0]["during"] == runs[1]["during"]) == (name in GRADIENTS)
+        assert runs[0]["weights"] == runs[1]["weights"]
+    if name == "async":  # it depends on time
+        return
     for result in found:
         assert result["runs"][name]["accumulation 1"]["weights"] == result["runs"][name]["plain"]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
-def test_ranks_are_equal_in_the_end_and_no_thread_is_left(found: Found, name: str, accumulation: int) -> None:
-    runs = [result["runs"][name][f"accumulation {accumulation}"] for result in found]
-    assert (runs[0]["during"] == runs[1]["during"]) == (name in GRADIENTS)
-    assert runs[0]["weights"] == runs[1]["weights"]
-    assert [run["threads"] for run in runs] == [[], []]
-
-
-@pytest.mark.parametrize("name", [name for name in GRADIENTS + WEIGHTS if name != "async"])
-def test_a_resumed_run_is_bitwise_equal(found: Found, name: str) -> None:
-    for result in found:
         assert len(result["resumed"][name]["straight"]) == STEPS - STOP
         assert result["resumed"][name]["again"] == result["resumed"][name]["straight"]
 
@@ -105,25 +83,18 @@ def test_evaluations_and_the_best_model_use_the_mean(found: Found) -> None:
     assert evaluated[0]["weights"] == evaluated[0]["seen"][int(evaluated[0]["best"].split("-")[1]) // 2 - 1]
 
 
-def test_no_thread_is_left_when_training_raises(found: Found) -> None:
+def test_exceptions_and_an_overflow(found: Found) -> None:
     cases = ["on_step_end RuntimeError", "on_prediction_step RuntimeError", "on_step_end KeyboardInterrupt"]
-    expected = {case: [] for case in cases}
-    assert [result["exceptions"] for result in found] == [expected, expected]
-
-
-def test_an_exception_on_one_rank_ends_the_other(found: Found) -> None:
+    for result in found:
+        assert result["exceptions"] == {case: [] for case in cases}, "no thread is left"
+        assert result["overflow"]["steps"] == STEPS - 1, "an overflow on one rank is skipped on all"
+        assert result["overflow"]["scale"] == 2
+    assert found[0]["overflow"]["weights"] == found[1]["overflow"]["weights"]
     survivor, raiser = (result["one_raises"] for result in found)
     assert raiser == {"raised": "RuntimeError", "is detached": True, "threads": []}
     # If DDP broadcasts buffers, it may be the first to notice that the other rank is missing.
     assert survivor.pop("raised") in ("CommunicationError", "RuntimeError")
     assert survivor == {"is detached": True, "threads": []}
-
-
-def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
-    for result in found:
-        assert result["overflow"]["steps"] == STEPS - 1
-        assert result["overflow"]["scale"] == 2
-    assert found[0]["overflow"]["weights"] == found[1]["overflow"]["weights"]
 
 
 @pytest.mark.parametrize(
@@ -154,58 +125,28 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
         attach(transformers.Trainer(torch.nn.Linear(2, 1), arguments), "bytegrad")
 
 
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"needs transformers.*; pip install 'torchbagua\[transformers\]'"):
-        runpy.run_path(str(ADAPTER))
-
-
-@pytest.mark.parametrize("missing", [["accelerate"], ["accelerate", "transformers"]])
-def test_without_accelerate_the_extra_is_that_of_transformers(
+@pytest.mark.parametrize("missing", [["transformers"], ["accelerate"], ["accelerate", "transformers"]], ids=str)
+def test_without_packages_the_extra_is_that_of_transformers(
     monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "torchbagua.integrations.accelerate", raising=False)
+    if "accelerate" in missing:
+        monkeypatch.delitem(sys.modules, "torchbagua.integrations.accelerate", raising=False)
     with pytest.raises(ImportError, match=r"transformers needs .*; pip install 'torchbagua\[transformers\]'"):
         runpy.run_path(str(ADAPTER))
 
 
-def test_an_earlier_transformers_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "4.57.1")
-    with pytest.warns(
-        RuntimeWarning, match=r"with transformers 5\.23\.0 and later; installed is transformers 4\.57\.1"
-    ):
-        runpy.run_path(str(ADAPTER))
-
-
-def test_a_trainer_without_a_private_method_is_refused() -> None:
+def test_an_earlier_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchbagua.integrations.transformers import TrainerAttachment
 
-    class EarlierTrainer:
-        _inner_training_loop = None
-
-    trainer = EarlierTrainer()
-    with pytest.raises(
-        RuntimeError,
-        match=r"needs EarlierTrainer._prepare_for_training, which transformers \S+ does not have; it was tested with "
-        r"transformers 5\.23\.0: pip install 'transformers>=5\.23\.0'",
-    ):
+    trainer = type("EarlierTrainer", (), {"_inner_training_loop": None})()
+    message = r"needs EarlierTrainer._prepare_for_training, which transformers \S+ does not have; it was tested with "
+    message += r"transformers 5\.23\.0: pip install 'transformers>=5\.23\.0'"
+    with pytest.raises(RuntimeError, match=message):
         TrainerAttachment(trainer, "bytegrad", {})
     assert vars(trainer) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("_prepare_for_training", ["max_steps", "train_dataloader", "resume_from_checkpoint"]),
-        ("_save_checkpoint", ["model", "trial"]),
-        ("_get_output_dir", ["trial"]),
-        ("_inner_training_loop", None),
-        ("_finalize_training", None),
-    ],
-)
-def test_the_private_methods_exist(name: str, parameters: list[str] | None) -> None:
-    """The tests above show that Trainer calls them when it should."""
-    found = list(inspect.signature(getattr(transformers.Trainer, name)).parameters)[1:]
-    assert parameters is None or found == parameters
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "4.57.1")
+    message = r"with transformers 5\.23\.0 and later; installed is transformers 4\.57\.1"
+    with pytest.warns(RuntimeWarning, match=message):
+        runpy.run_path(str(ADAPTER))

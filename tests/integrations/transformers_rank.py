@@ -3,34 +3,26 @@
 Argument: a folder, for checkpoints, logs and `<rank>.json`.
 """
 
-import json
 import shutil
-import sys
 import threading
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
+from scenarios import FOLDER, STEPS, STOP, error_of, threads_since, weights_of
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
 import torchbagua as tb
 from torchbagua.integrations.transformers import TrainerAttachment, attach
 
-STEPS, STOP = 6, 3
 BATCH = 4
-FOLDER = Path(sys.argv[1])
-
+BY_NAME = ("gradient_allreduce", "qadam", "low_precision_decentralized")
 ALGORITHMS: dict[str, tb.Algorithm | str] = {
-    "gradient_allreduce": "gradient_allreduce",
-    "bytegrad": tb.ByteGradAlgorithm(error_feedback=True),
-    "qadam": "qadam",
-    "decentralized": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-    "low_precision_decentralized": "low_precision_decentralized",
-    "diloco": tb.DiLoCoAlgorithm(2, delay=1),
-    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
+    name: name if name in BY_NAME else make(None) for name, make in scenarios.ALGORITHMS.items()
 }
 
 
@@ -83,7 +75,7 @@ def make(name: str, accumulation: int = 1, kind: str = "", callbacks: Any = None
         "output_dir": str(FOLDER / "out"),
     }
     model = Regression()
-    optimizer = tb.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2) if name == "qadam" else None
+    optimizer = scenarios.optimizer_for(name, model) if name == "qadam" else None
     rows = data(accumulation)
     return trainer_class(
         model,
@@ -93,11 +85,6 @@ def make(name: str, accumulation: int = 1, kind: str = "", callbacks: Any = None
         optimizers=(optimizer, None),
         callbacks=callbacks,
     )
-
-
-def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    """Return the weights as numbers that JSON stores exactly."""
-    return {key: value.double().flatten().tolist() for key, value in model.state_dict().items()}
 
 
 class Spy(TrainerCallback):
@@ -116,18 +103,13 @@ def runs() -> dict[str, Any]:
     for name, algorithm in ALGORITHMS.items():
         found[name] = {}
         for accumulation in (1, 2):
-            recorder, threads, spy = tb.observe.Recorder(), set(threading.enumerate()), Spy()
+            counts, spy = scenarios.Counts(), Spy()
             trainer = make(name, accumulation, callbacks=[spy])
-            attach(trainer, algorithm, observers=[recorder])
+            attach(trainer, algorithm, observers=[counts.recorder])
             trainer.train()
-            found[name][f"accumulation {accumulation}"] = {
-                "steps": sum(event.phase == "step" for event in recorder.events),
-                "buckets": sum(event.phase == "bucket" for event in recorder.events),
-                "global_step": trainer.state.global_step,
-                "during": spy.weights[-1],
-                "weights": weights_of(trainer.model),
-                "threads": [thread.name for thread in threading.enumerate() if thread not in threads],
-            }
+            weights = {"during": spy.weights[-1], "weights": weights_of(trainer.model)}
+            run = {**counts.result(), "global_step": trainer.state.global_step, **weights}
+            found[name][f"accumulation {accumulation}"] = run
         found[name]["plain"] = plain_loop(name, algorithm)
     return found
 
@@ -234,9 +216,7 @@ def exceptions() -> dict[str, list[str]]:
         try:
             trainer.train()
         except error:
-            found[f"{event} {error.__name__}"] = [
-                thread.name for thread in threading.enumerate() if thread not in before
-            ]
+            found[f"{event} {error.__name__}"] = threads_since(before)
     return found
 
 
@@ -251,7 +231,7 @@ def one_raises() -> dict[str, Any]:
         return {
             "raised": type(error).__name__,
             "is detached": attached.attachment.is_detached,
-            "threads": [thread.name for thread in threading.enumerate() if thread not in before],
+            "threads": threads_since(before),
         }
     return {}
 
@@ -274,17 +254,6 @@ def overflow() -> dict[str, Any]:
     # Trainer also counts skipped steps; Adam counts the steps that it takes.
     steps = next(iter(trainer.optimizer.state.values()))["step"].item()
     return {"steps": steps, "scale": trainer.accelerator.scaler.get_scale(), "weights": weights_of(trainer.model)}
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    """Return the error that `call` raises, or its warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        try:
-            call()
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-    return "; ".join(str(warning.message) for warning in caught if "torchbagua" in str(warning.message)) or "nothing"
 
 
 class Call(TrainerCallback):
@@ -322,7 +291,8 @@ def refusals() -> dict[str, str]:
     early = Call(lambda: attached.detach())
     trainer = make("bytegrad", callbacks=[early])
     attached = attach(trainer, "low_precision_decentralized")
-    found["plain checkpoint"] = error_of(lambda: trainer.train(resume_from_checkpoint=str(later)))
+    resume = partial(trainer.train, resume_from_checkpoint=str(later))
+    found["plain checkpoint"] = error_of(resume, or_warnings=True)
     found["too early"] = early.error
 
     shutil.copytree(earlier, own := FOLDER / f"own {RANK}" / earlier.name)
@@ -344,10 +314,6 @@ def make_trainer_with_sgd() -> Trainer:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     RANK = TrainingArguments(output_dir=str(FOLDER), use_cpu=True, ddp_backend="gloo").process_index
-    found = {}
-    for scenario in (runs, resumed, logged, evaluated, exceptions, overflow, refusals, one_raises):
-        print(f"rank {RANK}: {scenario.__name__}", flush=True)
-        found[scenario.__name__] = scenario()
-    (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+    scenarios.run(RANK, (runs, resumed, logged, evaluated, exceptions, overflow, refusals, one_raises))
     # No barrier: ranks have made different numbers of collective calls, and the launcher hosts the store.
     torch.distributed.destroy_process_group()
