@@ -107,6 +107,7 @@ class Simulation:
         processors: have the speed of each rank.
         store: may be slow, late or dead.
         dead: the ranks that `kill` has ended.
+        ended: these, and the ranks whose function has returned or raised.
         foreign_threads: the names of threads that the ranks have started without `torchbagua._concurrency`, and that
             were left at the end.
         fault_s: when a fault has happened; None before.
@@ -132,6 +133,7 @@ class Simulation:
         self.processors = Processors(self.scheduler, self.cluster)
         self.store = SimulatedStore(self.scheduler, self.cluster.latency_s)
         self.dead: set[int] = set()
+        self.ended: set[int] = set()
         self.fault_s: float | None = None
         self.foreign_threads: list[str] = []
         self._has_run = False
@@ -146,6 +148,7 @@ class Simulation:
         """Let a rank die now; for `Scheduler.call_at` and `Scheduler.call_at_turn`."""
         if not self._outcomes[rank].is_done:
             self.dead.add(rank)
+            self.ended.add(rank)
             self._outcomes[rank].ended_s = self.scheduler.now_s
             self.network.kill(rank)
 
@@ -162,7 +165,6 @@ class Simulation:
         outcomes: list[Outcome[T]] = [Outcome() for _ in range(self.size)]
         self._outcomes = outcomes
         primitives = Primitives(self.scheduler)
-        ended: set[int] = set()
 
         def run_rank(number: int) -> None:
             outcome = outcomes[number]
@@ -180,11 +182,11 @@ class Simulation:
                 thread.name for thread in self.scheduler.living_threads() if thread.rank == number and thread is not own
             ]
             primitives.exit(number)
-            ended.add(number)
+            self.ended.add(number)
             self.network.kill(number)
 
         def is_over() -> bool:
-            return len(ended | self.dead) == self.size
+            return len(self.ended) == self.size
 
         if self._has_run:
             raise RuntimeError("Simulation.run: a Simulation runs once; create another one")

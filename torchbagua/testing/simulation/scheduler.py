@@ -148,6 +148,10 @@ class Scheduler:
             if thread.rank == rank:
                 thread.wakes_s = max(thread.wakes_s, self.now_s + seconds)
 
+    def wakes_s(self, rank: int) -> float:
+        """Return the time until which a rank is stopped."""
+        return max((thread.wakes_s for thread in self._threads if thread.rank == rank), default=0.0)
+
     def call_at(self, at_s: float, event: Callable[[], None]) -> None:
         """Call `event`, which must not block, at a virtual time."""
         heappush(self._events, (at_s, next(self._numbers), event))
