@@ -1,7 +1,9 @@
 """Multi-node DiLoCo: every step averages gradients within a node, and rounds run between nodes."""
 
 import copy
+import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import Normed, Trace, Trainer, Weights, assert_same_weights, is_buffer, weights_of
 from diloco_oracle import check_rounds, fragments_of
-from ranks import TIMEOUT, gloo_group, run_ranks
+from ranks import TIMEOUT, gloo_group, leave_by_exception, run_ranks
 from torchbagua.observe import Recorder
 from training import build
 
@@ -108,6 +110,26 @@ def test_gradients_are_the_means_of_a_node_until_detach_restores_ddp() -> None:
         expected = MODEL.last.weight.detach() - 0.01 * (gradients[0] + gradients[1]) / 2
         # Here another number of threads computes the gradients.
         torch.testing.assert_close(ranks[2 * node][0]["last.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_that_hangs_is_noticed_within_its_node_after_the_timeout_of_attach() -> None:
+    has_failed = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        on = [0, 0, 1]
+        trainer = NodeTrainer(group, MODEL, on, WAYS[0])
+        own = tb.BaguaProcessGroup(group, nodes=on, timeout=timedelta(seconds=1))
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, tb.DiLoCoAlgorithm(H), process_group=own)
+        for _ in range(2):  # DDP rebuilds its buckets in the second step
+            trainer.step()
+        if group.rank() == 0:
+            with pytest.raises(tb.CommunicationError, match=r"receiving from rank 1|sending to rank 1"):
+                trainer.step()
+            has_failed.set()
+        assert has_failed.wait(20)
+        leave_by_exception(attachment)
+
+    run_ranks(3, body)
 
 
 def test_one_node_is_flat() -> None:

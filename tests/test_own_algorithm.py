@@ -177,6 +177,10 @@ def in_halves(flat: torch.Tensor) -> torch.Tensor:
     return flat.mul(2).round().div(2)
 
 
+def in_halves_rounded_down(flat: torch.Tensor) -> torch.Tensor:
+    return flat.mul(2).floor().div(2)
+
+
 def failing(flat: torch.Tensor, group: tb.BaguaProcessGroup) -> None:
     raise ArithmeticError("it does not add up")
 
@@ -186,6 +190,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     tb.extend.mean("exact")(in_full_precision)
     tb.extend.mean("half", error_feedback=in_halves, description="in halves")(in_full_precision)
+    tb.extend.mean("other half", error_feedback=in_halves_rounded_down)(in_full_precision)
     tb.extend.mean("failing")(failing)
     tb.extend.mean("anonymous")(lambda flat, group: None)
 
@@ -222,6 +227,23 @@ def test_an_error_names_the_function() -> None:
     # If the other rank fails first, a rank may see only that its connection is closed.
     pattern = r"failing.*gradient bucket 0.*it does not add up"
     assert any(re.search(pattern, message, re.DOTALL) for message in run_ranks(2, body))
+
+
+def test_a_state_of_another_function_is_refused() -> None:
+    """Its residuals belong to what another function sends."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        states = []
+        for name in ("half", "other half"):
+            ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+            with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), name) as attachment:
+                ddp(torch.ones(1, 3)).sum().backward()
+                states.append(attachment.state_dict())
+                if name == "other half":
+                    with pytest.raises(ValueError, match=r"saved with|in_halves"):
+                        attachment.load_state_dict(states[0])
+
+    run_ranks(2, body)
 
 
 def test_ranks_cannot_compare_a_lambda() -> None:
