@@ -1,11 +1,9 @@
-"""attach and the standalone hook: what they refuse, that a failed attach can be retried, and that detach undoes all."""
+"""attach and the standalone hook: what they refuse and warn of, and that a failed attach can be retried."""
 
 import copy
-import gc
+import re
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -22,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 import torchbagua.native
+from averaging import RARELY
+from caught import torchbagua_warnings
 from ranks import gloo_group, init_default_group, run_ranks
-from transports import CollectivesAlone
 
 Called = nn.Module | list[nn.Module]
 Call = Callable[[dist.ProcessGroup], Any]
@@ -309,8 +308,7 @@ def test_ranks_that_differ_are_refused(call: Call, message: str) -> None:
         run_ranks(2, call)
 
 
-@pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(error_feedback=True)], ids=str)
-def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algorithm: tb.Algorithm) -> None:
+def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone() -> None:
     """For example, a head that every rank trains locally, or tables that are divided among the ranks."""
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,7 +316,7 @@ def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algo
         torch.nn.init.ones_(head.weight)
         tables = [nn.Parameter(torch.ones(3)) for _ in range(group.rank())]
         optimizer = torch.optim.SGD([*tables, *ddp.parameters(), *head.parameters()], lr=0.1)
-        with tb.attach(ddp, optimizer, algorithm) as attachment:
+        with tb.attach(ddp, optimizer, tb.ByteGradAlgorithm(error_feedback=True)) as attachment:
             for _ in range(2):
                 optimizer.zero_grad()
                 head(ddp(torch.full((1, 4), 1.0 + group.rank()))).sum().backward()
@@ -389,64 +387,151 @@ def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
 
 def test_a_copy_of_an_attached_module_is_independent() -> None:
     """Averaged models (EMA, SWA) are such copies. DDP can be copied over the default group only."""
-
-    @dataclass(frozen=True)
-    class Counting(tb.Algorithm):
-        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
-            return CountingImpl(runner)
-
-    class CountingImpl(tb.AlgorithmImpl):
-        num_buckets = 0
-
-        def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
-            bucket.append_python_op(self.count)
-
-        def count(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
-            self.num_buckets += 1
-
     init_default_group()
-    ddp = DistributedDataParallel(nn.Linear(4, 2))
-    with attach(ddp, Counting()) as attachment:
-        twin = copy.deepcopy(ddp)
-        with attach(twin, Counting()) as twin_attachment:
+    ddp, recorder = DistributedDataParallel(nn.Linear(4, 2)), tb.observe.Recorder()
+    with attach(ddp, observers=[recorder]):
+        twin, twin_recorder = copy.deepcopy(ddp), tb.observe.Recorder()
+        with attach(twin, observers=[twin_recorder]):
+            recorder.clear()
             twin(X).sum().backward()
-    assert (attachment.impl.num_buckets, twin_attachment.impl.num_buckets) == (0, 1)
+            assert not recorder.events
+            assert any(event.phase == "bucket" for event in twin_recorder.events)
 
 
-def lanes() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("torchbagua lane")]
+# Combinations that the algorithms' pages advise against: one warning per rank, or none.
 
 
-def test_no_thread_outlives_attach_or_impl() -> None:
-    assert not lanes()
+optim = torch.optim
+
+
+class FusedAdam(optim.SGD):
+    """An Adam as in another package, which does not derive from torch's Adam."""
+
+
+momentum = partial(optim.SGD, lr=0.1, momentum=0.9)
+signs = partial(optim.AdamW, lr=0.1, betas=(0.0, 0.0))
+
+
+def muon(parameters: Any, momentum: float = 0.95) -> optim.Optimizer:
+    return optim.Muon([parameter for parameter in parameters if parameter.ndim == 2], momentum=momentum)
+
+
+def two(parameters: Any) -> list[optim.Optimizer]:
+    parameters = list(parameters)
+    return [optim.SGD(parameters), optim.Adam(parameters[-1:])]
+
+
+def of_first(number: int) -> Callable[[Any], Any]:
+    return lambda parameters: optim.SGD(list(parameters)[:number])
+
+
+def frozen_bias() -> nn.Module:
+    module = nn.Linear(4, 2)
+    module.bias.requires_grad_(False)
+    return module
+
+
+def large() -> nn.Module:
+    """Has 20 MiB of gradients."""
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
+
+
+TOPK, BLOCKS = tb.TopKAlgorithm(), tb.TopKAlgorithm(0.05, selection="block")
+SPARSE, POWERSGD = tb.CompressedAllReduceAlgorithm("topk", error_feedback=True), tb.PowerSGDAlgorithm()
+DIVERGES = "Algorithm with the momentum 0.9 of SGD may diverge.*Set that momentum to 0.*TopKAlgorithm.momentum=0.9"
+OWN_MOMENTS = "with {} .*QAdamAlgorithm with one bit.*or train with SGD"
+HALF = (
+    "bucket_cap_mb=10 of DistributedDataParallel puts 50% of 20 MiB of gradients into one bucket"
+    ".* about 14% longer.*or pass at most 2$"
+)
+TWO_LAYERS: dict[str, Any] = {"make_model": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make_optimizer", "options", "message"),
+    [
+        # Sparse means and factors by optimizer.
+        (TOPK, momentum, {}, f"TopK{DIVERGES}"),
+        (TOPK, momentum, {"is_attached": False}, f"TopK{DIVERGES}"),
+        (BLOCKS, momentum, {}, f"TopK{DIVERGES}"),
+        (SPARSE, momentum, {}, f"CompressedAllReduce{DIVERGES}"),
+        # TopK's own momentum is for SGD, so it is no advice here.
+        (TOPK, muon, {}, "momentum 0.95 of Muon may diverge.*Set that momentum to 0, and increase the learning rate$"),
+        (TOPK, optim.Adam, {}, "TopKAlgorithm " + OWN_MOMENTS.format("Adam")),
+        (SPARSE, optim.AdamW, {}, "CompressedAllReduceAlgorithm " + OWN_MOMENTS.format("AdamW")),
+        (POWERSGD, optim.NAdam, {}, "PowerSGDAlgorithm " + OWN_MOMENTS.format("NAdam")),
+        (BLOCKS, partial(FusedAdam, lr=0.1, momentum=0.9), {}, OWN_MOMENTS.format("FusedAdam")),
+        # Its weight decay would move elements that were not sent.
+        (TOPK, partial(optim.Adam, betas=(0.0, 0.0), weight_decay=0.1), {}, OWN_MOMENTS.format("Adam")),
+        (TOPK, partial(optim.AdamW, betas=(0.0, 0.9)), {}, OWN_MOMENTS.format("AdamW")),
+        *((algorithm, optim.SGD, {}, None) for algorithm in (TOPK, SPARSE, POWERSGD)),
+        (POWERSGD, momentum, {}, None),
+        (tb.TopKAlgorithm(momentum=0.9), optim.SGD, {}, None),
+        (tb.TopKAlgorithm(1.0), momentum, {}, None),
+        (TOPK, signs, {}, None),
+        (TOPK, partial(muon, momentum=0.0), {}, None),
+        (tb.CompressedAllReduceAlgorithm(), optim.AdamW, {}, None),
+        (tb.ByteGradAlgorithm(error_feedback=True), momentum, {}, None),
+        # Buckets with a large part of the gradients.
+        ("bytegrad", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, HALF),
+        (tb.CompressedAllReduceAlgorithm(), optim.SGD, {"make_model": large, "bucket_cap_mb": 1000},
+         "puts 100% of 20 MiB"),
+        ("bytegrad", optim.SGD, {"make_model": large}, None),  # DDP's default has a small first bucket
+        ("bytegrad", optim.SGD, {"make_model": large, "bucket_cap_mb": 5}, None),
+        ("gradient_allreduce", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, None),
+        ("decentralized", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, None),
+        ("bytegrad", optim.SGD, {"bucket_cap_mb": 10}, None),
+        # Optimizers that do not fit. Weights would be averaged between the steps of two optimizers; gradients are
+        # averaged before both.
+        ("decentralized", two, {}, "bias is a parameter of both SGD and Adam"),
+        ("bytegrad", two, {}, "bias is a parameter of both SGD and Adam"),
+        (RARELY["decentralized"], of_first(1), {},
+         "no attached optimizer steps bias, although it requires grad.*. If another optimizer steps it, "),
+        ("diloco", of_first(2), TWO_LAYERS, r"steps 1.weight \(and 1 more\), although they require gradients"),
+        ("diloco", of_first(1), TWO_LAYERS, r"steps 0.bias \(and 2 more\), although they require gradients"),
+        ("bytegrad", of_first(1), {}, None),
+        ("decentralized", of_first(1), {"make_model": frozen_bias}, None),
+        ("bytegrad", optim.LBFGS, {}, "LBFGS calls its closure as often .* mean of the loss over the ranks"),
+    ],
+)  # fmt: skip
+def test_advice(
+    algorithm: Any, make_optimizer: Callable[[Any], Any], options: dict[str, Any], message: str | None
+) -> None:
+    ddp_options = {key: value for key, value in options.items() if key == "bucket_cap_mb"}
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = wrap(group, options.get("make_model", lambda: None)(), **ddp_options)
+        optimizer, own = make_optimizer(ddp.parameters()), tb.BaguaProcessGroup(group)
+        if options.get("is_attached", True):
+            end = tb.attach(ddp, optimizer, algorithm, process_group=own).detach
+        else:
+            runner = algorithm.reify(own, optimizer=optimizer)
+            ddp.register_comm_hook(runner, tb.comm_hook)
+            end = runner.close
+        if isinstance(algorithm, tb.Algorithm) and not algorithm.averages_weights:
+            for _ in range(2):
+                ddp.zero_grad()
+                ddp(X).sum().backward()
+                optimizer.step()
+        end()
+
+    with torchbagua_warnings() as messages:
+        run_ranks(2, body)
+    assert len(messages) == (0 if message is None else 2), messages
+    assert all(re.search(message or "", each) for each in messages), messages
+
+
+def test_a_scheduler_that_sets_the_first_beta_is_refused() -> None:
+    """AdamW would divide means of gradients by about 1e-8 wherever the last gradient is 0."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = wrap(group)
-        with attach(ddp):
+        optimizer = signs(ddp.parameters())
+        with tb.attach(ddp, optimizer, TOPK, process_group=tb.BaguaProcessGroup(group)):
             ddp(X).sum().backward()
-            assert lanes()
-        # The standalone hook, which is never closed.
-        hook(group, wrap(group), X)
-
-    run_ranks(2, body)
-    deadline = time.monotonic() + 5
-    while lanes():
-        gc.collect()
-        assert time.monotonic() < deadline, f"threads remain: {lanes()}"
-        time.sleep(0.01)
-
-
-def test_a_plain_module_over_a_transport_without_messages() -> None:
-    """It ends with the same weights on all ranks."""
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        module = nn.Linear(4, 3)  # different weights on each rank
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
-        own = tb.BaguaProcessGroup(group, transport=CollectivesAlone)
-        with tb.attach(module, optimizer, "decentralized", process_group=own):
-            module(torch.full((2, 4), group.rank() + 1.0)).square().sum().backward()
             optimizer.step()
-        return module.weight.detach()
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=True)
+            ddp(X).sum().backward()
 
-    weights = run_ranks(3, body)
-    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    with pytest.raises(ValueError, match=r"betas must be 0 if the second is, got \(0.95, 0.0\).*cycle_momentum=False"):
+        run_ranks(2, body)

@@ -1,7 +1,6 @@
 """Training loops that use DDP and its module in their own ways: DDP stays silent, or an error says why not."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,60 +86,7 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrap", "options"),
-    [
-        *(pytest.param(name, nn.Sequential, {}, id=name) for name in RARELY),
-        pytest.param("decentralized", lambda module: module, {"static_graph": True}, id="static graph"),
-    ],
-)
-@pytest.mark.usefixtures("forwards_in_turn")
-def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> None:
-    """As a Trainer's callback and accelerate's unwrap_model return it; the DDP around it is silent."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        ddp = DistributedDataParallel(wrap(module), process_group=group, **options)
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        data = batches(group.rank())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            ddp(data()).square().sum().backward()
-            optimizer.step()
-
-        with tb.attach(module, optimizer, RARELY[name], process_group=group):
-            step()
-            alone(group, step)
-        assert ddp.require_backward_grad_sync
-
-    run_ranks(2, body)
-
-
-def test_every_ddp_around_the_module_is_silent(forwards_in_turn: None) -> None:
-    """A model that was wrapped again is trained through the new DDP."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(10, 3)
-        first, second = (DistributedDataParallel(module, process_group=group) for _ in range(2))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        data = batches(group.rank())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            second(data()).square().sum().backward()
-            optimizer.step()
-
-        for attached in (first, module):
-            with tb.attach(attached, optimizer, RARELY["decentralized"], process_group=group):
-                step()
-                alone(group, step)
-
-    run_ranks(2, body)
-
-
-def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change(forwards_in_turn: None) -> None:
+def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change() -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         module = nn.Linear(3, 3)
         nn.init.constant_(module.bias, float(group.rank()))
@@ -155,7 +101,7 @@ def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change(forwards_
     assert run_ranks(2, body) == [[0.0] * 3, [1.0] * 3]
 
 
-def test_a_part_of_the_module_that_a_ddp_trains_is_refused(forwards_in_turn: None) -> None:
+def test_a_part_of_the_module_that_a_ddp_trains_is_refused() -> None:
     """When the DDP calls it."""
 
     def body(group: dist.ProcessGroup) -> None:

@@ -102,27 +102,14 @@ def test_rounds_before_loading_do_not_change_the_weights_that_async_loads() -> N
     run_ranks(2, body)
 
 
-def freeze(module: Normed, step: int, event: str) -> None:
-    """Change which layers are trained, before this step."""
-    if event == "unfreeze" and step == 2:
-        module.frozen.requires_grad_(True)
-    if event == "unfreeze late" and step == STOP:  # after the last step before the checkpoint
-        module.frozen.requires_grad_(True)
-    if event == "freeze" and step == 2:
-        module.first.requires_grad_(False)
-    if event == "freeze the next" and step == STOP:
-        module.first.requires_grad_(False)
-        module.frozen.requires_grad_(True)
+# Before which step a layer begins to be trained or no longer is, by event.
+UNFROZEN = {"unfreeze": 2, "unfreeze late": STOP, "freeze the next": STOP}
+FROZEN = {"freeze": 2, "freeze the next": STOP}
 
 
 @pytest.mark.parametrize(
     "event",
-    [
-        "unfreeze",
-        pytest.param("unfreeze late", marks=pytest.mark.release),
-        pytest.param("freeze", marks=pytest.mark.release),
-        pytest.param("freeze the next", marks=pytest.mark.release),
-    ],
+    ["unfreeze", *(pytest.param(event, marks=pytest.mark.release) for event in (*FROZEN, "unfreeze late"))],
 )
 @pytest.mark.parametrize("name", ["all", "low precision", "fragments"])
 def test_resume_after_layers_were_unfrozen_or_frozen(name: str, event: str) -> None:
@@ -137,7 +124,10 @@ def test_resume_after_layers_were_unfrozen_or_frozen(name: str, event: str) -> N
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
             expected = []
             for step in range(END):
-                freeze(trainer.module, step, event)
+                if step == UNFROZEN.get(event):
+                    trainer.module.frozen.requires_grad_(True)
+                if step == FROZEN.get(event):
+                    trainer.module.first.requires_grad_(False)
                 if step == STOP:
                     state, data = copy.deepcopy(attachment.rank_state_dict()), trainer.data.get_state()
                 trainer.step()
