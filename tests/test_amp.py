@@ -160,6 +160,9 @@ def test_async_skips_per_rank_after_warm_up_and_together_in_warm_up() -> None:
 # A GradScaler that attach was not given: one warning, in the first step that the GradScaler calls.
 
 
+FEEDBACK = tb.ByteGradAlgorithm(error_feedback=True)
+
+
 class Training:
     """Two modules with an optimizer each."""
 
@@ -220,7 +223,7 @@ def ask_within_the_step(training: Training) -> None:
 def test_a_scaler_that_attach_was_not_given(train: Callable[[Training], None], fused: bool, num_warnings: int) -> None:
     def body(group: dist.ProcessGroup) -> None:
         training = Training(group, fused=fused)
-        with tb.attach(training.ddps, training.optimizers, tb.ByteGradAlgorithm(error_feedback=True)):
+        with tb.attach(training.ddps, training.optimizers, FEEDBACK):
             train(training)
         for optimizer in training.optimizers:  # nothing is left there
             assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
@@ -237,7 +240,8 @@ def test_two_attachments_of_one_optimizer_that_a_scaler_steps() -> None:
         training = Training(group)
         optimizer = torch.optim.SGD([parameter for ddp in training.ddps for parameter in ddp.parameters()])
         training.optimizers = [optimizer, optimizer]
-        with tb.attach(training.ddps[0], optimizer, "bytegrad"), tb.attach(training.ddps[1], optimizer, "bytegrad"):
+        first, second = training.ddps
+        with tb.attach(first, optimizer, FEEDBACK), tb.attach(second, optimizer, FEEDBACK):
             training.backward()
             training.scaler.step(optimizer)
         assert optimizer._step_supports_amp_scaling is False

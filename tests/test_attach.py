@@ -22,7 +22,8 @@ import torchbagua as tb
 import torchbagua.native
 from averaging import RARELY
 from caught import torchbagua_warnings
-from ranks import gloo_group, init_default_group, run_ranks
+from ranks import gloo_group, init_default_group, leave_by_exception, run_ranks
+from training import build
 
 Called = nn.Module | list[nn.Module]
 Call = Callable[[dist.ProcessGroup], Any]
@@ -391,11 +392,76 @@ def test_a_copy_of_an_attached_module_is_independent() -> None:
     ddp, recorder = DistributedDataParallel(nn.Linear(4, 2)), tb.observe.Recorder()
     with attach(ddp, observers=[recorder]):
         twin, twin_recorder = copy.deepcopy(ddp), tb.observe.Recorder()
-        with attach(twin, observers=[twin_recorder]):
+        optimizer = sgd(twin)
+        with attach(twin, optimizer=optimizer, observers=[twin_recorder]):
             recorder.clear()
             twin(X).sum().backward()
+            optimizer.step()
             assert not recorder.events
-            assert any(event.phase == "bucket" for event in twin_recorder.events)
+            assert [event.phase for event in twin_recorder.events if event.phase in ("backward", "step")]
+
+
+# Sparse gradients of a function, which attach cannot detect: refused by the name of the parameter.
+
+
+class Words(nn.Module):
+    """An embedding by a function; its table is the first parameter, or not."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        if not is_first:
+            self.bias = nn.Parameter(torch.zeros(3))
+        self.table = nn.Parameter(torch.randn(7, 3))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        looked_up = nn.functional.embedding(words, self.table, sparse=True)
+        return self.last(looked_up + getattr(self, "bias", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_first"),
+    [
+        (tb.DecentralizedAlgorithm(), True),
+        (tb.DecentralizedAlgorithm(), False),
+        (tb.DiLoCoAlgorithm(100), False),
+        (tb.AsyncModelAverageAlgorithm(sync_interval_ms=0), False),
+        (tb.AsyncModelAverageAlgorithm(warmup_steps=5), True),
+        (tb.GradientAllReduceAlgorithm(), True),
+        (tb.ByteGradAlgorithm(error_feedback=True), False),
+    ],
+    ids=["decentralized", "decentralized, second", "diloco", "async", "async warm-up", "gradients", "error feedback"],
+)
+def test_a_sparse_gradient_is_refused_on_all_ranks(algorithm: tb.Algorithm, is_first: bool) -> None:
+    model = build(lambda: Words(is_first=is_first))
+
+    def body(group: dist.ProcessGroup) -> str:
+        ddp = wrap(group, copy.deepcopy(model))
+        message = r"parameter table has a sparse gradient.*leave out sparse=True"
+        with pytest.raises(ValueError, match=message), attach(ddp, algorithm):
+            ddp(torch.arange(3)).sum().backward()
+        return "raised"
+
+    assert run_ranks(2, body) == ["raised"] * 2
+
+
+def test_a_sparse_gradient_is_refused_in_a_later_step() -> None:
+    """The first gradient is checked in every backward: reading its address would raise torch's own error."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = Words(is_first=True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        attachment = tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+        module.table.requires_grad_(False)
+        module(torch.arange(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        module.table.requires_grad_(True)
+        with pytest.raises(ValueError, match="parameter table has a sparse gradient"):
+            module(torch.arange(3)).sum().backward()
+        leave_by_exception(attachment)
+
+    run_ranks(2, body)
 
 
 # Combinations that the algorithms' pages advise against: one warning per rank, or none.
@@ -508,7 +574,7 @@ def test_advice(
             runner = algorithm.reify(own, optimizer=optimizer)
             ddp.register_comm_hook(runner, tb.comm_hook)
             end = runner.close
-        if isinstance(algorithm, tb.Algorithm) and not algorithm.averages_weights:
+        if isinstance(algorithm, tb.Algorithm) and not algorithm.averages_weights and not ddp_options:
             for _ in range(2):
                 ddp.zero_grad()
                 ddp(X).sum().backward()

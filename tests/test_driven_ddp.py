@@ -15,7 +15,6 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from ranks import run_ranks
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
-from torchbagua.compat.bagua.data_parallel.driven_ddp import DrivenForward
 from torchbagua.compat.bagua.process_groups import from_torch_group
 from training import Branches, build
 
@@ -102,11 +101,11 @@ def test_detach_restores_a_forward_set_on_the_module() -> None:
     """The user has set it on the module, not on its class."""
 
     def body(group: dist.ProcessGroup) -> None:
-        module, rank = nn.Linear(4, 2), group.rank()
+        module = nn.Linear(4, 2)
         own = lambda x: 2 * nn.functional.linear(x, module.weight, module.bias)  # noqa: E731
         module.forward = own
         module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
-        assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 3.0))
+        assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 3.0))
         assert copy.deepcopy(module).forward is own
         module.bagua_ddp.attachment.detach()
         assert module.forward is own
@@ -134,32 +133,6 @@ def test_every_hook_is_called_once() -> None:
     run_ranks(1, body)
     expected = [["pre", f"pre of DDP, training={is_on}", "post of DDP", "post"] for is_on in (True, False)]
     assert calls == [*expected[0], *expected[1]]
-
-
-def test_observers_receive_the_same_events_as_with_a_ddp() -> None:
-    """The events are steps and backward passes, for which attach registers hooks on its module."""
-
-    def body(group: dist.ProcessGroup) -> list[list[str]]:
-        phases = []
-        for is_driven in (False, True):
-            module, recorder = nn.Linear(4, 2), tb.observe.Recorder()
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            driven = DrivenForward(module, group, {}) if is_driven else None
-            ddp = DistributedDataParallel(module, process_group=group) if driven is None else driven.ddp
-            attachment = tb.attach(ddp, optimizer, "bytegrad", observers=[recorder])
-            called: nn.Module = ddp
-            if driven is not None:
-                driven.install()
-                called = module
-            with attachment:
-                for _ in range(3):
-                    called(torch.ones(1, 4)).sum().backward()
-                    optimizer.step()
-            phases.append([event.phase for event in recorder.events if event.phase in ("step", "backward")])
-        return phases
-
-    for ddp_phases, driven_phases in run_ranks(2, body):
-        assert driven_phases == ddp_phases == ["backward", "step"] * 3
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])

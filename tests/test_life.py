@@ -2,7 +2,7 @@
 
 `check_algorithm` tests the plain life of each algorithm, see test_check_algorithm.py. attach is in test_attach.py,
 modules that change in test_averaged_weights.py, loads of weights in test_weight_loads.py, several optimizers in
-test_attached_optimizers.py, and other cases of a resumed training in test_resume.py and test_saved_states.py.
+test_optimizer_steps.py, and other cases of a resumed training in test_resume.py and test_saved_states.py.
 """
 
 import copy
@@ -126,27 +126,6 @@ def test_an_evaluated_saved_and_resumed_training_continues(name: str) -> None:
         for key, mean in of_ranks[0].items():
             np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(own, key)))
     assert not torch.equal(befores[0][-1]["last.weight"], means[0][-1]["last.weight"])
-
-
-@pytest.mark.parametrize("name", ["all", "low precision, every 3", "fragments", "async"])
-def test_averaged_weights_averages_replaced_parameters(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
-        trainer = Trainer(group, MODEL)
-        with tb.attach(trainer.ddp, trainer.optimizer, LIVES[name].algorithm) as attachment:
-            own = {key: tensor + group.rank() for key, tensor in trainer.module.state_dict().items()}
-            trainer.module.load_state_dict(own, assign=True)
-            before = weights_of(trainer.module)
-            with attachment.averaged_weights():
-                within = weights_of(trainer.module)
-            assert_same_weights([before, weights_of(trainer.module)])
-            leave_by_exception(attachment)  # its optimizer has the old parameters
-        return before, within
-
-    with torchbagua_warnings():
-        befores, withins = zip(*run_ranks(2, body), strict=True)
-    for key, mean in withins[0].items():
-        np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, key)))
-    assert_same_weights(withins)
 
 
 def test_asynchronous_averaging_pauses_for_the_mean_and_continues() -> None:
@@ -287,86 +266,13 @@ def test_refused_states_change_nothing() -> None:
     run_ranks(2, body)
 
 
-# Leave: by an exception, without a step of the attached optimizer, without detach.
+# Leave by an exception.
 
 
-UNUSED = "took no step while attached, although weights were trained"
 APART = (
     "an exception has ended .*: ranks are left with different weights.*"
     "wrap the model in DistributedDataParallel again, or attach again to a"
 )
-
-
-def backward(module: nn.Module) -> None:
-    module.zero_grad()
-    module(torch.randn(4, 3)).square().sum().backward()
-
-
-def step_a_new_optimizer(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        backward(module)
-        torch.optim.Adam(module.parameters()).step()
-
-
-def update_by_hand(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        backward(module)
-        for parameter in module.parameters():
-            parameter.data -= 0.1 * parameter.grad
-
-
-def train_as_usual(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    backward(module)
-    attached.step()
-
-
-def attack(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    """Compute gradients in an evaluation, then load other weights."""
-    module.eval()
-    backward(module)
-    for parameter in module.parameters():
-        parameter.data += 1.0
-
-
-def skip_steps_by_a_scaler(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    for _ in range(3):
-        module.zero_grad()
-        scaler.scale(module(torch.full((4, 3), 1e30)).sum()).backward()
-        scaler.step(attached)
-        scaler.update()
-
-
-@pytest.mark.parametrize(
-    ("name", "loop", "first_steps", "warns"),
-    [
-        ("decentralized", step_a_new_optimizer, True, True),
-        ("async", step_a_new_optimizer, True, True),
-        ("decentralized", update_by_hand, True, True),
-        ("decentralized", train_as_usual, True, False),
-        ("decentralized", attack, True, False),
-        ("decentralized", lambda module, attached: backward(module), False, False),
-        ("decentralized", skip_steps_by_a_scaler, True, False),
-    ],
-)
-def test_an_optimizer_that_took_no_step_warns_at_the_end(
-    name: str, loop: Callable[[nn.Module, torch.optim.Optimizer], None], first_steps: bool, warns: bool
-) -> None:
-    """One of two, of which the other one has stepped or not."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in module]
-        with tb.attach(module, optimizers, RARELY[name], process_group=tb.BaguaProcessGroup(group)):
-            loop(module, optimizers[1])
-            if first_steps:
-                optimizers[0].step()
-
-    with torchbagua_warnings() as messages:
-        run_ranks(1, body)
-    found = [message for message in messages if UNUSED in message]
-    assert len(found) == warns
-    assert all(message.startswith(f"torchbagua: SGD {UNUSED}") for message in found)
 
 
 def leave_as_it_is(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:

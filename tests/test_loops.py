@@ -101,22 +101,6 @@ def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change() -> None
     assert run_ranks(2, body) == [[0.0] * 3, [1.0] * 3]
 
 
-def test_a_part_of_the_module_that_a_ddp_trains_is_refused() -> None:
-    """When the DDP calls it."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        parts = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        ddp = DistributedDataParallel(parts, process_group=group)
-        optimizer = torch.optim.SGD(parts[0].parameters())
-        with tb.attach(parts[0], optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(2):
-                with pytest.raises(ValueError, match=r"the DistributedDataParallel around Linear, .* first 1\.weight"):
-                    ddp(torch.ones(1, 3))
-            assert ddp.require_backward_grad_sync
-
-    run_ranks(2, body)
-
-
 def test_join_is_refused() -> None:
     """At the first forward within Join, or at attach."""
 

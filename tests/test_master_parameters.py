@@ -99,27 +99,40 @@ def test_masters_train_as_the_parameters_themselves(name: str, options: dict[str
     run_ranks(2, body)
 
 
-def test_the_standalone_hook_commits_residuals_at_the_steps_of_masters() -> None:
-    """As if the loop reported the steps. Their state has no names."""
+@pytest.mark.parametrize("case", ["standalone hook", "another optimizer"])
+def test_steps_of_masters_commit_residuals(case: str) -> None:
+    """As if the loop stepped the parameters, or reported the steps. They leave those of another optimizer's parameters,
+    which are the module's own, as those of float32 in Apex O2, and which steps more rarely."""
     model, algorithm = build(network), FEEDBACK["4 bits"]
 
-    def body(group: dist.ProcessGroup, tells_optimizer: bool) -> list[torch.Tensor]:
+    def body(group: dist.ProcessGroup, has_masters: bool) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        masters = Masters(ddp.module)
-        runner = algorithm.reify(group, optimizer=masters.optimizers if tells_optimizer else None)
-        ddp.register_comm_hook(runner, tb.comm_hook)
+        first = ddp.module[0] if case == "another optimizer" else ddp.module
+        rare = torch.optim.SGD(ddp.module[2].parameters(), lr=0.05)
+        masters = Masters(first)
+        optimizers = masters.optimizers if has_masters else [torch.optim.SGD(first.parameters(), lr=0.05)]
+        others = [rare] if case == "another optimizer" else []
+        if case == "standalone hook":
+            runner = algorithm.reify(group, optimizer=optimizers if has_masters else None)
+            ddp.register_comm_hook(runner, tb.comm_hook)
+        else:
+            runner = tb.attach(ddp, [*optimizers, *others], algorithm).runner
         for step in range(NUM_STEPS):
             backward(ddp, step, group.rank())
-            masters.step()
-            if not tells_optimizer:
+            (masters if has_masters else optimizers[0]).step()
+            if case == "standalone hook" and not has_masters:
                 runner.step_taken()
-        with pytest.raises(RuntimeError, match="parameters have no names to save state by"):
-            runner.state_dict()
+            if step % 2:
+                for optimizer in others:
+                    optimizer.step()
+        if case == "standalone hook":
+            with pytest.raises(RuntimeError, match="parameters have no names to save state by"):
+                runner.state_dict()
         runner.close()
         return weights_of(ddp)
 
-    told, reported = (run_ranks(2, lambda group, is_told=is_told: body(group, is_told)) for is_told in (True, False))
-    assert all(torch.equal(x, y) for rank in range(2) for x, y in zip(told[rank], reported[rank], strict=True))
+    of_masters, plain = (run_ranks(2, lambda group, has=has: body(group, has)) for has in (True, False))
+    assert all(map(torch.equal, of_masters[0], plain[0]))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "4 bits"])
@@ -185,42 +198,3 @@ def test_error_feedback_needs_the_gradients_of_the_module_in_the_step() -> None:
                 optimizer.step()
 
     run_ranks(2, body)
-
-
-def test_a_step_of_masters_leaves_the_residuals_of_another_optimizer() -> None:
-    """Which has parameters of the module itself, as those of float32 in Apex O2, and steps more rarely."""
-    model = build(network)
-
-    def body(group: dist.ProcessGroup, has_masters: bool) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        first, last = ddp.module[0], ddp.module[2]
-        masters = Masters(first)
-        optimizers = masters.optimizers if has_masters else [torch.optim.SGD(first.parameters(), lr=0.05)]
-        rare = torch.optim.SGD(last.parameters(), lr=0.05)
-        with tb.attach(ddp, [*optimizers, rare], FEEDBACK["4 bits"]):
-            for step in range(NUM_STEPS):
-                backward(ddp, step, group.rank())
-                (masters if has_masters else optimizers[0]).step()
-                if step % 2:
-                    rare.step()
-        return weights_of(ddp)
-
-    told, plain = (run_ranks(2, lambda group, is_told=is_told: body(group, is_told)) for is_told in (True, False))
-    assert all(map(torch.equal, told[0], plain[0]))
-
-
-def test_a_weight_algorithm_averages_a_module_of_masters() -> None:
-    model = build(network)
-
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        module = copy.deepcopy(model)
-        masters = Masters(module)
-        own = tb.BaguaProcessGroup(group)
-        holder = nn.ParameterList(masters.masters)
-        with tb.attach(holder, masters.optimizers, tb.DecentralizedAlgorithm(), process_group=own):
-            run(group, module, masters.step, range(NUM_STEPS))
-        return weights_of(holder)
-
-    first, second = run_ranks(2, body)
-    assert all(map(torch.equal, first, second))
-    assert not any(map(torch.equal, first, weights_of(model)))

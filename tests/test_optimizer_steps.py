@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import torchbagua as tb
 from averaging import RARELY, Weights, assert_same_weights, batches, weights_of
 from caught import torchbagua_warnings
-from ranks import run_ranks
+from ranks import leave_by_exception, run_ranks
+from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl
 from training import build
 
 MODEL = build(lambda: nn.Linear(10, 3))
@@ -288,24 +290,16 @@ def test_each_of_several_optimizers_reports_its_parameters() -> None:
 
 
 def test_a_weight_algorithm_may_keep_state_and_is_notified_of_steps_too() -> None:
-    class Steps(tb.Algorithm):
-        averages_weights = True
-
+    class Steps(tb.DecentralizedAlgorithm):
         def make_impl(self, runner: tb.extend.WeightRunner) -> tb.AlgorithmImpl:
             return StepsImpl(runner)
 
-    class StepsImpl(LoggingImpl, tb.extend.WeightImpl):
+    class StepsImpl(DecentralizedAlgorithmImpl):
         def __init__(self, runner: tb.extend.WeightRunner) -> None:
             super().__init__(runner)
             self.residuals = runner.keep(tb.extend.residual_state("Steps"))
-
-        def init_tensors(self, module: nn.Module) -> list[tb.extend.BaguaTensor]:
-            return []
-
-        def tensors_to_buckets(
-            self, tensors: list[tb.extend.BaguaTensor], do_flatten: bool
-        ) -> list[tb.extend.BaguaBucket]:
-            return []
+            self.steps: list[list[tuple[int, ...]]] = []
+            runner.on_step_taken(lambda parameters: self.steps.append([tuple(each.shape) for each in parameters]))
 
     def body(group: dist.ProcessGroup) -> None:
         module = copy.deepcopy(MODEL)
@@ -406,108 +400,106 @@ def test_an_optimizer_keeps_no_hook_of_an_impl_that_is_closed_or_forgotten() -> 
 # Loops that do not step an attached optimizer.
 
 
-def step_another(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    other = sgd(ddp.parameters())
-    for _ in range(50):
-        backward(ddp)
-        other.step()
-        attached.zero_grad()
+class Loop:
+    """Calls by name. `attached` is attached, and `first` too if it is called; the loop created `other` after attach."""
+
+    def __init__(self, group: dist.ProcessGroup, calls: str) -> None:
+        self.ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+        parameters = list(self.ddp.parameters())
+        self.optimizers = {"other": sgd(parameters), "attached": torch.optim.Adam(parameters)}
+        if "first" in calls:
+            self.optimizers |= {"first": sgd(parameters[:1]), "attached": torch.optim.Adam(parameters[1:])}
+        if "search" in calls:
+            self.optimizers["attached"] = torch.optim.LBFGS(parameters, lr=1e-3, max_iter=60, max_eval=60)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+
+    def call(self, name: str) -> None:
+        if name in self.optimizers:
+            self.optimizers[name].step(None)
+        else:
+            getattr(self, name)()
+
+    def clear(self) -> None:
+        self.ddp.zero_grad()
+
+    def zero(self) -> None:
+        self.ddp.zero_grad(set_to_none=False)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
+
+    def backward(self) -> None:
+        self.ddp(torch.ones(2, 10)).sum().backward()
+
+    def update_by_hand(self) -> None:
+        for parameter in self.ddp.parameters():
+            parameter.data -= 0.1
+
+    def evaluate(self) -> None:
+        self.ddp.eval()
+
+    def skipped_step(self) -> None:
+        backward(self.ddp, self.scaler.scale(torch.tensor(torch.inf)))
+        self.scaler.step(self.optimizers["attached"])
+        self.scaler.update()
+
+    def search(self) -> None:
+        """Call a closure that clears gradients, repeatedly."""
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            losses.append(self.ddp(torch.ones(2, 10)).square().sum())
+            self.clear()
+            losses[-1].backward()
+            return losses[-1]
+
+        self.optimizers["attached"].step(closure)
+        assert len(losses) > 50
 
 
-def step_another_and_zero(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    other = sgd(ddp.parameters())
-    for _ in range(50):
-        ddp(torch.ones(2, 10)).sum().backward()
-        other.step()
-        attached.zero_grad(set_to_none=False)
+UNUSED = "torchbagua: Adam took no step while attached, although weights were trained"
 
 
-def accumulate_and_clip(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    other = sgd(ddp.parameters())
-    for _ in range(60):
-        ddp(torch.ones(2, 10)).sum().backward()
-        other.step()
-        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-
-
-def attack(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """No optimizer uses the gradients."""
-    for _ in range(60):
-        backward(ddp)
-
-
-def clear_twice_in_each_step(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    for _ in range(60):
-        backward(ddp)
-        backward(ddp)
-        attached.step()
-
-
-def skip_by_a_scaler(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    for _ in range(60):
-        backward(ddp, scaler.scale(torch.tensor(torch.inf)))
-        scaler.step(attached)
-        scaler.update()
-
-
-def search(ddp: DistributedDataParallel, attached: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """The closure clears gradients."""
-    num_calls = 0
-
-    def closure() -> torch.Tensor:
-        nonlocal num_calls
-        num_calls += 1
-        ddp.zero_grad()
-        loss = ddp(torch.ones(2, 10)).square().sum()
-        loss.backward()
-        return loss
-
-    attached.step(closure)
-    assert num_calls > 50
-
-
-@pytest.mark.filterwarnings("ignore:torchbagua. LBFGS")
 @pytest.mark.parametrize(
-    ("name", "loop", "is_error"),
+    ("name", "calls", "error", "warning"),
     [
-        *((name, step_another, True) for name in RARELY),
-        ("decentralized", step_another_and_zero, True),
-        *(
-            ("decentralized", loop, False)
-            for loop in (accumulate_and_clip, attack, clear_twice_in_each_step, skip_by_a_scaler, search)
-        ),
+        # Nothing would be averaged.
+        *((name, "clear backward other " * 50, "without a step of Adam, which is attached", None) for name in RARELY),
+        ("decentralized", "zero backward other " * 50, "gradients were cleared 4. times without a step of Adam", None),
+        ("decentralized", "first " * 210, None, "SGD has stepped 200 times, but Adam never: nothing is averaged"),
+        ("decentralized", "clear backward other " * 2, None, UNUSED),
+        ("async", "clear backward other first " * 2, None, UNUSED),
+        ("decentralized", "clear backward update_by_hand first " * 2, None, UNUSED),
+        # Accumulation, gradients that no optimizer uses, several backward passes for each step, skipped steps.
+        ("decentralized", "backward other clip " * 60 + "attached", None, None),
+        ("decentralized", "clear backward " * 60, None, None),
+        ("decentralized", "evaluate clear backward update_by_hand first", None, None),  # an attack, and a load
+        ("decentralized", "clear backward clear backward attached " * 60, None, None),
+        ("decentralized", "skipped_step " * 60, None, None),
+        ("decentralized", "search", None, None),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
-def test_an_attached_optimizer_that_is_never_stepped_raises(
-    name: str, loop: Callable[..., None], is_error: bool
+def test_loops_that_do_not_step_an_attached_optimizer(
+    name: str, calls: str, error: str | None, warning: str | None
 ) -> None:
-    """The loop steps another optimizer, so nothing would be averaged."""
+    """They raise, or warn once on each rank."""
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
-        attached = sgd(ddp.parameters())
-        if loop is search:
-            attached = torch.optim.LBFGS(ddp.parameters(), lr=1e-3, max_iter=60, max_eval=60)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-        message = "without a step of SGD, which is attached"
-        with tb.attach(ddp, attached, RARELY[name], grad_scaler=scaler):
-            with pytest.raises(RuntimeError, match=message) if is_error else nullcontext():
-                loop(ddp, attached, scaler)
-            attached.step(lambda: torch.zeros(()))  # the end of the accumulation
+        loop = Loop(group, calls)
+        attached = [optimizer for key, optimizer in loop.optimizers.items() if key != "other"]
+        with tb.attach(loop.ddp, attached, RARELY[name], grad_scaler=loop.scaler) as attachment:
+            with nullcontext() if error is None else pytest.raises(RuntimeError, match=error):
+                for call in calls.split():
+                    loop.call(call)
+            if error is not None:
+                leave_by_exception(attachment)
 
-    run_ranks(2, body)
-
-
-def test_one_of_two_optimizers_never_steps() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
-        optimizers = [sgd([ddp.module.weight]), torch.optim.Adam([ddp.module.bias])]
-        with tb.attach(ddp, optimizers, RARELY["decentralized"]):
-            for _ in range(210):
-                optimizers[0].step()
-
-    with pytest.warns(RuntimeWarning, match="SGD has stepped 200 times, but Adam never: nothing is averaged"):
+    with torchbagua_warnings() as messages:
         run_ranks(2, body)
+    found = [message for message in messages if UNUSED in message or "but Adam never" in message]
+    assert len(found) == (0 if warning is None else 2), messages
+    assert all(re.search(warning or "", message) for message in found)
 
 
 def test_an_optimizer_with_a_state_of_another_form() -> None:

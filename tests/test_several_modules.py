@@ -2,9 +2,8 @@
 
 import copy
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,33 +31,28 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(nn.Linear(10, 67), nn.BatchNorm1d(67), nn.Tanh()), nn.Linear(67, 3))
 
 
-@dataclass
-class Algorithm:
-    """An algorithm, and its optimizer if it needs a certain one."""
-
-    make: Callable[[Any], tb.Algorithm]
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
-
-
-def q_adam(parameters: Any) -> torch.optim.Optimizer:
-    return tb.QAdamOptimizer(parameters, lr=1e-2, warmup_steps=2)
-
-
-GRADIENTS = {
-    "bytegrad": Algorithm(lambda _: tb.ByteGradAlgorithm()),
-    "4 bits": Algorithm(lambda _: tb.CompressedAllReduceAlgorithm(error_feedback=True)),
-    "topk": Algorithm(lambda _: tb.TopKAlgorithm(0.2, warmup_steps=4)),
-    "powersgd": Algorithm(lambda _: tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1)),
-    "qadam, 1 bit": Algorithm(
-        lambda optimizer: tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True), q_adam
-    ),
+GRADIENTS: dict[str, tb.Algorithm | None] = {
+    "bytegrad": tb.ByteGradAlgorithm(),
+    "4 bits": tb.CompressedAllReduceAlgorithm(error_feedback=True),
+    "topk": tb.TopKAlgorithm(0.2, warmup_steps=4),
+    "powersgd": tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1),
+    "qadam, 1 bit": None,
 }
-WEIGHTS = {
-    "decentralized": Algorithm(lambda _: tb.DecentralizedAlgorithm()),
-    "low precision": Algorithm(lambda _: tb.LowPrecisionDecentralizedAlgorithm()),
-    "diloco": Algorithm(lambda _: tb.DiLoCoAlgorithm(4, fragments=2, delay=1)),
-    "async": Algorithm(lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000, warmup_steps=3)),
+WEIGHTS: dict[str, tb.Algorithm | None] = {
+    "decentralized": tb.DecentralizedAlgorithm(),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000, warmup_steps=3),
 }
+
+
+def make(name: str, called: Called) -> tuple[torch.optim.Optimizer, tb.Algorithm]:
+    """Return an optimizer of these modules' parameters, and the algorithm of this name."""
+    algorithm = (GRADIENTS | WEIGHTS)[name]
+    if algorithm is not None:
+        return torch.optim.SGD(parameters_of(called), lr=0.05), algorithm
+    adam = tb.QAdamOptimizer(parameters_of(called), lr=1e-2, warmup_steps=2)
+    return adam, tb.QAdamAlgorithm(adam, compression="sign1bit", error_feedback=True)
 
 
 def assert_equal(first: Any, second: Any) -> None:
@@ -91,14 +85,14 @@ def parameters_of(called: Called) -> list[nn.Parameter]:
 
 
 def run(
-    group: dist.ProcessGroup, algorithm: Algorithm, called: Called, resumed: Called | None = None
+    group: dist.ProcessGroup, name: str, called: Called, resumed: Called | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor], list[CommEvent]]:
     """Train and return the rank's state and the final weights. Continue in other modules in the middle, if given."""
-    optimizer = algorithm.make_optimizer(parameters_of(called))
+    optimizer, algorithm = make(name, called)
     recorder = tb.observe.Recorder()
     own = tb.BaguaProcessGroup(group)
     half = NUM_STEPS if resumed is None else NUM_STEPS // 2 + 1
-    with tb.attach(called, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder]) as attachment:
+    with tb.attach(called, optimizer, algorithm, process_group=own, observers=[recorder]) as attachment:
         train(called, optimizer, group, range(half))
         file = io.BytesIO()
         torch.save((attachment.rank_state_dict(), optimizer.state_dict()), file)
@@ -106,12 +100,12 @@ def run(
         file.seek(0)
         state, optimizer_state = torch.load(file, weights_only=True)
     if resumed is not None:
-        optimizer = algorithm.make_optimizer(parameters_of(resumed))
-        if not algorithm.make(optimizer).averages_weights:
+        optimizer, algorithm = make(name, resumed)
+        if not algorithm.averages_weights:
             for parameter, weight in zip(parameters_of(resumed), weights, strict=True):
                 parameter.data.copy_(weight)
             optimizer.load_state_dict(optimizer_state)
-        with tb.attach(resumed, optimizer, algorithm.make(optimizer), process_group=own) as attachment:
+        with tb.attach(resumed, optimizer, algorithm, process_group=own) as attachment:
             attachment.load_rank_state_dict(state)
             train(resumed, optimizer, group, range(half, NUM_STEPS))
             state = attachment.rank_state_dict()
@@ -126,7 +120,7 @@ def wrap(group: dist.ProcessGroup, module: nn.Module, **options: Any) -> Distrib
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
     """Bitwise, with states of the same names and counts; also if resumed in the middle."""
-    model, algorithm = build(network), GRADIENTS[name]
+    model = build(network)
 
     def body(group: dist.ProcessGroup) -> None:
         def one() -> Called:
@@ -135,9 +129,9 @@ def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
         def two() -> Called:
             return [wrap(group, part, bucket_cap_mb=0.001) for part in copy.deepcopy(model)]
 
-        state, weights, _ = run(group, algorithm, one())
-        list_state, list_weights, events = run(group, algorithm, two())
-        _, resumed_weights, _ = run(group, algorithm, two(), two())
+        state, weights, _ = run(group, name, one())
+        list_state, list_weights, events = run(group, name, two())
+        _, resumed_weights, _ = run(group, name, two(), two())
         for index, weight in enumerate(weights):
             assert torch.equal(weight, list_weights[index])
             assert torch.equal(weight, resumed_weights[index])
@@ -164,7 +158,7 @@ def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
 )
 def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind: str) -> None:
     """Bitwise, also if resumed in the middle; the ranks of plain modules begin with rank 0's weights."""
-    model, algorithm = build(network), WEIGHTS[name]
+    model = build(network)
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         def one() -> Called:
@@ -178,10 +172,10 @@ def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind
             wrapped = first if kind == "plain" else wrap(group, first)
             return [wrapped, wrap(group, second) if kind == "ddps" else second]
 
-        state, weights, _ = run(group, algorithm, one())
-        list_state, list_weights, events = run(group, algorithm, several())
+        state, weights, _ = run(group, name, one())
+        list_state, list_weights, events = run(group, name, several())
         assert sum(event.phase == "backward" for event in events) == NUM_STEPS
-        _, resumed_weights, _ = run(group, algorithm, several(), resumed := several())
+        _, resumed_weights, _ = run(group, name, several(), resumed := several())
         assert all(ddp.require_backward_grad_sync for ddp in resumed if isinstance(ddp, DistributedDataParallel))
         for index, weight in enumerate(weights):
             assert torch.equal(weight, list_weights[index])
@@ -196,15 +190,15 @@ def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind
 @pytest.mark.parametrize("name", ["topk", "powersgd", "qadam, 1 bit"])
 def test_modules_with_a_backward_each(name: str) -> None:
     """As two discriminators with one optimizer: the same weights as with an attachment and an optimizer for each."""
-    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 1)])), GRADIENTS[name]
+    model = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 1)]))
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         def run_parts(*lists: list[DistributedDataParallel]) -> list[torch.Tensor]:
             own, attachments, optimizers = tb.BaguaProcessGroup(group), [], []
             for ddps in lists:
-                optimizers.append(algorithm.make_optimizer(parameters_of(ddps)))
-                made = algorithm.make(optimizers[-1])
-                attachments.append(tb.attach(ddps, optimizers[-1], made, process_group=own))
+                optimizer, algorithm = make(name, ddps)
+                optimizers.append(optimizer)
+                attachments.append(tb.attach(ddps, optimizer, algorithm, process_group=own))
             for step in range(NUM_STEPS):
                 x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + group.rank()))
                 for ddps in lists:
@@ -283,20 +277,30 @@ def test_asynchronous_averaging_stops_and_resumes_for_a_list() -> None:
     run_ranks(2, body)
 
 
-def test_a_ddp_that_shares_only_frozen_and_ignored_parts_is_left_alone() -> None:
+def test_ddps_around_parts_of_the_module_and_more() -> None:
+    """They are refused, unless they share only frozen and ignored parameters."""
+
     def body(group: dist.ProcessGroup) -> None:
-        module = nn.ModuleList([nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
-        elsewhere = nn.Sequential(*module, nn.Linear(3, 3))
+        module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
+        more = wrap(group, nn.Sequential(module[0], nn.Linear(10, 3)))
+        elsewhere = nn.Sequential(*module[1:], nn.Linear(3, 3))
         elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
-        ddp, other = wrap(group, module[1]), wrap(group, elsewhere)
-        optimizer = torch.optim.SGD(module[1].parameters())
+        other = wrap(group, elsewhere)
+        optimizer = torch.optim.SGD([*module[0].parameters(), *module[2].parameters()])
+
+        def step(*called: nn.Module) -> None:
+            nn.Sequential(*called)(torch.ones(1, 10)).sum().backward()
+            optimizer.step()
+
         with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(2):
-                for called in (ddp, other):
-                    called(torch.ones(1, 10)).sum().backward()
-                optimizer.step()
-            assert not ddp.require_backward_grad_sync
+            with pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"):
+                more(torch.ones(1, 10))
+            step(*module)
+            other(torch.ones(1, 10)).sum().backward()
             assert other.require_backward_grad_sync
+            late = wrap(group, module[2])
+            with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
+                step(module[0], late)
 
     run_ranks(1, body)
 
@@ -343,14 +347,14 @@ def test_a_checkpoint_of_a_module_does_not_begin_a_second_backward() -> None:
 def test_ranks_without_data_join_with_all_ddps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if they had zero gradients; their traces have the same steps. Torch joins one DDP after the other."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
-    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 3)])), GRADIENTS[name]
+    model = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 3)]))
 
     def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], int]:
         ddps = [wrap(group, part) for part in copy.deepcopy(model)]
-        optimizer = algorithm.make_optimizer(parameters_of(ddps))
+        optimizer, algorithm = make(name, ddps)
         own, recorder = tb.BaguaProcessGroup(group), tb.observe.Recorder()
         num_batches = 2 + 2 * group.rank()
-        attachment = tb.attach(ddps, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder])
+        attachment = tb.attach(ddps, optimizer, algorithm, process_group=own, observers=[recorder])
         with attachment, Join(ddps) if joins else nullcontext():
             for step in range(num_batches if joins else 4):
                 optimizer.zero_grad()
