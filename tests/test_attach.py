@@ -66,28 +66,9 @@ def with_own_hook(group: dist.ProcessGroup) -> DistributedDataParallel:
     return ddp
 
 
-def twice(group: dist.ProcessGroup) -> None:
-    ddp = wrap(group)
-    with attach(ddp):
-        attach(ddp, "gradient_allreduce")
-
-
-def inside_of_the_wrapper(group: dist.ProcessGroup) -> None:
-    ddp = wrap(group)
-    with attach(ddp, "decentralized"):
-        attach(ddp.module, "decentralized", process_group=tb.BaguaProcessGroup(group))
-
-
-def around_an_attached_module(group: dist.ProcessGroup) -> None:
-    module = nn.Linear(4, 2)
-    with attach(module, "decentralized", process_group=tb.BaguaProcessGroup(group)):
-        attach(wrap(group, nn.Sequential(module)))
-
-
-def to_one_of_a_list(group: dist.ProcessGroup) -> None:
-    modules = [wrap(group), nn.Linear(2, 3)]
-    with attach(modules, "async"):
-        attach(modules[1], "decentralized")
+def attach_twice(first: Any, second: Any, algorithm: str = "decentralized", **options: Any) -> None:
+    with attach(first, algorithm, **options):
+        attach(second, algorithm, **options)
 
 
 class Hookless(torch.optim.Optimizer):
@@ -107,15 +88,11 @@ def copies(size: int) -> torch.optim.Optimizer:
     return tb.QAdamOptimizer([nn.Parameter(torch.ones(size))])
 
 
-def of_sharded_parameters(algorithm: str) -> Call:
+def of_sharded_parameters(algorithm: str) -> None:
     """The parameters of FSDP2 in another module."""
-
-    def call(group: dist.ProcessGroup) -> None:
-        parts, sharded = nn.Module(), fully_shard(nn.Linear(4, 2))
-        parts.weight = sharded.weight
-        attach(parts, algorithm, optimizer=sgd(sharded))
-
-    return call
+    parts, sharded = nn.Module(), fully_shard(nn.Linear(4, 2))
+    parts.weight = sharded.weight
+    attach(parts, algorithm, optimizer=sgd(sharded))
 
 
 def of_fsdp1(group: dist.ProcessGroup) -> None:
@@ -130,29 +107,10 @@ def copies_of_a_sharded_module(group: dist.ProcessGroup) -> None:
     attach(sharded, optimizer=torch.optim.SGD([nn.Parameter(each.detach().clone()) for each in sharded.parameters()]))
 
 
-def contained(group: dist.ProcessGroup) -> Called:
-    module = nn.Sequential(nn.Linear(2, 2))
-    return [nn.ModuleList([module]), wrap(group, module[0])]
-
-
-def wrapped_twice(group: dist.ProcessGroup) -> Called:
-    module = nn.Linear(2, 2)
-    return [wrap(group, module), wrap(group, module)]
-
-
 def tied(group: dist.ProcessGroup) -> Called:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     return [wrap(group, first), wrap(group, second)]
-
-
-def of_two_groups(group: dist.ProcessGroup) -> Called:
-    return [wrap(group), wrap(gloo_group(dist.HashStore(), 0, 1))]
-
-
-def of_one_of_two_modules(group: dist.ProcessGroup) -> None:
-    ddps = [wrap(group), wrap(group)]
-    attach(ddps[0], "diloco", optimizer=sgd(list(ddps)))
 
 
 def hook(group: dist.ProcessGroup, ddp: DistributedDataParallel, x: torch.Tensor, state: Any = None) -> None:
@@ -161,11 +119,7 @@ def hook(group: dist.ProcessGroup, ddp: DistributedDataParallel, x: torch.Tensor
     ddp(x).sum().backward()
 
 
-def reify(group: dist.ProcessGroup, optimizer: Any) -> None:
-    tb.ByteGradAlgorithm().reify(group, optimizer=optimizer)
-
-
-X = torch.ones(1, 4)
+X, REIFY = torch.ones(1, 4), tb.ByteGradAlgorithm().reify
 OUTSIDE: Any = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on ranks that are not members
 REFUSED: list[tuple[Call, type[Exception], str]] = [
     # The module.
@@ -179,12 +133,17 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda group: attach(delayed(group)), ValueError, "attach: the module was created with delay_all_reduce_named_pa"),
     (lambda group: attach(wrap(group, nn.Sequential(nn.Embedding(5, 2, sparse=True)))), ValueError,
      "attach: 0 of Sequential has sparse=True; create it with sparse=False"),
-    (twice, ValueError, "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
-    (inside_of_the_wrapper, ValueError, "DecentralizedAlgorithm is attached to the module already"),
-    (around_an_attached_module, ValueError, "Algorithm is attached to the module's module.0 already"),
-    (to_one_of_a_list, ValueError, "AsyncModelAverageAlgorithm is attached to the module already"),
-    (of_sharded_parameters("bytegrad"), TypeError, "attach: weight is sharded .*which is not supported"),
-    (of_sharded_parameters("decentralized"), TypeError, "attach: weight is sharded .*which is not supported"),
+    (lambda group: attach_twice(ddp := wrap(group), ddp, "bytegrad"), ValueError,
+     "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
+    (lambda group: attach_twice(ddp := wrap(group), ddp.module, process_group=tb.BaguaProcessGroup(group)), ValueError,
+     "DecentralizedAlgorithm is attached to the module already"),
+    (lambda group: attach_twice(
+        module := nn.Linear(4, 2), wrap(group, nn.Sequential(module)), process_group=tb.BaguaProcessGroup(group)
+     ), ValueError, "Algorithm is attached to the module's module.0 already"),
+    (lambda group: attach_twice(modules := [wrap(group), nn.Linear(2, 3)], modules[1]), ValueError,
+     "DecentralizedAlgorithm is attached to the module already"),
+    (lambda group: of_sharded_parameters("bytegrad"), TypeError, "attach: weight is sharded .*which is not supported"),
+    (lambda group: of_sharded_parameters("diloco"), TypeError, "attach: weight is sharded .*which is not supported"),
     (of_fsdp1, TypeError, "attach: 0 is sharded .*ranks hold different parts of the weights, which is not supported"),
     (copies_of_a_sharded_module, ValueError, "SGD has 2 parameters that are not the module's"),
     (lambda group: attach(nn.ModuleList([wrap(group)]), "decentralized"), TypeError,
@@ -194,15 +153,18 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda group: attach([nn.Linear(2, 2), "x"]), TypeError, "a torch.nn.Module, or a list of them, got str"),
     (lambda group: attach([nn.Linear(2, 2)] * 2, optimizer=copies(1)), ValueError,
      "module 0 of the list, Linear, is also in module 1, Lin"),
-    (lambda group: attach(contained(group), optimizer=copies(1)), ValueError,
+    (lambda group: attach(
+        [nn.ModuleList([module := nn.Sequential(nn.Linear(2, 2))]), wrap(group, module[0])], optimizer=copies(1)
+     ), ValueError,
      "module 1 of the list, DistributedDataParallel, is also in module 0, ModuleList"),
-    (lambda group: attach(wrapped_twice(group), optimizer=copies(1)), ValueError,
-     "module 0 of the list, DistributedDataParallel, is also in module 1"),
+    (lambda group: attach([wrap(group, module := nn.Linear(2, 2)), wrap(group, module)], optimizer=copies(1)),
+     ValueError, "module 0 of the list, DistributedDataParallel, is also in module 1"),
     (lambda group: attach(modules := tied(group), optimizer=sgd(nn.ModuleList(modules))), ValueError,
      "modules 0 and 1 of the list both average the gradient of weight"),
     (lambda group: attach([wrap(group), nn.Sequential(fully_shard(nn.Linear(2, 2)))]), TypeError,
      "module 1 of the list, Sequential, is sharded by fully_shard; attach to it alone"),
-    (lambda group: attach(of_two_groups(group)), ValueError, "process_group must be given if several .* have diff"),
+    (lambda group: attach([wrap(group), wrap(gloo_group(dist.HashStore(), 0, 1))]), ValueError,
+     "process_group must be given if several .* have diff"),
     (lambda group: attach([wrap(group), nn.Linear(2, 2)]), TypeError,
      "module must be a torch.nn.parallel.DistributedDataParallel, got Linear: ByteGradAlgorithm"),
     # The optimizer.
@@ -211,7 +173,8 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda group: with_optimizer(
         group, lambda ddp: torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(5))]), "decentralized"
      ), ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
-    (of_one_of_two_modules, ValueError, r"2 parameters that are not .*, pass both modules: attach\(\[module, other\]"),
+    (lambda group: attach(ddp := wrap(group), "diloco", optimizer=sgd([ddp, wrap(group)])), ValueError,
+     r"2 parameters that are not .*, pass both modules: attach\(\[module, other\]"),
     (lambda group: with_optimizer(group, lambda ddp: ["sgd"]), TypeError, "attach: optimizer must be a .*, got 'sgd'"),
     (lambda group: with_optimizer(group, lambda ddp: "sgd"), TypeError, "must be a torch.optim.Optimizer, got 'sgd'"),
     (lambda group: with_optimizer(
@@ -230,9 +193,10 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
      r"QAdamOptimizer has 1 parameters that are not the module's, the first of shape \(10,\)"),
     (lambda group: with_optimizer(group, lambda ddp: copies(11)), ValueError,
      r"QAdamOptimizer has 1 parameters .* was created before the model was moved or copied"),
-    (lambda group: reify(group, 3), TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.optim.Opt.*, got 3"),
-    (lambda group: reify(group, [None]), TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.*, got None"),
-    (lambda group: reify(group, Hookless([])), ValueError, "reify: optimizer must have torch's step hooks, got a Hook"),
+    (lambda group: REIFY(group, optimizer=3), TypeError, "reify: optimizer must be a torch.optim.Optim.*, got 3"),
+    (lambda group: REIFY(group, optimizer=[None]), TypeError, "reify: optimizer must be a torch.*, got None"),
+    (lambda group: REIFY(group, optimizer=Hookless([])), ValueError,
+     "ByteGradAlgorithm.reify: optimizer must have torch's step hooks, got a Hookless"),
     # The other arguments.
     (lambda group: attach(wrap(group), "bitegrad"), KeyError,
      "no algorithm is named 'bitegrad'; the registered names are .*'bytegrad'"),

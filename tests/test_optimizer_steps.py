@@ -400,6 +400,16 @@ def test_an_optimizer_keeps_no_hook_of_an_impl_that_is_closed_or_forgotten() -> 
 # Loops that do not step an attached optimizer.
 
 
+# Calls of one line; the others are steps, and methods of `Loop`.
+CALLS: dict[str, Callable[["Loop"], Any]] = {
+    "clear": lambda loop: loop.ddp.zero_grad(),
+    "zero": lambda loop: loop.ddp.zero_grad(set_to_none=False),
+    "clip": lambda loop: nn.utils.clip_grad_norm_(loop.ddp.parameters(), 1.0),
+    "backward": lambda loop: loop.ddp(torch.ones(2, 10)).sum().backward(),
+    "evaluate": lambda loop: loop.ddp.eval(),
+}
+
+
 class Loop:
     """Calls by name. `attached` is attached, and `first` too if it is called; the loop created `other` after attach."""
 
@@ -416,27 +426,14 @@ class Loop:
     def call(self, name: str) -> None:
         if name in self.optimizers:
             self.optimizers[name].step(None)
+        elif name in CALLS:
+            CALLS[name](self)
         else:
             getattr(self, name)()
-
-    def clear(self) -> None:
-        self.ddp.zero_grad()
-
-    def zero(self) -> None:
-        self.ddp.zero_grad(set_to_none=False)
-
-    def clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
-
-    def backward(self) -> None:
-        self.ddp(torch.ones(2, 10)).sum().backward()
 
     def update_by_hand(self) -> None:
         for parameter in self.ddp.parameters():
             parameter.data -= 0.1
-
-    def evaluate(self) -> None:
-        self.ddp.eval()
 
     def skipped_step(self) -> None:
         backward(self.ddp, self.scaler.scale(torch.tensor(torch.inf)))
@@ -449,7 +446,7 @@ class Loop:
 
         def closure() -> torch.Tensor:
             losses.append(self.ddp(torch.ones(2, 10)).square().sum())
-            self.clear()
+            self.ddp.zero_grad()
             losses[-1].backward()
             return losses[-1]
 

@@ -73,6 +73,28 @@ class Case(NamedTuple):
     has_halves: bool = False
 
 
+# Calls of one line; the others are methods of `Loop`.
+CALLS: dict[str, Callable[["Loop"], Any]] = {
+    "zero": lambda loop: loop.optimizer.zero_grad(),
+    "zeros": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "step": lambda loop: loop.optimizer.step(),
+    "sync": lambda loop: loop.loss().backward(),
+    "inner": lambda loop: loop.loss(loop.net).backward(),
+    "first_layer": lambda loop: loop.loss(loop.net[0]).backward(),
+    "last_layer": lambda loop: loop.loss(loop.net[2]).backward(),
+    "inner_of_equal_data": lambda loop: loop.net(torch.ones(2, 4)).square().mean().backward(),
+    "scaled_sync": lambda loop: loop.scaler.scale(loop.loss()).backward(),
+    "clip": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3),
+    "step_first": lambda loop: loop.halves[0].step(),
+    "step_second": lambda loop: loop.halves[1].step(),
+    "zero_first": lambda loop: loop.halves[0].zero_grad(),
+    "double": lambda loop: loop.called.double(),
+    "bfloat16": lambda loop: loop.called.bfloat16(),
+    "unfreeze": lambda loop: loop.net.requires_grad_(True),
+    "unfreeze_one": lambda loop: loop.net.get_parameter("layers.129.bias").requires_grad_(True),
+}
+
+
 class Loop:
     """A rank's training loop, whose calls a `Case` names: of the DDP, or of a module that `with_bagua` wraps."""
 
@@ -93,42 +115,24 @@ class Loop:
             own = tb.BaguaProcessGroup(group)
             self.attachment = tb.attach(self.ddp, optimizers, "gradient_allreduce", process_group=own)
 
+    def call(self, name: str) -> None:
+        if name in CALLS:
+            CALLS[name](self)
+        else:
+            getattr(self, name)()
+
     def loss(self, module: nn.Module | None = None) -> torch.Tensor:
         x = torch.randn(8, 4, generator=self.data).to(next(self.net.parameters()).dtype)
         return (module or self.called)(x).square().mean()
 
-    def zero(self) -> None:
-        self.optimizer.zero_grad()
-
-    def zeros(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def sync(self) -> None:
-        self.loss().backward()
-
     def silent(self) -> None:
         with self.ddp.no_sync():
-            self.sync()
-
-    def inner(self) -> None:
-        self.loss(self.net).backward()
-
-    def first_layer(self) -> None:
-        self.loss(self.net[0]).backward()
-
-    def last_layer(self) -> None:
-        self.loss(self.net[2]).backward()
+            self.call("sync")
 
     def inner_between_forward_and_backward(self) -> None:
         loss = self.loss()
-        self.inner()
+        self.call("inner")
         loss.backward()
-
-    def inner_of_equal_data(self) -> None:
-        self.net(torch.ones(2, 4)).square().mean().backward()
 
     def penalty(self) -> None:
         """Add the gradient of a penalty on the weights, which is equal on all ranks."""
@@ -183,43 +187,28 @@ class Loop:
     def measure_a_local_gradient(self) -> None:
         """As a Fisher information or a noise scale is computed."""
         averages = [parameter.grad for parameter in self.net.parameters()]
-        self.zero()
-        self.inner()
+        self.call("zero")
+        self.call("inner")
         for parameter, average in zip(self.net.parameters(), averages, strict=True):
             parameter.grad = average
-
-    def clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1e-3)
 
     def scaled_silent_overflow(self) -> None:
         with self.ddp.no_sync():
             self.scaler.scale(torch.inf * self.loss()).backward()
 
-    def scaled_sync(self) -> None:
-        self.scaler.scale(self.loss()).backward()
-
     def scaled_step(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        self.clip()
+        self.call("clip")
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def closure_step(self) -> None:
         def closure() -> float:
-            self.zero()
-            self.sync()
+            self.call("zero")
+            self.call("sync")
             return 0.0
 
         self.optimizer.step(closure)
-
-    def step_first(self) -> None:
-        self.halves[0].step()
-
-    def step_second(self) -> None:
-        self.halves[1].step()
-
-    def zero_first(self) -> None:
-        self.halves[0].zero_grad()
 
     def average_by_hand(self) -> None:
         for parameter in self.net.parameters():
@@ -230,18 +219,6 @@ class Loop:
         for parameter in self.net.parameters():
             parameter.register_hook(lambda gradient: gradient + 1)
             parameter.register_post_accumulate_grad_hook(lambda parameter: nn.utils.clip_grad_value_(parameter, 0.1))
-
-    def double(self) -> None:
-        self.called.double()
-
-    def bfloat16(self) -> None:
-        self.called.bfloat16()
-
-    def unfreeze(self) -> None:
-        self.net.requires_grad_(True)
-
-    def unfreeze_one(self) -> None:
-        self.net.get_parameter("layers.129.bias").requires_grad_(True)
 
     def add_a_layer(self) -> None:
         added = nn.Linear(1, 1)
@@ -346,7 +323,7 @@ def test_one_warning_or_none(name: str) -> None:
         loop = Loop(group, model, case)
         with loop.attachment:
             for call in case.calls.split():
-                getattr(loop, call)()
+                loop.call(call)
         return nn.utils.parameters_to_vector(loop.net.parameters()).detach().double()
 
     with torchbagua_warnings() as messages:
@@ -365,9 +342,9 @@ def test_two_bare_steps_are_enough_and_one_is_not() -> None:
         loop = Loop(group, model, case)
         with loop.attachment:
             for _ in range(3):
-                loop.inner()
-                loop.step()
-                loop.zero()
+                loop.call("inner")
+                loop.call("step")
+                loop.call("zero")
                 group.barrier().wait()
                 if group.rank() == 0:
                     counts.append(len(caught))
@@ -420,17 +397,17 @@ def test_only_the_first_steps_of_each_optimizer_are_checked() -> None:
 
         with loop.attachment:
             for _ in range(22):
-                loop.zero()
+                loop.call("zero")
                 loop.silent()
-                loop.step_first()
+                loop.call("step_first")
             loop.average_by_hand()
             assert num_hooks() == 4
             for step in range(26):
-                loop.zero()
-                loop.sync()
-                loop.step_first()
+                loop.call("zero")
+                loop.call("sync")
+                loop.call("step_first")
                 if step >= 5:
-                    loop.step_second()
+                    loop.call("step_second")
                 assert num_hooks() == 2 * (step < 19) + 2 * (step < 24)
 
     with torchbagua_warnings() as messages:
