@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import Weights, assert_same_weights, weights_of
 from caught import torchbagua_warnings
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from training import build
 
 ALGORITHMS = {
@@ -103,21 +103,18 @@ def test_without_the_scaler_all_ranks_raise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "diloco, every 2"])
-def test_a_rank_that_ends_early_with_a_scaler(name: str) -> None:
+@on_each_rank(2)
+def test_a_rank_that_ends_early_with_a_scaler(group: dist.ProcessGroup, name: str) -> None:
     """Its last mean coincides with the other ranks' search for Inf: all ranks raise, while gloo would abort."""
+    loop = Loop(group)
 
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group)
+    def train() -> None:
+        with tb.attach(loop.ddp, loop.optimizer, ALGORITHMS[name], grad_scaler=loop.scaler):
+            for step in range(2 if group.rank() == 1 else NUM_STEPS):
+                loop.step(step)
 
-        def train() -> None:
-            with tb.attach(loop.ddp, loop.optimizer, ALGORITHMS[name], grad_scaler=loop.scaler):
-                for step in range(2 if group.rank() == 1 else NUM_STEPS):
-                    loop.step(step)
-
-        with pytest.raises(tb.CommunicationError, match=r"out of step in .* on ended attachments: .* 0, rank 1 has 1"):
-            train()
-
-    run_ranks(2, body)
+    with pytest.raises(tb.CommunicationError, match=r"out of step in .* on ended attachments: .* 0, rank 1 has 1"):
+        train()
 
 
 def test_two_attachments_share_a_scaler() -> None:

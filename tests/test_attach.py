@@ -22,7 +22,7 @@ import torchbagua as tb
 import torchbagua.native
 from averaging import RARELY
 from caught import torchbagua_warnings
-from ranks import gloo_group, init_default_group, leave_by_exception, run_ranks
+from ranks import gloo_group, init_default_group, leave_by_exception, on_each_rank, run_ranks
 from training import build
 
 Called = nn.Module | list[nn.Module]
@@ -332,22 +332,20 @@ def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypat
     run_ranks(2, body)
 
 
-def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = wrap(group)
-        optimizer = sgd(ddp)
-        group_recorder, attachment_recorder = tb.observe.Recorder(), tb.observe.Recorder()
-        bagua_group = tb.BaguaProcessGroup(group, observers=[group_recorder])
-        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[attachment_recorder]):
-            ddp(X).sum().backward()
-        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
-            optimizer.step()
-        assert attachment.summary().figures.num_steps == 1, "the group's observers suffice for a summary"
-        del group_recorder.events[len(attachment_recorder.events) :]
-        assert {event.phase for event in group_recorder.events} >= {"backward", "bucket", "encode", "send"}
-        assert group_recorder.events == attachment_recorder.events
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_observers_of_a_group_receive_the_events_of_its_attachments(group: dist.ProcessGroup) -> None:
+    ddp = wrap(group)
+    optimizer = sgd(ddp)
+    group_recorder, attachment_recorder = tb.observe.Recorder(), tb.observe.Recorder()
+    bagua_group = tb.BaguaProcessGroup(group, observers=[group_recorder])
+    with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[attachment_recorder]):
+        ddp(X).sum().backward()
+    with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
+        optimizer.step()
+    assert attachment.summary().figures.num_steps == 1, "the group's observers suffice for a summary"
+    del group_recorder.events[len(attachment_recorder.events) :]
+    assert {event.phase for event in group_recorder.events} >= {"backward", "bucket", "encode", "send"}
+    assert group_recorder.events == attachment_recorder.events
 
 
 def test_a_copy_of_an_attached_module_is_independent() -> None:
@@ -409,23 +407,20 @@ def test_a_sparse_gradient_is_refused_on_all_ranks(algorithm: tb.Algorithm, is_f
     assert run_ranks(2, body) == ["raised"] * 2
 
 
-def test_a_sparse_gradient_is_refused_in_a_later_step() -> None:
+@on_each_rank(2)
+def test_a_sparse_gradient_is_refused_in_a_later_step(group: dist.ProcessGroup) -> None:
     """The first gradient is checked in every backward: reading its address would raise torch's own error."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = Words(is_first=True)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        attachment = tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
-        module.table.requires_grad_(False)
+    module = Words(is_first=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    attachment = tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+    module.table.requires_grad_(False)
+    module(torch.arange(3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module.table.requires_grad_(True)
+    with pytest.raises(ValueError, match="parameter table has a sparse gradient"):
         module(torch.arange(3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        module.table.requires_grad_(True)
-        with pytest.raises(ValueError, match="parameter table has a sparse gradient"):
-            module(torch.arange(3)).sum().backward()
-        leave_by_exception(attachment)
-
-    run_ranks(2, body)
+    leave_by_exception(attachment)
 
 
 # Combinations that the algorithms' pages advise against: one warning per rank, or none.

@@ -1,6 +1,7 @@
 """DDP as users run it: replicas stay bitwise identical, and averages are bitwise equal to the one-process oracle's."""
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oracle
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.algorithms.base import get
 from training import Branches, OneElement, Run, Tower, build, flat, train
 
 ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(in_rank_order=True)]
@@ -194,3 +196,15 @@ class MarkedMeanImpl(tb.AlgorithmImpl):
             while not (is_copied := bool((self.algorithm.last.grad == 7).all())) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             self.algorithm.were_copied.append(is_copied)
+
+
+def test_nodes_are_respected_by_default() -> None:
+    """Except where the backend's all-reduce handles nodes."""
+    functions = [get(name) for name in tb.available_algorithms()]
+    for cls in (tb.extend.BaguaBucket, tb.BaguaProcessGroup):
+        functions += [function for _, function in inspect.getmembers(cls, inspect.isfunction)]
+    parameters = {function.__qualname__: inspect.signature(function).parameters for function in functions}
+    defaults = {name: own["hierarchical"].default for name, own in parameters.items() if "hierarchical" in own}
+    assert "BaguaProcessGroup.all_reduce" in defaults
+    assert not defaults.pop("GradientAllReduceAlgorithm")
+    assert set(defaults.values()) == {True}, defaults

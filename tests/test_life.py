@@ -32,7 +32,7 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from averaging import RARELY, Normed, Trainer, Weights, assert_same_weights, stacked, train, weights_of
 from caught import torchbagua_warnings
-from ranks import leave_by_exception, run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua._torch import forget_active_ddp
 from training import build, flat
 
@@ -214,56 +214,54 @@ def test_a_state_has_all_optimizers_and_the_scaler() -> None:
     run_ranks(2, body)
 
 
-def test_refused_states_change_nothing() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        trainer, rank = Trainer(group, MODEL), group.rank()
-        with tb.attach(trainer.ddp, trainer.optimizer, "bytegrad") as attachment:
-            of_bytegrad = attachment.state_dict()
-        with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
-            trainer.step()
-            state = copy.deepcopy(attachment.rank_state_dict())
-            own = state["attachment"]
-            other_weights = {key: tensor + 1 for key, tensor in state["module"].items()}
+@on_each_rank(2)
+def test_refused_states_change_nothing(group: dist.ProcessGroup) -> None:
+    trainer, rank = Trainer(group, MODEL), group.rank()
+    with tb.attach(trainer.ddp, trainer.optimizer, "bytegrad") as attachment:
+        of_bytegrad = attachment.state_dict()
+    with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
+        trainer.step()
+        state = copy.deepcopy(attachment.rank_state_dict())
+        own = state["attachment"]
+        other_weights = {key: tensor + 1 for key, tensor in state["module"].items()}
 
-            def with_impl(**values: Any) -> dict[str, Any]:
-                return {**own, "impl": {**own["impl"], **values}}
+        def with_impl(**values: Any) -> dict[str, Any]:
+            return {**own, "impl": {**own["impl"], **values}}
 
-            foreign = f"state must be from rank {rank} of 2, got a state from rank "
-            refused: list[tuple[Callable[[Any], None], Any, str]] = [
-                (attachment.load_state_dict, {}, r"must be what Attachment.state_dict returned.*got \[\]"),
-                (attachment.load_state_dict, of_bytegrad, "saved by ByteGradAlgorithm, but DecentralizedAlgorithm is"),
-                (attachment.load_state_dict, with_impl(rank=1 - rank), f"{foreign}{1 - rank} of 2; every rank saves"),
-                (attachment.load_state_dict, with_impl(num_ranks=4), f"{foreign}{rank} of 4"),
-                (attachment.load_state_dict, {**own, "impl": {"step": 3}}, r"have the keys \[.*\], got \['step'\]"),
-                (attachment.load_state_dict, with_impl(differences={"other": torch.zeros(3)}),
-                 r"must hold the weights of this module, 8 tensors, got 1; they differ"),
-                (attachment.load_rank_state_dict, own, "must be what rank_state_dict .* keys .* got .'algorithm'"),
-                (attachment.load_rank_state_dict, 7, "must be what rank_state_dict returned.* got 7"),
-                (attachment.load_rank_state_dict, {"attachment": of_bytegrad}, "saved by ByteGradAlgorithm, but Dec"),
-                (attachment.load_rank_state_dict, {**state, "module": other_weights, "optimizers": []},
-                 r"the state has 0 optimizers, but attach was given SGD \(first"),
-                (attachment.load_rank_state_dict,
-                 {**state, "module": other_weights, "attachment": with_impl(rank=7)}, f"{foreign}7 of 2"),
-            ]  # fmt: skip
-            before = weights_of(trainer.module)
-            for load, wrong, message in refused:
-                with pytest.raises(ValueError, match=message):
-                    load(wrong)
-                assert_same_weights([before, weights_of(trainer.module)])
-            with attachment.averaged_weights():
-                mean = weights_of(trainer.module)
-                for call in (
-                    attachment.detach,
-                    attachment.weights_changed,
-                    lambda: attachment.load_rank_state_dict(state),
-                    lambda: attachment.load_state_dict(own),
-                ):
-                    with pytest.raises(RuntimeError, match="within averaged_weights, which restores the weights"):
-                        call()
-                assert_same_weights([mean, weights_of(trainer.module)])
-            trainer.step()
-
-    run_ranks(2, body)
+        foreign = f"state must be from rank {rank} of 2, got a state from rank "
+        refused: list[tuple[Callable[[Any], None], Any, str]] = [
+            (attachment.load_state_dict, {}, r"must be what Attachment.state_dict returned.*got \[\]"),
+            (attachment.load_state_dict, of_bytegrad, "saved by ByteGradAlgorithm, but DecentralizedAlgorithm is"),
+            (attachment.load_state_dict, with_impl(rank=1 - rank), f"{foreign}{1 - rank} of 2; every rank saves"),
+            (attachment.load_state_dict, with_impl(num_ranks=4), f"{foreign}{rank} of 4"),
+            (attachment.load_state_dict, {**own, "impl": {"step": 3}}, r"have the keys \[.*\], got \['step'\]"),
+            (attachment.load_state_dict, with_impl(differences={"other": torch.zeros(3)}),
+             r"must hold the weights of this module, 8 tensors, got 1; they differ"),
+            (attachment.load_rank_state_dict, own, "must be what rank_state_dict .* keys .* got .'algorithm'"),
+            (attachment.load_rank_state_dict, 7, "must be what rank_state_dict returned.* got 7"),
+            (attachment.load_rank_state_dict, {"attachment": of_bytegrad}, "saved by ByteGradAlgorithm, but Dec"),
+            (attachment.load_rank_state_dict, {**state, "module": other_weights, "optimizers": []},
+             r"the state has 0 optimizers, but attach was given SGD \(first"),
+            (attachment.load_rank_state_dict,
+             {**state, "module": other_weights, "attachment": with_impl(rank=7)}, f"{foreign}7 of 2"),
+        ]  # fmt: skip
+        before = weights_of(trainer.module)
+        for load, wrong, message in refused:
+            with pytest.raises(ValueError, match=message):
+                load(wrong)
+            assert_same_weights([before, weights_of(trainer.module)])
+        with attachment.averaged_weights():
+            mean = weights_of(trainer.module)
+            for call in (
+                attachment.detach,
+                attachment.weights_changed,
+                lambda: attachment.load_rank_state_dict(state),
+                lambda: attachment.load_state_dict(own),
+            ):
+                with pytest.raises(RuntimeError, match="within averaged_weights, which restores the weights"):
+                    call()
+            assert_same_weights([mean, weights_of(trainer.module)])
+        trainer.step()
 
 
 # Leave by an exception.
@@ -275,24 +273,8 @@ APART = (
 )
 
 
-def leave_as_it_is(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    return getattr(called, "module", called)
-
-
-def wrap_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    return DistributedDataParallel(leave_as_it_is(called, optimizer, group), process_group=group).module
-
-
-def attach_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    attachment = tb.attach(called, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group))
-    leave_by_exception(attachment)  # without a mean
-    return called
-
-
-def weights_after_an_error(
-    algorithm: tb.Algorithm, go_on: Callable[..., nn.Module] = leave_as_it_is, *, is_ddp: bool = True, steps: int = 1
-) -> list[torch.Tensor]:
-    """Leave the block by an exception after so many steps, and call `go_on`."""
+def weights_after_an_error(algorithm: tb.Algorithm, way: str = "", *, is_ddp: bool = True, steps: int = 1) -> Any:
+    """Leave the block by an exception after so many steps, then wrap or attach again, if `way` says so."""
     model = build(lambda: nn.Linear(3, 2))
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -305,30 +287,32 @@ def weights_after_an_error(
                 called(torch.full((1, 3), 1.0 + group.rank())).square().sum().backward()
                 optimizer.step()
             raise ArithmeticError
-        return go_on(called, optimizer, group).weight.detach().clone()
+        if way == "wrap again":
+            DistributedDataParallel(module, process_group=group)
+        elif way == "attach again":
+            leave_by_exception(tb.attach(called, optimizer, algorithm, process_group=own))  # without a mean
+        return module.weight.detach().clone()
 
     return run_ranks(2, body)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_ddp", "go_on", "are_equal"),
+    ("algorithm", "is_ddp", "way"),
     [
-        *((algorithm, True, leave_as_it_is, False) for algorithm in RARELY.values()),
-        (RARELY["decentralized"], False, leave_as_it_is, False),
+        *((algorithm, True, "") for algorithm in RARELY.values()),
+        (RARELY["decentralized"], False, ""),
         # The advice of the warning.
-        (RARELY["decentralized"], False, wrap_again, True),
-        (RARELY["decentralized"], True, wrap_again, True),
-        (RARELY["decentralized"], False, attach_again, True),
+        (RARELY["decentralized"], False, "wrap again"),
+        (RARELY["decentralized"], True, "wrap again"),
+        (RARELY["decentralized"], False, "attach again"),
     ],
     ids=str,
 )
-def test_an_exception_leaves_ranks_apart(
-    algorithm: tb.Algorithm, is_ddp: bool, go_on: Callable[..., nn.Module], are_equal: bool
-) -> None:
+def test_an_exception_leaves_ranks_apart(algorithm: tb.Algorithm, is_ddp: bool, way: str) -> None:
     with pytest.warns(RuntimeWarning, match=APART) as warned:
-        weights = weights_after_an_error(algorithm, go_on, is_ddp=is_ddp)
+        weights = weights_after_an_error(algorithm, way, is_ddp=is_ddp)
     assert len(warned) == 2  # one per rank; another attachment warns no more
-    assert torch.equal(*weights) == are_equal
+    assert torch.equal(*weights) == bool(way)
 
 
 def test_the_exception_is_raised_if_warnings_are_errors(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from torchbagua.collectives.agreement import agree
 from torchbagua.observe import Recorder
 from torchbagua.runtime.lane import Lane
@@ -118,15 +118,12 @@ def test_loads_are_compared_once() -> None:
     assert on_ranks(2, body) == [[1, 2, 1, 2]] * 2
 
 
-def test_a_pending_load_is_counted_and_not_compared() -> None:
+@on_each_rank(2)
+def test_a_pending_load_is_counted_and_not_compared(group: dist.ProcessGroup) -> None:
     """Other ranks may have begun the step with which it takes effect."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
-        mark = LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6)
-        require_same_loads(world, agree(world, mark, "a round"))
-        marks = agree(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
-        with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
-            require_same_loads(world, marks)
-
-    run_ranks(2, body)
+    world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
+    mark = LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6)
+    require_same_loads(world, agree(world, mark, "a round"))
+    marks = agree(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
+    with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
+        require_same_loads(world, marks)

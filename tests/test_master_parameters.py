@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from training import build
 
 NUM_STEPS = 5
@@ -25,6 +25,9 @@ ALGORITHMS = {"all_reduce": tb.GradientAllReduceAlgorithm(in_rank_order=True), *
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 67), nn.Tanh(), nn.Linear(67, 3))
+
+
+NETWORK = build(network)
 
 
 class Masters:
@@ -72,16 +75,16 @@ def run(group: dist.ProcessGroup, ddp: nn.Module, take_step: Callable[[], object
 )
 def test_masters_train_as_the_parameters_themselves(name: str, options: dict[str, int]) -> None:
     """Bitwise, and with the same residuals under the same names; also if resumed in the middle."""
-    model, algorithm = build(network), ALGORITHMS[name]
+    algorithm = ALGORITHMS[name]
 
     def body(group: dist.ProcessGroup) -> None:
-        plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        plain = DistributedDataParallel(copy.deepcopy(NETWORK), process_group=group)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
         with tb.attach(plain, optimizer, algorithm) as attachment:
             run(group, plain, optimizer.step, range(NUM_STEPS))
             expected = attachment.runner.state_dict()
 
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(NETWORK), process_group=group)
         masters = Masters(ddp.module, **options)
         with tb.attach(ddp, masters.optimizers, algorithm) as attachment:
             run(group, ddp, masters.step, range(3))
@@ -103,10 +106,10 @@ def test_masters_train_as_the_parameters_themselves(name: str, options: dict[str
 def test_steps_of_masters_commit_residuals(case: str) -> None:
     """As if the loop stepped the parameters, or reported the steps. They leave those of another optimizer's parameters,
     which are the module's own, as those of float32 in Apex O2, and which steps more rarely."""
-    model, algorithm = build(network), FEEDBACK["4 bits"]
+    algorithm = FEEDBACK["4 bits"]
 
     def body(group: dist.ProcessGroup, has_masters: bool) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(NETWORK), process_group=group)
         first = ddp.module[0] if case == "another optimizer" else ddp.module
         rare = torch.optim.SGD(ddp.module[2].parameters(), lr=0.05)
         masters = Masters(first)
@@ -138,10 +141,9 @@ def test_steps_of_masters_commit_residuals(case: str) -> None:
 @pytest.mark.parametrize("name", ["all_reduce", "4 bits"])
 def test_an_optimizer_that_was_created_before_the_model_was_copied(name: str) -> None:
     """It raises in its first step, on all ranks. If the old model still has gradients, it warns after some steps."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> None:
-        old = copy.deepcopy(model)
+        old = copy.deepcopy(NETWORK)
         optimizer = torch.optim.SGD(old.parameters(), lr=0.05)
         ddp = DistributedDataParallel(copy.deepcopy(old), process_group=group)
         with tb.attach(ddp, optimizer, ALGORITHMS[name]):
@@ -163,10 +165,9 @@ def test_an_optimizer_that_was_created_before_the_model_was_copied(name: str) ->
 
 def test_masters_that_learn_do_not_warn() -> None:
     """Also if the module has 16 bits and the learning rate begins at zero."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(model).bfloat16(), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(NETWORK).bfloat16(), process_group=group)
         masters = [nn.Parameter(parameter.detach().float()) for parameter in ddp.parameters()]
         optimizer = torch.optim.AdamW(masters, lr=0.0)
         with tb.attach(ddp, optimizer, "gradient_allreduce"):
@@ -185,16 +186,14 @@ def test_masters_that_learn_do_not_warn() -> None:
         run_ranks(1, body)
 
 
-def test_error_feedback_needs_the_gradients_of_the_module_in_the_step() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(10, 3), process_group=group)
-        masters = [nn.Parameter(parameter.detach().clone()) for parameter in ddp.parameters()]
-        optimizer = torch.optim.SGD(masters, lr=0.05)
-        with tb.attach(ddp, optimizer, FEEDBACK["4 bits"]):
-            backward(ddp, 0, group.rank())
-            for master, parameter in zip(masters, ddp.parameters(), strict=True):
-                master.grad, parameter.grad = parameter.grad, None
-            with pytest.raises(RuntimeError, match=r"no gradients in a step of SGD, .* gradients after the step"):
-                optimizer.step()
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_error_feedback_needs_the_gradients_of_the_module_in_the_step(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(nn.Linear(10, 3), process_group=group)
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in ddp.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    with tb.attach(ddp, optimizer, FEEDBACK["4 bits"]):
+        backward(ddp, 0, group.rank())
+        for master, parameter in zip(masters, ddp.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad, None
+        with pytest.raises(RuntimeError, match=r"no gradients in a step of SGD, .* gradients after the step"):
+            optimizer.step()

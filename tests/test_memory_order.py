@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import leave_by_exception, run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua.runtime.parameters import MemoryOrder
 from training import build
 
@@ -50,6 +50,9 @@ class Pictures(nn.Sequential):
             nn.Flatten(),
             nn.Linear(4 * 36, 1),
         )
+
+
+PICTURES = build(Pictures)
 
 
 def convert(module: nn.Module) -> None:
@@ -134,11 +137,10 @@ def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> No
 )
 def test_gradients_averaged_after_a_conversion_and_a_new_ddp(name: str, num_steps_before: int) -> None:
     """The weights equal those of a contiguous run: operations are elementwise, and moments belong to their elements."""
-    model = build(Pictures)
 
     def run(converts: bool) -> list[torch.Tensor]:
         def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-            loop = Loop(group, model, name)
+            loop = Loop(group, PICTURES, name)
             for loop_number, num_steps in enumerate((num_steps_before, 4)):
                 if converts and loop_number:
                     convert(loop.module)
@@ -159,10 +161,8 @@ def test_gradients_averaged_after_a_conversion_and_a_new_ddp(name: str, num_step
 @pytest.mark.parametrize("name", [*AVERAGED_WEIGHTS, *AVERAGED_GRADIENTS, *QADAM])
 @pytest.mark.parametrize("num_steps_before", [0, pytest.param(3, marks=pytest.mark.release)])
 def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -> None:
-    model = build(Pictures)
-
     def body(group: dist.ProcessGroup) -> tuple[int, str]:
-        loop = Loop(group, model, name)
+        loop = Loop(group, PICTURES, name)
         loop.attach()
         for _ in range(num_steps_before):
             loop.step()
@@ -180,10 +180,9 @@ def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -
 @pytest.mark.parametrize("name", ["decentralized", "low precision", "streaming", "async", "error feedback", "qadam"])
 def test_converted_after_attach_on_one_rank(name: str) -> None:
     """Every rank raises within a step or two. If ranks compare progress, all name the parameter and the rank."""
-    model = build(Pictures)
 
     def body(group: dist.ProcessGroup) -> tuple[int, str]:
-        loop = Loop(group, model, name)
+        loop = Loop(group, PICTURES, name)
         loop.attach()
         for _ in range(3):
             loop.step()
@@ -201,26 +200,22 @@ def test_converted_after_attach_on_one_rank(name: str) -> None:
             assert "a rank has failed" in message or "closed" in message
 
 
-def test_a_rank_whose_peers_do_not_arrive_still_names_the_parameter() -> None:
+@on_each_rank(2)
+def test_a_rank_whose_peers_do_not_arrive_still_names_the_parameter(group: dist.ProcessGroup) -> None:
     """No round is due on the other ranks. The timeout bounds the wait, and the error names the parameter."""
-    model = build(Pictures)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, "decentralized")
-        loop.algorithm = tb.DecentralizedAlgorithm(communication_interval=100)
-        attachment = loop.attach(timeout=timedelta(seconds=1))
-        loop.step()
-        if loop.rank == 1:
-            convert(loop.module)
-            start_s = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"0\.weight has changed on rank 1") as caught:
-                loop.step()
-            assert isinstance(caught.value.__cause__, tb.CommunicationError)
-            assert time.monotonic() - start_s < 5
-        dist.barrier(group=group)
-        leave_by_exception(attachment)
-
-    run_ranks(2, body)
+    loop = Loop(group, PICTURES, "decentralized")
+    loop.algorithm = tb.DecentralizedAlgorithm(communication_interval=100)
+    attachment = loop.attach(timeout=timedelta(seconds=1))
+    loop.step()
+    if loop.rank == 1:
+        convert(loop.module)
+        start_s = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"0\.weight has changed on rank 1") as caught:
+            loop.step()
+        assert isinstance(caught.value.__cause__, tb.CommunicationError)
+        assert time.monotonic() - start_s < 5
+    dist.barrier(group=group)
+    leave_by_exception(attachment)
 
 
 @pytest.mark.parametrize("name", ["decentralized", "streaming", "low precision", "error feedback"])
@@ -251,37 +246,31 @@ def test_detach_after_a_conversion_works_if_no_step_follows(name: str) -> None:
     ("name", "as_view", "num_steps_before"),
     [("gradients", False, 0), ("error feedback", True, 3), ("qadam", False, 3), ("gradients", True, 0)],
 )
-def test_ddp_created_before_the_conversion(name: str, as_view: bool, num_steps_before: int) -> None:
+@on_each_rank(2)
+def test_ddp_created_before_the_conversion(
+    group: dist.ProcessGroup, name: str, as_view: bool, num_steps_before: int
+) -> None:
     """DDP's buckets keep the layout of their creation, even after detach: a new DDP is needed."""
-    model = build(Pictures)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, name, gradient_as_bucket_view=as_view)
-        for _ in range(min(num_steps_before, 1)):
-            with loop.attach():
-                for _ in range(num_steps_before):
-                    loop.step()
-        convert(loop.module)
-        message = r"[02]\.weight has changed after DistributedDataParallel was created"
-        with pytest.raises(RuntimeError, match=message), loop.attach():
-            loop.step()
-
-    run_ranks(2, body)
+    loop = Loop(group, PICTURES, name, gradient_as_bucket_view=as_view)
+    for _ in range(min(num_steps_before, 1)):
+        with loop.attach():
+            for _ in range(num_steps_before):
+                loop.step()
+    convert(loop.module)
+    message = r"[02]\.weight has changed after DistributedDataParallel was created"
+    with pytest.raises(RuntimeError, match=message), loop.attach():
+        loop.step()
 
 
-def test_a_conversion_with_the_standalone_hook() -> None:
-    model = build(Pictures)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, "bytegrad")
-        loop.ddp.register_comm_hook(loop.algorithm.reify(group), tb.comm_hook)
-        for _ in range(3):
-            loop.step()
-        convert(loop.module)
-        with pytest.raises(RuntimeError, match=r"the memory layout of parameter .* has changed on rank"):
-            loop.step()
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_a_conversion_with_the_standalone_hook(group: dist.ProcessGroup) -> None:
+    loop = Loop(group, PICTURES, "bytegrad")
+    loop.ddp.register_comm_hook(loop.algorithm.reify(group), tb.comm_hook)
+    for _ in range(3):
+        loop.step()
+    convert(loop.module)
+    with pytest.raises(RuntimeError, match=r"the memory layout of parameter .* has changed on rank"):
+        loop.step()
 
 
 def test_layouts_with_the_same_memory_order() -> None:

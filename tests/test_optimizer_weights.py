@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchbagua as tb
 from caught import torchbagua_warnings
-from ranks import leave_by_exception, run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from training import build
 
 ALGORITHMS: dict[str, tb.Algorithm] = {
@@ -152,6 +152,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
+MLP = build(mlp)
+
+
 def values_of(module: nn.Module) -> torch.Tensor:
     tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
@@ -186,42 +189,38 @@ def test_an_ema_is_averaged_over_the_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["decentralized", "async"])
-def test_ranks_that_average_different_modules_raise(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        attachment = Loop(group, nn.Linear(6, 1), torch.optim.SGD).attach(ALGORITHMS[name])
-        with pytest.raises(RuntimeError, match="the fingerprint of the other tensors to average"):
-            attachment.average_also(nn.Linear(2, 2 + group.rank()))
-        leave_by_exception(attachment)
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_ranks_that_average_different_modules_raise(group: dist.ProcessGroup, name: str) -> None:
+    attachment = Loop(group, nn.Linear(6, 1), torch.optim.SGD).attach(ALGORITHMS[name])
+    with pytest.raises(RuntimeError, match="the fingerprint of the other tensors to average"):
+        attachment.average_also(nn.Linear(2, 2 + group.rank()))
+    leave_by_exception(attachment)
 
 
-def test_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        loop, ema = Loop(group, nn.Linear(6, 1), Interpolated), nn.Linear(6, 1)
-        not_a_name = "average_also: state must be the name of an optimizer's state"
-        refused: list[tuple[Any, str | None, type[Exception], str]] = [
-            (loop.optimizer, None, TypeError, not_a_name),
-            (loop.ddp, "z", TypeError, not_a_name),
-            ("ema", None, TypeError, r"module must be a torch\.nn\.Module or an .*, got str"),
-            (torch.optim.SGD(ema.parameters()), "z", ValueError, "average_also: the SGD is not attached"),
-            (loop.optimizer, "zz", ValueError, r"Interpolated has a state tensor 'zz' .* such tensors are z$"),
-        ]
-        with loop.attach("decentralized") as attachment:
-            loop.step()
-            for module, state, error, message in refused:
-                with pytest.raises(error, match=message):
-                    attachment.average_also(module, state)
-            with attachment.averaged_weights(), pytest.raises(RuntimeError, match="within averaged_weights"):
-                attachment.average_also(ema)
-            wrapper: Any = SimpleNamespace(optimizer=loop.optimizer, state=loop.optimizer.state)  # as accelerate's
-            attachment.average_also(wrapper, "z")
-        with pytest.raises(RuntimeError, match="was detached"):
+@on_each_rank(2)
+def test_refused(group: dist.ProcessGroup) -> None:
+    loop, ema = Loop(group, nn.Linear(6, 1), Interpolated), nn.Linear(6, 1)
+    not_a_name = "average_also: state must be the name of an optimizer's state"
+    refused: list[tuple[Any, str | None, type[Exception], str]] = [
+        (loop.optimizer, None, TypeError, not_a_name),
+        (loop.ddp, "z", TypeError, not_a_name),
+        ("ema", None, TypeError, r"module must be a torch\.nn\.Module or an .*, got str"),
+        (torch.optim.SGD(ema.parameters()), "z", ValueError, "average_also: the SGD is not attached"),
+        (loop.optimizer, "zz", ValueError, r"Interpolated has a state tensor 'zz' .* such tensors are z$"),
+    ]
+    with loop.attach("decentralized") as attachment:
+        loop.step()
+        for module, state, error, message in refused:
+            with pytest.raises(error, match=message):
+                attachment.average_also(module, state)
+        with attachment.averaged_weights(), pytest.raises(RuntimeError, match="within averaged_weights"):
             attachment.average_also(ema)
-        with loop.attach("bytegrad") as attachment:
-            attachment.average_also(loop.optimizer, "z")
-
-    run_ranks(2, body)
+        wrapper: Any = SimpleNamespace(optimizer=loop.optimizer, state=loop.optimizer.state)  # as accelerate's
+        attachment.average_also(wrapper, "z")
+    with pytest.raises(RuntimeError, match="was detached"):
+        attachment.average_also(ema)
+    with loop.attach("bytegrad") as attachment:
+        attachment.average_also(loop.optimizer, "z")
 
 
 @pytest.mark.parametrize(
@@ -229,10 +228,9 @@ def test_refused() -> None:
 )
 def test_evaluation_weights_after_detach_are_the_mean_of_the_ranks(name: str, cls: type[Interpolated]) -> None:
     """For a class that is known by name, or with a call."""
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        loop = Loop(group, model, cls)
+        loop = Loop(group, MLP, cls)
         with loop.attach(ALGORITHMS[name]) as attachment:
             if cls is Interpolated:
                 attachment.average_also(loop.optimizer, "z")
@@ -274,10 +272,9 @@ def test_eval_and_train_about_averaged_weights(cls: type[Interpolated], habit: s
 
     With both calls within the block, it is the same as without the calls, which round.
     """
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup, calls: tuple[str, ...], has_block: bool) -> tuple[torch.Tensor, ...]:
-        loop = Loop(group, model, cls)
+        loop = Loop(group, MLP, cls)
         before, start, end, after = (getattr(loop.optimizer, call, lambda: None) for call in calls)
         with loop.attach("decentralized") as attachment:
             loop.step(4)
@@ -487,10 +484,9 @@ class Learner(torch.optim.SGD):
 @pytest.mark.parametrize("name", ["decentralized", "async"])
 def test_learnt_numbers_of_groups_are_rank_0s_after_detach_and_stay_equal_with_ddp(name: str) -> None:
     """And after attach to a plain module. Options that schedulers set, and modes, remain each rank's own."""
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup) -> tuple[Any, ...]:
-        loop, module = Loop(group, model, Learner), copy.deepcopy(model)
+        loop, module = Loop(group, MLP, Learner), copy.deepcopy(MLP)
         optimizer = Learner(module.parameters())
         optimizer.param_groups[0]["d"] = 0.5 + group.rank()
         with tb.attach(module, optimizer, "decentralized", process_group=group):
@@ -547,11 +543,10 @@ class SharedWork(torch.optim.SGD):
 )
 def test_an_optimizer_that_communicates_in_its_step_warns(algorithm: str, has_closure: bool, warns: bool) -> None:
     """Not with a closure, which may communicate: every rank's loss is then the mean."""
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup) -> None:
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch hooks the step of a class with an instance
-        loop = Loop(group, model, lambda parameters: SharedWork(parameters, group))
+        loop = Loop(group, MLP, lambda parameters: SharedWork(parameters, group))
         with loop.attach(algorithm):
             for _ in range(2):
                 loop.ddp(torch.ones(2, 6)).sum().backward()

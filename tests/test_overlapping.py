@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from devices import CPU
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt4, MinMaxUInt8
 from torchbagua.collectives import mean as means
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
@@ -266,29 +266,26 @@ def test_short_or_fast_messages_are_sent_at_once_in_two_exchanges(num_elements: 
         )
 
 
-def test_a_third_exchange_is_sent_when_the_first_has_arrived() -> None:
+@on_each_rank(2)
+def test_a_third_exchange_is_sent_when_the_first_has_arrived(group: dist.ProcessGroup) -> None:
     """No more than two messages to a peer are in flight."""
+    world = tb.BaguaProcessGroup(group).world
+    peer, log = 1 - world.rank, log_messages(world)
+    pipeline, receives = Pipeline(world, CPU), [torch.zeros(SHORT) for _ in PIECES]
+    exchanges = [
+        Exchange(pipeline, "all_to_all", {peer: tensor}, "numbers", [(peer, peer)], channel=channel)
+        for channel, tensor in enumerate(receives)
+    ]
 
-    def body(group: dist.ProcessGroup) -> None:
-        world = tb.BaguaProcessGroup(group).world
-        peer, log = 1 - world.rank, log_messages(world)
-        pipeline, receives = Pipeline(world, CPU), [torch.zeros(SHORT) for _ in PIECES]
-        exchanges = [
-            Exchange(pipeline, "all_to_all", {peer: tensor}, "numbers", [(peer, peer)], channel=channel)
-            for channel, tensor in enumerate(receives)
-        ]
+    def sent() -> list[str]:
+        return [entry for entry in log if entry.startswith("sends")]
 
-        def sent() -> list[str]:
-            return [entry for entry in log if entry.startswith("sends")]
-
-        for value, exchange in enumerate(exchanges):
-            exchange.send([torch.full((SHORT,), 10.0 * value + world.rank)])
-        assert len(sent()) == 2
-        exchanges[0].wait()
-        assert sent() == [f"sends {piece} {peer}" for piece in PIECES]
-        for exchange in exchanges[1:]:
-            exchange.wait()
-        pipeline.wait_for_sends()
-        assert [tensor[0].item() for tensor in receives] == [10.0 * value + peer for value in range(3)]
-
-    run_ranks(2, body)
+    for value, exchange in enumerate(exchanges):
+        exchange.send([torch.full((SHORT,), 10.0 * value + world.rank)])
+    assert len(sent()) == 2
+    exchanges[0].wait()
+    assert sent() == [f"sends {piece} {peer}" for piece in PIECES]
+    for exchange in exchanges[1:]:
+        exchange.wait()
+    pipeline.wait_for_sends()
+    assert [tensor[0].item() for tensor in receives] == [10.0 * value + peer for value in range(3)]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from saved_states import END, FOLDER, MAKE_ALGORITHM, STOP, Trainer, saved_file
 from torchbagua.codecs import Sign1Bit
 
@@ -212,25 +212,23 @@ class CountingImpl(tb.AlgorithmImpl):
         self.num_loads += 1
 
 
-def test_a_user_s_algorithm_loads_states_with_equal_arguments() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, "all")
-        algorithm = Counting(3, ("one", "two"))
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            state = attachment.state_dict()
+@on_each_rank(1)
+def test_a_user_s_algorithm_loads_states_with_equal_arguments(group: dist.ProcessGroup) -> None:
+    trainer = Trainer(group, "all")
+    algorithm = Counting(3, ("one", "two"))
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+        state = attachment.state_dict()
+        attachment.load_state_dict(state)
+        assert attachment.impl.num_loads == 1
+        with pytest.raises(ValueError, match=r"with JSON under the key algorithm, got .Counting\(start=3"):
+            attachment.load_state_dict(state | {"algorithm": repr(algorithm)})
+    for different in (Counting(4, ("one", "two")), Counting(3)):
+        with (
+            tb.attach(trainer.ddp, trainer.optimizer, different) as attachment,
+            pytest.raises(ValueError, match=r"Counting: the state was saved with (start=3|names=)"),
+        ):
             attachment.load_state_dict(state)
-            assert attachment.impl.num_loads == 1
-            with pytest.raises(ValueError, match=r"with JSON under the key algorithm, got .Counting\(start=3"):
-                attachment.load_state_dict(state | {"algorithm": repr(algorithm)})
-        for different in (Counting(4, ("one", "two")), Counting(3)):
-            with (
-                tb.attach(trainer.ddp, trainer.optimizer, different) as attachment,
-                pytest.raises(ValueError, match=r"Counting: the state was saved with (start=3|names=)"),
-            ):
-                attachment.load_state_dict(state)
-        # A field that a later release adds.
-        wider = dataclasses.make_dataclass("Counting", [("added", int, 5)], bases=(Counting,), frozen=True)
-        with tb.attach(trainer.ddp, trainer.optimizer, wider(3, ("one", "two"))) as attachment:
-            attachment.load_state_dict(state)
-
-    run_ranks(1, body)
+    # A field that a later release adds.
+    wider = dataclasses.make_dataclass("Counting", [("added", int, 5)], bases=(Counting,), frozen=True)
+    with tb.attach(trainer.ddp, trainer.optimizer, wider(3, ("one", "two"))) as attachment:
+        attachment.load_state_dict(state)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import torchbagua as tb
 from averaging import RARELY
 from caught import torchbagua_warnings
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from torchbagua.observe.events import CommEvent
 from training import build
 
@@ -29,6 +29,9 @@ Called = nn.Module | Modules
 def network() -> nn.Sequential:
     """As a sequential module its parameters have the names that they have in a list of its two parts."""
     return nn.Sequential(nn.Sequential(nn.Linear(10, 67), nn.BatchNorm1d(67), nn.Tanh()), nn.Linear(67, 3))
+
+
+NETWORK = build(network)
 
 
 GRADIENTS: dict[str, tb.Algorithm | None] = {
@@ -118,33 +121,30 @@ def wrap(group: dist.ProcessGroup, module: nn.Module, **options: Any) -> Distrib
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
+@on_each_rank(2)
+def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(group: dist.ProcessGroup, name: str) -> None:
     """Bitwise, with states of the same names and counts; also if resumed in the middle."""
-    model = build(network)
 
-    def body(group: dist.ProcessGroup) -> None:
-        def one() -> Called:
-            return wrap(group, copy.deepcopy(model))
+    def one() -> Called:
+        return wrap(group, copy.deepcopy(NETWORK))
 
-        def two() -> Called:
-            return [wrap(group, part, bucket_cap_mb=0.001) for part in copy.deepcopy(model)]
+    def two() -> Called:
+        return [wrap(group, part, bucket_cap_mb=0.001) for part in copy.deepcopy(NETWORK)]
 
-        state, weights, _ = run(group, name, one())
-        list_state, list_weights, events = run(group, name, two())
-        _, resumed_weights, _ = run(group, name, two(), two())
-        for index, weight in enumerate(weights):
-            assert torch.equal(weight, list_weights[index])
-            assert torch.equal(weight, resumed_weights[index])
-        own, list_own = state["attachment"]["impl"], list_state["attachment"]["impl"]
-        assert own.keys() == list_own.keys()
-        for key, value in own.items():  # residuals of the second phase are distributed over the ranks by bucket
-            assert list_own[key].keys() == value.keys() if isinstance(value, dict) else list_own[key] == value
-        buckets = {event.bucket for event in events if event.phase == "bucket"}
-        assert {"gradient bucket 0 of module 0", "gradient bucket 0 of module 1"} <= buckets
-        assert sum(event.phase == "backward" for event in events) == NUM_STEPS
-        assert sum(event.phase == "step" for event in events) == NUM_STEPS
-
-    run_ranks(2, body)
+    state, weights, _ = run(group, name, one())
+    list_state, list_weights, events = run(group, name, two())
+    _, resumed_weights, _ = run(group, name, two(), two())
+    for index, weight in enumerate(weights):
+        assert torch.equal(weight, list_weights[index])
+        assert torch.equal(weight, resumed_weights[index])
+    own, list_own = state["attachment"]["impl"], list_state["attachment"]["impl"]
+    assert own.keys() == list_own.keys()
+    for key, value in own.items():  # residuals of the second phase are distributed over the ranks by bucket
+        assert list_own[key].keys() == value.keys() if isinstance(value, dict) else list_own[key] == value
+    buckets = {event.bucket for event in events if event.phase == "bucket"}
+    assert {"gradient bucket 0 of module 0", "gradient bucket 0 of module 1"} <= buckets
+    assert sum(event.phase == "backward" for event in events) == NUM_STEPS
+    assert sum(event.phase == "step" for event in events) == NUM_STEPS
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,13 @@ def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
 )
 def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind: str) -> None:
     """Bitwise, also if resumed in the middle; the ranks of plain modules begin with rank 0's weights."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         def one() -> Called:
-            return wrap(group, copy.deepcopy(model))
+            return wrap(group, copy.deepcopy(NETWORK))
 
         def several() -> Called:
-            first, second = copy.deepcopy(model)
+            first, second = copy.deepcopy(NETWORK)
             if kind != "ddps":
                 with torch.no_grad():
                     second.weight += group.rank()
@@ -243,10 +242,9 @@ def test_attach_broadcasts_the_modules_without_ddp_and_the_optimizer() -> None:
 
 def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
     """The counts of backward passes and steps in a state; and an overflow in one module skips the step of both."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> tuple[int, int]:
-        ddps = [wrap(group, part) for part in copy.deepcopy(model)]
+        ddps = [wrap(group, part) for part in copy.deepcopy(NETWORK)]
         optimizer = torch.optim.SGD(parameters_of(ddps), lr=0.05)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         with tb.attach(ddps, optimizer, tb.TopKAlgorithm(0.2), grad_scaler=scaler) as attachment:
@@ -262,47 +260,42 @@ def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
     assert run_ranks(2, body) == [(NUM_STEPS, NUM_STEPS - 1)] * 2
 
 
-def test_asynchronous_averaging_stops_and_resumes_for_a_list() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        modules = [wrap(group, nn.Linear(2, 2)), nn.Linear(2, 3)]
-        optimizer = torch.optim.SGD(parameters_of(modules))
-        with tb.attach(modules, optimizer, RARELY["async"]) as attachment:
-            attachment.impl.abort(modules)
-            assert attachment.impl.mode == "stopped"
-            attachment.impl.resume(modules[1])
-            assert attachment.impl.mode == "running"
-            with pytest.raises(ValueError, match="must be the module that the algorithm is attached to"):
-                attachment.impl.abort([*modules, nn.Linear(2, 2)])
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_asynchronous_averaging_stops_and_resumes_for_a_list(group: dist.ProcessGroup) -> None:
+    modules = [wrap(group, nn.Linear(2, 2)), nn.Linear(2, 3)]
+    optimizer = torch.optim.SGD(parameters_of(modules))
+    with tb.attach(modules, optimizer, RARELY["async"]) as attachment:
+        attachment.impl.abort(modules)
+        assert attachment.impl.mode == "stopped"
+        attachment.impl.resume(modules[1])
+        assert attachment.impl.mode == "running"
+        with pytest.raises(ValueError, match="must be the module that the algorithm is attached to"):
+            attachment.impl.abort([*modules, nn.Linear(2, 2)])
 
 
-def test_ddps_around_parts_of_the_module_and_more() -> None:
+@on_each_rank(1)
+def test_ddps_around_parts_of_the_module_and_more(group: dist.ProcessGroup) -> None:
     """They are refused, unless they share only frozen and ignored parameters."""
+    module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
+    more = wrap(group, nn.Sequential(module[0], nn.Linear(10, 3)))
+    elsewhere = nn.Sequential(*module[1:], nn.Linear(3, 3))
+    elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
+    other = wrap(group, elsewhere)
+    optimizer = torch.optim.SGD([*module[0].parameters(), *module[2].parameters()])
 
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
-        more = wrap(group, nn.Sequential(module[0], nn.Linear(10, 3)))
-        elsewhere = nn.Sequential(*module[1:], nn.Linear(3, 3))
-        elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
-        other = wrap(group, elsewhere)
-        optimizer = torch.optim.SGD([*module[0].parameters(), *module[2].parameters()])
+    def step(*called: nn.Module) -> None:
+        nn.Sequential(*called)(torch.ones(1, 10)).sum().backward()
+        optimizer.step()
 
-        def step(*called: nn.Module) -> None:
-            nn.Sequential(*called)(torch.ones(1, 10)).sum().backward()
-            optimizer.step()
-
-        with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
-            with pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"):
-                more(torch.ones(1, 10))
-            step(*module)
-            other(torch.ones(1, 10)).sum().backward()
-            assert other.require_backward_grad_sync
-            late = wrap(group, module[2])
-            with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
-                step(module[0], late)
-
-    run_ranks(1, body)
+    with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
+        with pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"):
+            more(torch.ones(1, 10))
+        step(*module)
+        other(torch.ones(1, 10)).sum().backward()
+        assert other.require_backward_grad_sync
+        late = wrap(group, module[2])
+        with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
+            step(module[0], late)
 
 
 def test_hierarchical_rounds_average_gradients_of_all_ddps_within_nodes() -> None:

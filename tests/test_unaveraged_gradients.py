@@ -24,6 +24,9 @@ def tower() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
+TOWER = build(tower)
+
+
 class Checkpointed(nn.Module):
     """A tower whose last layers run again in backward, in a nested backward."""
 
@@ -336,10 +339,10 @@ def test_one_warning_or_none(name: str) -> None:
 
 def test_two_bare_steps_are_enough_and_one_is_not() -> None:
     """But not on a single rank, which cannot differ from another."""
-    model, counts, case = build(tower), list[int](), Case("")
+    counts, case = list[int](), Case("")
 
     def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, case)
+        loop = Loop(group, TOWER, case)
         with loop.attachment:
             for _ in range(3):
                 loop.call("inner")
@@ -360,10 +363,8 @@ def test_two_bare_steps_are_enough_and_one_is_not() -> None:
 
 
 def test_an_optimizer_in_backward() -> None:
-    model = build(tower)
-
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(TOWER), process_group=group)
         optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in ddp.parameters()}
 
         def step(parameter: torch.Tensor) -> None:
@@ -387,10 +388,10 @@ def test_an_optimizer_in_backward() -> None:
 
 def test_only_the_first_steps_of_each_optimizer_are_checked() -> None:
     """Steps without an average do not count, so that a mistake after a long warm-up without averages is found."""
-    model, case = build(tower), Case("", has_halves=True)
+    case = Case("", has_halves=True)
 
     def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, case)
+        loop = Loop(group, TOWER, case)
 
         def num_hooks() -> int:
             return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in loop.net.parameters())

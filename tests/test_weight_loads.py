@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, weights_of
 from pairwise import pairwise
-from ranks import leave_by_exception, run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua.testing.simulation.run import Rank, Simulation
 from training import build
 
@@ -155,31 +155,28 @@ PARTIAL_LOADS: dict[str, Callable[[DistributedDataParallel, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("way", PARTIAL_LOADS)
-def test_a_partial_load_changes_only_its_parameters(way: str) -> None:
+@on_each_rank(2)
+def test_a_partial_load_changes_only_its_parameters(group: dist.ProcessGroup, way: str) -> None:
     """Parameters that are not in the state keep their shadow weights, momentum and round in flight."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, MODEL, lr=0.01)
-        state = {key: tensor for key, tensor in new_state().items() if key.startswith("last.")}
-        with attach(trainer, DiLoCo(3, compression=None, delay=2)) as attachment:
-            take_steps(trainer, 7)  # the round after step 6 is in flight
-            impl = attachment.impl
-            attachment.state_dict()  # receives the round
-            before = copy.deepcopy(impl.shadow.state_dict())
-            differences = copy.deepcopy(impl.state_dict()["differences"])
-            assert all(differences[key].any() for key in state)
-            PARTIAL_LOADS[way](trainer.ddp, state)
-            after = attachment.state_dict()["impl"]
-            leave_by_exception(attachment)  # the optimizer does not have the parameters that were assigned
-        for key, theta in before["theta"].items():
-            is_loaded = key in state
-            assert torch.equal(after["theta"][key], state[key] if is_loaded else theta), key
-            momentum = before["outer"]["state"][key]["momentum_buffer"]
-            assert momentum.any()
-            assert torch.equal(after["outer"]["state"][key]["momentum_buffer"], momentum * (not is_loaded)), key
-            assert torch.equal(after["differences"][key], differences[key] * (not is_loaded)), key
-
-    run_ranks(2, body)
+    trainer = Trainer(group, MODEL, lr=0.01)
+    state = {key: tensor for key, tensor in new_state().items() if key.startswith("last.")}
+    with attach(trainer, DiLoCo(3, compression=None, delay=2)) as attachment:
+        take_steps(trainer, 7)  # the round after step 6 is in flight
+        impl = attachment.impl
+        attachment.state_dict()  # receives the round
+        before = copy.deepcopy(impl.shadow.state_dict())
+        differences = copy.deepcopy(impl.state_dict()["differences"])
+        assert all(differences[key].any() for key in state)
+        PARTIAL_LOADS[way](trainer.ddp, state)
+        after = attachment.state_dict()["impl"]
+        leave_by_exception(attachment)  # the optimizer does not have the parameters that were assigned
+    for key, theta in before["theta"].items():
+        is_loaded = key in state
+        assert torch.equal(after["theta"][key], state[key] if is_loaded else theta), key
+        momentum = before["outer"]["state"][key]["momentum_buffer"]
+        assert momentum.any()
+        assert torch.equal(after["outer"]["state"][key]["momentum_buffer"], momentum * (not is_loaded)), key
+        assert torch.equal(after["differences"][key], differences[key] * (not is_loaded)), key
 
 
 def load_other_values(trainer: Trainer, attachment: tb.Attachment, rank: int) -> None:
@@ -287,51 +284,45 @@ def test_all_ranks_continue_from_the_weights_of_one_rank(name: str, broadcasts: 
         assert_equals_state({key: weights[key] for key in weights if is_compared[key]}, saved[0], name)
 
 
-def test_a_state_saved_after_a_load_contains_the_load() -> None:
+@on_each_rank(2)
+def test_a_state_saved_after_a_load_contains_the_load(group: dist.ProcessGroup) -> None:
     """Also if a state was refused since, and if it has the weights of new layers, as PEFT adds them."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, MODEL, lr=0.01)
-        with attach(trainer, DiLoCo(2, compression=None)) as attachment:
-            take_steps(trainer, 3)
-            trainer.module.load_state_dict(new_state())
-            other = '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}'
-            with pytest.raises(ValueError, match="but DiLoCoAlgorithm is attached"):
-                attachment.load_state_dict({"algorithm": other, "impl": {}})
-            assert_same_weights([attachment.state_dict()["impl"]["theta"], new_state()])
-            trainer.module.last = nn.Sequential(trainer.module.last, nn.Linear(1, 1))
-            nn.init.zeros_(trainer.module.last[1].weight)
-            trainer.optimizer.add_param_group({"params": list(trainer.module.last[1].parameters())})
-            take_steps(trainer, 1)
-            state = new_state(8, trainer.module)
-            trainer.module.load_state_dict(state)
-            assert_same_weights([attachment.state_dict()["impl"]["theta"], state])
-
-    run_ranks(2, body)
+    trainer = Trainer(group, MODEL, lr=0.01)
+    with attach(trainer, DiLoCo(2, compression=None)) as attachment:
+        take_steps(trainer, 3)
+        trainer.module.load_state_dict(new_state())
+        other = '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}'
+        with pytest.raises(ValueError, match="but DiLoCoAlgorithm is attached"):
+            attachment.load_state_dict({"algorithm": other, "impl": {}})
+        assert_same_weights([attachment.state_dict()["impl"]["theta"], new_state()])
+        trainer.module.last = nn.Sequential(trainer.module.last, nn.Linear(1, 1))
+        nn.init.zeros_(trainer.module.last[1].weight)
+        trainer.optimizer.add_param_group({"params": list(trainer.module.last[1].parameters())})
+        take_steps(trainer, 1)
+        state = new_state(8, trainer.module)
+        trainer.module.load_state_dict(state)
+        assert_same_weights([attachment.state_dict()["impl"]["theta"], state])
 
 
 @forbids_notice
 @pytest.mark.parametrize("name", ["streaming diloco", "decentralized", "low precision"])
-def test_a_state_that_is_loaded_after_the_weights_replaces_them(name: str) -> None:
+@on_each_rank(2)
+def test_a_state_that_is_loaded_after_the_weights_replaces_them(group: dist.ProcessGroup, name: str) -> None:
     """Each rank then has its own weights, without a notice. Earlier loads have no effect either."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        first, second = Trainer(group, MODEL, lr=0.01), Trainer(group, MODEL, lr=0.01)
-        with attach(first, name) as attachment:
-            take_steps(first, 5)
-            saved = copy.deepcopy([first.module.state_dict(), first.optimizer.state_dict(), attachment.state_dict()])
-            data = first.data.get_state()
-            take_steps(first, 6)
-        with attach(second, name) as attachment:
-            second.module.load_state_dict(new_state(group.rank()))
-            second.module.load_state_dict(saved[0])
-            second.optimizer.load_state_dict(saved[1])
-            attachment.load_state_dict(saved[2])
-            second.data.set_state(data)
-            take_steps(second, 6)
-        assert_same_weights([weights_of(first.module), weights_of(second.module)])
-
-    run_ranks(2, body)
+    first, second = Trainer(group, MODEL, lr=0.01), Trainer(group, MODEL, lr=0.01)
+    with attach(first, name) as attachment:
+        take_steps(first, 5)
+        saved = copy.deepcopy([first.module.state_dict(), first.optimizer.state_dict(), attachment.state_dict()])
+        data = first.data.get_state()
+        take_steps(first, 6)
+    with attach(second, name) as attachment:
+        second.module.load_state_dict(new_state(group.rank()))
+        second.module.load_state_dict(saved[0])
+        second.optimizer.load_state_dict(saved[1])
+        attachment.load_state_dict(saved[2])
+        second.data.set_state(data)
+        take_steps(second, 6)
+    assert_same_weights([weights_of(first.module), weights_of(second.module)])
 
 
 def load_and_load(module: nn.Module, ema: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
@@ -381,26 +372,23 @@ def test_a_model_swapped_in_for_an_evaluation_leaves_no_trace(
 
 @forbids_notice
 @pytest.mark.parametrize(("name", "assign"), [("streaming diloco", True), (ASYNC, False)])
-def test_averaged_weights_averages_swapped_in_models(name: str, assign: bool) -> None:
+@on_each_rank(2)
+def test_averaged_weights_averages_swapped_in_models(group: dist.ProcessGroup, name: str, assign: bool) -> None:
     """As the evaluation of an EMA. A load within the block is refused, since the end of the block would undo it."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, MODEL, lr=0.01)
-        mean = (new_state(0)["last.weight"] + new_state(1)["last.weight"]) / 2
-        with attach(trainer, name) as attachment:
-            for _ in range(4):
-                trainer.step()
-                own = trainer.module.state_dict(keep_vars=True)
-                if not assign:
-                    own = copy.deepcopy(own)
-                trainer.module.load_state_dict(new_state(group.rank()), assign=assign)
-                with attachment.averaged_weights():
-                    with pytest.raises(RuntimeError, match=r"loaded within averaged_weights, .* Load before the block"):
-                        trainer.module.load_state_dict(new_state())
-                    assert torch.equal(trainer.module.last.weight, mean)
-                trainer.module.load_state_dict(own, assign=assign)
-
-    run_ranks(2, body)
+    trainer = Trainer(group, MODEL, lr=0.01)
+    mean = (new_state(0)["last.weight"] + new_state(1)["last.weight"]) / 2
+    with attach(trainer, name) as attachment:
+        for _ in range(4):
+            trainer.step()
+            own = trainer.module.state_dict(keep_vars=True)
+            if not assign:
+                own = copy.deepcopy(own)
+            trainer.module.load_state_dict(new_state(group.rank()), assign=assign)
+            with attachment.averaged_weights():
+                with pytest.raises(RuntimeError, match=r"loaded within averaged_weights, .* Load before the block"):
+                    trainer.module.load_state_dict(new_state())
+                assert torch.equal(trainer.module.last.weight, mean)
+            trainer.module.load_state_dict(own, assign=assign)
 
 
 def clamp(weight: torch.Tensor, rank: int) -> None:
