@@ -128,6 +128,17 @@ def test_an_evaluated_saved_and_resumed_training_continues(name: str) -> None:
     assert not torch.equal(befores[0][-1]["last.weight"], means[0][-1]["last.weight"])
 
 
+@pytest.mark.parametrize("algorithm", RARELY.values(), ids=RARELY)
+@on_each_rank(1)
+def test_a_single_rank_has_the_mean(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> None:
+    trainer = Trainer(group, MODEL)
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+        trainer.step()
+        before = weights_of(trainer.module)
+        with attachment.averaged_weights():
+            assert_same_weights([before, weights_of(trainer.module)])
+
+
 def test_asynchronous_averaging_pauses_for_the_mean_and_continues() -> None:
     def body(group: dist.ProcessGroup) -> list[Weights]:
         trainer, means = Trainer(group, MODEL, lr=0.001), []

@@ -81,7 +81,26 @@ def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(group: dist
             assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
 
 
-def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change() -> None:
+@on_each_rank(2)
+def test_every_ddp_around_the_module_is_silent(group: dist.ProcessGroup, forwards_in_turn: None) -> None:
+    """A model that was wrapped again is trained through the new DDP."""
+    module = nn.Linear(10, 3)
+    first, second = (DistributedDataParallel(module, process_group=group) for _ in range(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    data = batches(group.rank())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        second(data()).square().sum().backward()
+        optimizer.step()
+
+    for attached in (first, module):
+        with tb.attach(attached, optimizer, RARELY["decentralized"], process_group=group):
+            step()
+            alone(group, step)
+
+
+def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change(forwards_in_turn: None) -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         module = nn.Linear(3, 3)
         nn.init.constant_(module.bias, float(group.rank()))
