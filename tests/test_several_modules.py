@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import torchbagua as tb
 from averaging import RARELY
 from caught import torchbagua_warnings
-from ranks import on_each_rank, run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua.observe.events import CommEvent
 from training import build
 
@@ -238,6 +238,16 @@ def test_attach_broadcasts_the_modules_without_ddp_and_the_optimizer() -> None:
             return [parameter.mean().item() for parameter in parameters_of(modules)] + momenta
 
     assert run_ranks(2, body)[1] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@on_each_rank(2)
+def test_an_optimizer_that_never_steps_is_an_error_if_any_module_trains(group: dist.ProcessGroup) -> None:
+    modules = [wrap(group, nn.Linear(10, 10)), nn.Linear(10, 3).eval()]
+    attached, stepped = (torch.optim.SGD(parameters_of(modules), lr=0.01) for _ in range(2))
+    with tb.attach(modules, attached, RARELY["decentralized"]) as attachment:
+        with pytest.raises(RuntimeError, match="gradients were cleared 45 times without a step of SGD, which is att"):
+            train(modules, stepped, group, range(60))
+        leave_by_exception(attachment)
 
 
 def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
