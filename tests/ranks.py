@@ -1,11 +1,12 @@
 """Ranks as threads of one process, each with a hand-made gloo group, alongside a default group as users have it."""
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +83,7 @@ def _outer_groups(size: int, timeout: timedelta, device: torch.device) -> Iterat
         backends = unused.pop()
     else:
         with ThreadPoolExecutor(size) as threads:
-            connect = partial(dist.ProcessGroupGloo, dist.PrefixStore("connections", store))
+            connect = functools.partial(dist.ProcessGroupGloo, dist.PrefixStore("connections", store))
             backends = [*threads.map(lambda rank: connect(rank, size, timeout), range(size))]
     yield [_group(store, rank, size, device, backend) for rank, backend in enumerate(backends)]
     options = dist.BarrierOptions()
@@ -131,6 +132,21 @@ def run_ranks(
         if errors:
             raise errors[min(errors)]
     return [results[rank] for rank in range(size)]
+
+
+def on_each_rank(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Return a decorator: a test runs on all ranks, with the rank's group before its other arguments."""
+
+    def decorate(test: Callable[..., object]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            run_ranks(size, lambda group: test(group, **arguments))
+
+        signature = inspect.signature(test)
+        run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def leave_by_exception(attachment: AbstractContextManager[object]) -> None:

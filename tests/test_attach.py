@@ -1,11 +1,9 @@
-"""attach and the standalone hook: what they refuse, that a failed attach can be retried, and that detach undoes all."""
+"""attach and the standalone hook: what they refuse and warn of, and that a failed attach can be retried."""
 
 import copy
-import gc
+import re
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -22,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 import torchbagua.native
-from ranks import gloo_group, init_default_group, run_ranks
-from transports import CollectivesAlone
+from averaging import RARELY
+from caught import torchbagua_warnings
+from ranks import gloo_group, init_default_group, leave_by_exception, on_each_rank, run_ranks
+from training import build
 
 Called = nn.Module | list[nn.Module]
 Call = Callable[[dist.ProcessGroup], Any]
@@ -66,28 +66,9 @@ def with_own_hook(group: dist.ProcessGroup) -> DistributedDataParallel:
     return ddp
 
 
-def twice(group: dist.ProcessGroup) -> None:
-    ddp = wrap(group)
-    with attach(ddp):
-        attach(ddp, "gradient_allreduce")
-
-
-def inside_of_the_wrapper(group: dist.ProcessGroup) -> None:
-    ddp = wrap(group)
-    with attach(ddp, "decentralized"):
-        attach(ddp.module, "decentralized", process_group=tb.BaguaProcessGroup(group))
-
-
-def around_an_attached_module(group: dist.ProcessGroup) -> None:
-    module = nn.Linear(4, 2)
-    with attach(module, "decentralized", process_group=tb.BaguaProcessGroup(group)):
-        attach(wrap(group, nn.Sequential(module)))
-
-
-def to_one_of_a_list(group: dist.ProcessGroup) -> None:
-    modules = [wrap(group), nn.Linear(2, 3)]
-    with attach(modules, "async"):
-        attach(modules[1], "decentralized")
+def attach_twice(first: Any, second: Any, algorithm: str = "decentralized", **options: Any) -> None:
+    with attach(first, algorithm, **options):
+        attach(second, algorithm, **options)
 
 
 class Hookless(torch.optim.Optimizer):
@@ -107,15 +88,11 @@ def copies(size: int) -> torch.optim.Optimizer:
     return tb.QAdamOptimizer([nn.Parameter(torch.ones(size))])
 
 
-def of_sharded_parameters(algorithm: str) -> Call:
+def of_sharded_parameters(algorithm: str) -> None:
     """The parameters of FSDP2 in another module."""
-
-    def call(group: dist.ProcessGroup) -> None:
-        parts, sharded = nn.Module(), fully_shard(nn.Linear(4, 2))
-        parts.weight = sharded.weight
-        attach(parts, algorithm, optimizer=sgd(sharded))
-
-    return call
+    parts, sharded = nn.Module(), fully_shard(nn.Linear(4, 2))
+    parts.weight = sharded.weight
+    attach(parts, algorithm, optimizer=sgd(sharded))
 
 
 def of_fsdp1(group: dist.ProcessGroup) -> None:
@@ -130,29 +107,10 @@ def copies_of_a_sharded_module(group: dist.ProcessGroup) -> None:
     attach(sharded, optimizer=torch.optim.SGD([nn.Parameter(each.detach().clone()) for each in sharded.parameters()]))
 
 
-def contained(group: dist.ProcessGroup) -> Called:
-    module = nn.Sequential(nn.Linear(2, 2))
-    return [nn.ModuleList([module]), wrap(group, module[0])]
-
-
-def wrapped_twice(group: dist.ProcessGroup) -> Called:
-    module = nn.Linear(2, 2)
-    return [wrap(group, module), wrap(group, module)]
-
-
 def tied(group: dist.ProcessGroup) -> Called:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     return [wrap(group, first), wrap(group, second)]
-
-
-def of_two_groups(group: dist.ProcessGroup) -> Called:
-    return [wrap(group), wrap(gloo_group(dist.HashStore(), 0, 1))]
-
-
-def of_one_of_two_modules(group: dist.ProcessGroup) -> None:
-    ddps = [wrap(group), wrap(group)]
-    attach(ddps[0], "diloco", optimizer=sgd(list(ddps)))
 
 
 def hook(group: dist.ProcessGroup, ddp: DistributedDataParallel, x: torch.Tensor, state: Any = None) -> None:
@@ -161,11 +119,7 @@ def hook(group: dist.ProcessGroup, ddp: DistributedDataParallel, x: torch.Tensor
     ddp(x).sum().backward()
 
 
-def reify(group: dist.ProcessGroup, optimizer: Any) -> None:
-    tb.ByteGradAlgorithm().reify(group, optimizer=optimizer)
-
-
-X = torch.ones(1, 4)
+X, REIFY = torch.ones(1, 4), tb.ByteGradAlgorithm().reify
 OUTSIDE: Any = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on ranks that are not members
 REFUSED: list[tuple[Call, type[Exception], str]] = [
     # The module.
@@ -179,12 +133,17 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda group: attach(delayed(group)), ValueError, "attach: the module was created with delay_all_reduce_named_pa"),
     (lambda group: attach(wrap(group, nn.Sequential(nn.Embedding(5, 2, sparse=True)))), ValueError,
      "attach: 0 of Sequential has sparse=True; create it with sparse=False"),
-    (twice, ValueError, "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
-    (inside_of_the_wrapper, ValueError, "DecentralizedAlgorithm is attached to the module already"),
-    (around_an_attached_module, ValueError, "Algorithm is attached to the module's module.0 already"),
-    (to_one_of_a_list, ValueError, "AsyncModelAverageAlgorithm is attached to the module already"),
-    (of_sharded_parameters("bytegrad"), TypeError, "attach: weight is sharded .*which is not supported"),
-    (of_sharded_parameters("decentralized"), TypeError, "attach: weight is sharded .*which is not supported"),
+    (lambda group: attach_twice(ddp := wrap(group), ddp, "bytegrad"), ValueError,
+     "attach: ByteGradAlgorithm is attached to the module already; detach it first"),
+    (lambda group: attach_twice(ddp := wrap(group), ddp.module, process_group=tb.BaguaProcessGroup(group)), ValueError,
+     "DecentralizedAlgorithm is attached to the module already"),
+    (lambda group: attach_twice(
+        module := nn.Linear(4, 2), wrap(group, nn.Sequential(module)), process_group=tb.BaguaProcessGroup(group)
+     ), ValueError, "Algorithm is attached to the module's module.0 already"),
+    (lambda group: attach_twice(modules := [wrap(group), nn.Linear(2, 3)], modules[1]), ValueError,
+     "DecentralizedAlgorithm is attached to the module already"),
+    (lambda group: of_sharded_parameters("bytegrad"), TypeError, "attach: weight is sharded .*which is not supported"),
+    (lambda group: of_sharded_parameters("diloco"), TypeError, "attach: weight is sharded .*which is not supported"),
     (of_fsdp1, TypeError, "attach: 0 is sharded .*ranks hold different parts of the weights, which is not supported"),
     (copies_of_a_sharded_module, ValueError, "SGD has 2 parameters that are not the module's"),
     (lambda group: attach(nn.ModuleList([wrap(group)]), "decentralized"), TypeError,
@@ -194,15 +153,18 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda group: attach([nn.Linear(2, 2), "x"]), TypeError, "a torch.nn.Module, or a list of them, got str"),
     (lambda group: attach([nn.Linear(2, 2)] * 2, optimizer=copies(1)), ValueError,
      "module 0 of the list, Linear, is also in module 1, Lin"),
-    (lambda group: attach(contained(group), optimizer=copies(1)), ValueError,
+    (lambda group: attach(
+        [nn.ModuleList([module := nn.Sequential(nn.Linear(2, 2))]), wrap(group, module[0])], optimizer=copies(1)
+     ), ValueError,
      "module 1 of the list, DistributedDataParallel, is also in module 0, ModuleList"),
-    (lambda group: attach(wrapped_twice(group), optimizer=copies(1)), ValueError,
-     "module 0 of the list, DistributedDataParallel, is also in module 1"),
+    (lambda group: attach([wrap(group, module := nn.Linear(2, 2)), wrap(group, module)], optimizer=copies(1)),
+     ValueError, "module 0 of the list, DistributedDataParallel, is also in module 1"),
     (lambda group: attach(modules := tied(group), optimizer=sgd(nn.ModuleList(modules))), ValueError,
      "modules 0 and 1 of the list both average the gradient of weight"),
     (lambda group: attach([wrap(group), nn.Sequential(fully_shard(nn.Linear(2, 2)))]), TypeError,
      "module 1 of the list, Sequential, is sharded by fully_shard; attach to it alone"),
-    (lambda group: attach(of_two_groups(group)), ValueError, "process_group must be given if several .* have diff"),
+    (lambda group: attach([wrap(group), wrap(gloo_group(dist.HashStore(), 0, 1))]), ValueError,
+     "process_group must be given if several .* have diff"),
     (lambda group: attach([wrap(group), nn.Linear(2, 2)]), TypeError,
      "module must be a torch.nn.parallel.DistributedDataParallel, got Linear: ByteGradAlgorithm"),
     # The optimizer.
@@ -211,7 +173,8 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda group: with_optimizer(
         group, lambda ddp: torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(5))]), "decentralized"
      ), ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
-    (of_one_of_two_modules, ValueError, r"2 parameters that are not .*, pass both modules: attach\(\[module, other\]"),
+    (lambda group: attach(ddp := wrap(group), "diloco", optimizer=sgd([ddp, wrap(group)])), ValueError,
+     r"2 parameters that are not .*, pass both modules: attach\(\[module, other\]"),
     (lambda group: with_optimizer(group, lambda ddp: ["sgd"]), TypeError, "attach: optimizer must be a .*, got 'sgd'"),
     (lambda group: with_optimizer(group, lambda ddp: "sgd"), TypeError, "must be a torch.optim.Optimizer, got 'sgd'"),
     (lambda group: with_optimizer(
@@ -230,9 +193,10 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
      r"QAdamOptimizer has 1 parameters that are not the module's, the first of shape \(10,\)"),
     (lambda group: with_optimizer(group, lambda ddp: copies(11)), ValueError,
      r"QAdamOptimizer has 1 parameters .* was created before the model was moved or copied"),
-    (lambda group: reify(group, 3), TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.optim.Opt.*, got 3"),
-    (lambda group: reify(group, [None]), TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.*, got None"),
-    (lambda group: reify(group, Hookless([])), ValueError, "reify: optimizer must have torch's step hooks, got a Hook"),
+    (lambda group: REIFY(group, optimizer=3), TypeError, "reify: optimizer must be a torch.optim.Optim.*, got 3"),
+    (lambda group: REIFY(group, optimizer=[None]), TypeError, "reify: optimizer must be a torch.*, got None"),
+    (lambda group: REIFY(group, optimizer=Hookless([])), ValueError,
+     "ByteGradAlgorithm.reify: optimizer must have torch's step hooks, got a Hookless"),
     # The other arguments.
     (lambda group: attach(wrap(group), "bitegrad"), KeyError,
      "no algorithm is named 'bitegrad'; the registered names are .*'bytegrad'"),
@@ -309,8 +273,7 @@ def test_ranks_that_differ_are_refused(call: Call, message: str) -> None:
         run_ranks(2, call)
 
 
-@pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(error_feedback=True)], ids=str)
-def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algorithm: tb.Algorithm) -> None:
+def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone() -> None:
     """For example, a head that every rank trains locally, or tables that are divided among the ranks."""
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,7 +281,7 @@ def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algo
         torch.nn.init.ones_(head.weight)
         tables = [nn.Parameter(torch.ones(3)) for _ in range(group.rank())]
         optimizer = torch.optim.SGD([*tables, *ddp.parameters(), *head.parameters()], lr=0.1)
-        with tb.attach(ddp, optimizer, algorithm) as attachment:
+        with tb.attach(ddp, optimizer, tb.ByteGradAlgorithm(error_feedback=True)) as attachment:
             for _ in range(2):
                 optimizer.zero_grad()
                 head(ddp(torch.full((1, 4), 1.0 + group.rank()))).sum().backward()
@@ -369,84 +332,231 @@ def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypat
     run_ranks(2, body)
 
 
-def test_observers_of_a_group_receive_the_events_of_its_attachments() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = wrap(group)
-        optimizer = sgd(ddp)
-        group_recorder, attachment_recorder = tb.observe.Recorder(), tb.observe.Recorder()
-        bagua_group = tb.BaguaProcessGroup(group, observers=[group_recorder])
-        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[attachment_recorder]):
-            ddp(X).sum().backward()
-        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
-            optimizer.step()
-        assert attachment.summary().figures.num_steps == 1, "the group's observers suffice for a summary"
-        del group_recorder.events[len(attachment_recorder.events) :]
-        assert {event.phase for event in group_recorder.events} >= {"backward", "bucket", "encode", "send"}
-        assert group_recorder.events == attachment_recorder.events
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_observers_of_a_group_receive_the_events_of_its_attachments(group: dist.ProcessGroup) -> None:
+    ddp = wrap(group)
+    optimizer = sgd(ddp)
+    group_recorder, attachment_recorder = tb.observe.Recorder(), tb.observe.Recorder()
+    bagua_group = tb.BaguaProcessGroup(group, observers=[group_recorder])
+    with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[attachment_recorder]):
+        ddp(X).sum().backward()
+    with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
+        optimizer.step()
+    assert attachment.summary().figures.num_steps == 1, "the group's observers suffice for a summary"
+    del group_recorder.events[len(attachment_recorder.events) :]
+    assert {event.phase for event in group_recorder.events} >= {"backward", "bucket", "encode", "send"}
+    assert group_recorder.events == attachment_recorder.events
 
 
 def test_a_copy_of_an_attached_module_is_independent() -> None:
     """Averaged models (EMA, SWA) are such copies. DDP can be copied over the default group only."""
-
-    @dataclass(frozen=True)
-    class Counting(tb.Algorithm):
-        def make_impl(self, runner: tb.extend.Runner) -> tb.AlgorithmImpl:
-            return CountingImpl(runner)
-
-    class CountingImpl(tb.AlgorithmImpl):
-        num_buckets = 0
-
-        def init_operations(self, module: nn.Module | None, bucket: tb.extend.BaguaBucket) -> None:
-            bucket.append_python_op(self.count)
-
-        def count(self, bucket: tb.extend.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
-            self.num_buckets += 1
-
     init_default_group()
-    ddp = DistributedDataParallel(nn.Linear(4, 2))
-    with attach(ddp, Counting()) as attachment:
-        twin = copy.deepcopy(ddp)
-        with attach(twin, Counting()) as twin_attachment:
+    ddp, recorder = DistributedDataParallel(nn.Linear(4, 2)), tb.observe.Recorder()
+    with attach(ddp, observers=[recorder]):
+        twin, twin_recorder = copy.deepcopy(ddp), tb.observe.Recorder()
+        optimizer = sgd(twin)
+        with attach(twin, optimizer=optimizer, observers=[twin_recorder]):
+            recorder.clear()
             twin(X).sum().backward()
-    assert (attachment.impl.num_buckets, twin_attachment.impl.num_buckets) == (0, 1)
+            optimizer.step()
+            assert not recorder.events
+            assert [event.phase for event in twin_recorder.events if event.phase in ("backward", "step")]
 
 
-def lanes() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("torchbagua lane")]
+# Sparse gradients of a function, which attach cannot detect: refused by the name of the parameter.
 
 
-def test_no_thread_outlives_attach_or_impl() -> None:
-    assert not lanes()
+class Words(nn.Module):
+    """An embedding by a function; its table is the first parameter, or not."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        if not is_first:
+            self.bias = nn.Parameter(torch.zeros(3))
+        self.table = nn.Parameter(torch.randn(7, 3))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        looked_up = nn.functional.embedding(words, self.table, sparse=True)
+        return self.last(looked_up + getattr(self, "bias", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_first"),
+    [
+        (tb.DecentralizedAlgorithm(), True),
+        (tb.DecentralizedAlgorithm(), False),
+        (tb.DiLoCoAlgorithm(100), False),
+        (tb.AsyncModelAverageAlgorithm(sync_interval_ms=0), False),
+        (tb.AsyncModelAverageAlgorithm(warmup_steps=5), True),
+        (tb.GradientAllReduceAlgorithm(), True),
+        (tb.ByteGradAlgorithm(error_feedback=True), False),
+    ],
+    ids=["decentralized", "decentralized, second", "diloco", "async", "async warm-up", "gradients", "error feedback"],
+)
+def test_a_sparse_gradient_is_refused_on_all_ranks(algorithm: tb.Algorithm, is_first: bool) -> None:
+    model = build(lambda: Words(is_first=is_first))
+
+    def body(group: dist.ProcessGroup) -> str:
+        ddp = wrap(group, copy.deepcopy(model))
+        message = r"parameter table has a sparse gradient.*leave out sparse=True"
+        with pytest.raises(ValueError, match=message), attach(ddp, algorithm):
+            ddp(torch.arange(3)).sum().backward()
+        return "raised"
+
+    assert run_ranks(2, body) == ["raised"] * 2
+
+
+@on_each_rank(2)
+def test_a_sparse_gradient_is_refused_in_a_later_step(group: dist.ProcessGroup) -> None:
+    """The first gradient is checked in every backward: reading its address would raise torch's own error."""
+    module = Words(is_first=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    attachment = tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+    module.table.requires_grad_(False)
+    module(torch.arange(3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module.table.requires_grad_(True)
+    with pytest.raises(ValueError, match="parameter table has a sparse gradient"):
+        module(torch.arange(3)).sum().backward()
+    leave_by_exception(attachment)
+
+
+# Combinations that the algorithms' pages advise against: one warning per rank, or none.
+
+
+optim = torch.optim
+
+
+class FusedAdam(optim.SGD):
+    """An Adam as in another package, which does not derive from torch's Adam."""
+
+
+momentum = partial(optim.SGD, lr=0.1, momentum=0.9)
+signs = partial(optim.AdamW, lr=0.1, betas=(0.0, 0.0))
+
+
+def muon(parameters: Any, momentum: float = 0.95) -> optim.Optimizer:
+    return optim.Muon([parameter for parameter in parameters if parameter.ndim == 2], momentum=momentum)
+
+
+def two(parameters: Any) -> list[optim.Optimizer]:
+    parameters = list(parameters)
+    return [optim.SGD(parameters), optim.Adam(parameters[-1:])]
+
+
+def of_first(number: int) -> Callable[[Any], Any]:
+    return lambda parameters: optim.SGD(list(parameters)[:number])
+
+
+def frozen_bias() -> nn.Module:
+    module = nn.Linear(4, 2)
+    module.bias.requires_grad_(False)
+    return module
+
+
+def large() -> nn.Module:
+    """Has 20 MiB of gradients."""
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
+
+
+TOPK, BLOCKS = tb.TopKAlgorithm(), tb.TopKAlgorithm(0.05, selection="block")
+SPARSE, POWERSGD = tb.CompressedAllReduceAlgorithm("topk", error_feedback=True), tb.PowerSGDAlgorithm()
+DIVERGES = "Algorithm with the momentum 0.9 of SGD may diverge.*Set that momentum to 0.*TopKAlgorithm.momentum=0.9"
+OWN_MOMENTS = "with {} .*QAdamAlgorithm with one bit.*or train with SGD"
+HALF = (
+    "bucket_cap_mb=10 of DistributedDataParallel puts 50% of 20 MiB of gradients into one bucket"
+    ".* about 14% longer.*or pass at most 2$"
+)
+TWO_LAYERS: dict[str, Any] = {"make_model": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make_optimizer", "options", "message"),
+    [
+        # Sparse means and factors by optimizer.
+        (TOPK, momentum, {}, f"TopK{DIVERGES}"),
+        (TOPK, momentum, {"is_attached": False}, f"TopK{DIVERGES}"),
+        (BLOCKS, momentum, {}, f"TopK{DIVERGES}"),
+        (SPARSE, momentum, {}, f"CompressedAllReduce{DIVERGES}"),
+        # TopK's own momentum is for SGD, so it is no advice here.
+        (TOPK, muon, {}, "momentum 0.95 of Muon may diverge.*Set that momentum to 0, and increase the learning rate$"),
+        (TOPK, optim.Adam, {}, "TopKAlgorithm " + OWN_MOMENTS.format("Adam")),
+        (SPARSE, optim.AdamW, {}, "CompressedAllReduceAlgorithm " + OWN_MOMENTS.format("AdamW")),
+        (POWERSGD, optim.NAdam, {}, "PowerSGDAlgorithm " + OWN_MOMENTS.format("NAdam")),
+        (BLOCKS, partial(FusedAdam, lr=0.1, momentum=0.9), {}, OWN_MOMENTS.format("FusedAdam")),
+        # Its weight decay would move elements that were not sent.
+        (TOPK, partial(optim.Adam, betas=(0.0, 0.0), weight_decay=0.1), {}, OWN_MOMENTS.format("Adam")),
+        (TOPK, partial(optim.AdamW, betas=(0.0, 0.9)), {}, OWN_MOMENTS.format("AdamW")),
+        *((algorithm, optim.SGD, {}, None) for algorithm in (TOPK, SPARSE, POWERSGD)),
+        (POWERSGD, momentum, {}, None),
+        (tb.TopKAlgorithm(momentum=0.9), optim.SGD, {}, None),
+        (tb.TopKAlgorithm(1.0), momentum, {}, None),
+        (TOPK, signs, {}, None),
+        (TOPK, partial(muon, momentum=0.0), {}, None),
+        (tb.CompressedAllReduceAlgorithm(), optim.AdamW, {}, None),
+        (tb.ByteGradAlgorithm(error_feedback=True), momentum, {}, None),
+        # Buckets with a large part of the gradients.
+        ("bytegrad", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, HALF),
+        (tb.CompressedAllReduceAlgorithm(), optim.SGD, {"make_model": large, "bucket_cap_mb": 1000},
+         "puts 100% of 20 MiB"),
+        ("bytegrad", optim.SGD, {"make_model": large}, None),  # DDP's default has a small first bucket
+        ("bytegrad", optim.SGD, {"make_model": large, "bucket_cap_mb": 5}, None),
+        ("gradient_allreduce", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, None),
+        ("decentralized", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, None),
+        ("bytegrad", optim.SGD, {"bucket_cap_mb": 10}, None),
+        # Optimizers that do not fit. Weights would be averaged between the steps of two optimizers; gradients are
+        # averaged before both.
+        ("decentralized", two, {}, "bias is a parameter of both SGD and Adam"),
+        ("bytegrad", two, {}, "bias is a parameter of both SGD and Adam"),
+        (RARELY["decentralized"], of_first(1), {},
+         "no attached optimizer steps bias, although it requires grad.*. If another optimizer steps it, "),
+        ("diloco", of_first(2), TWO_LAYERS, r"steps 1.weight \(and 1 more\), although they require gradients"),
+        ("diloco", of_first(1), TWO_LAYERS, r"steps 0.bias \(and 2 more\), although they require gradients"),
+        ("bytegrad", of_first(1), {}, None),
+        ("decentralized", of_first(1), {"make_model": frozen_bias}, None),
+        ("bytegrad", optim.LBFGS, {}, "LBFGS calls its closure as often .* mean of the loss over the ranks"),
+    ],
+)  # fmt: skip
+def test_advice(
+    algorithm: Any, make_optimizer: Callable[[Any], Any], options: dict[str, Any], message: str | None
+) -> None:
+    ddp_options = {key: value for key, value in options.items() if key == "bucket_cap_mb"}
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = wrap(group, options.get("make_model", lambda: None)(), **ddp_options)
+        optimizer, own = make_optimizer(ddp.parameters()), tb.BaguaProcessGroup(group)
+        if options.get("is_attached", True):
+            end = tb.attach(ddp, optimizer, algorithm, process_group=own).detach
+        else:
+            runner = algorithm.reify(own, optimizer=optimizer)
+            ddp.register_comm_hook(runner, tb.comm_hook)
+            end = runner.close
+        if isinstance(algorithm, tb.Algorithm) and not algorithm.averages_weights and not ddp_options:
+            for _ in range(2):
+                ddp.zero_grad()
+                ddp(X).sum().backward()
+                optimizer.step()
+        end()
+
+    with torchbagua_warnings() as messages:
+        run_ranks(2, body)
+    assert len(messages) == (0 if message is None else 2), messages
+    assert all(re.search(message or "", each) for each in messages), messages
+
+
+def test_a_scheduler_that_sets_the_first_beta_is_refused() -> None:
+    """AdamW would divide means of gradients by about 1e-8 wherever the last gradient is 0."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = wrap(group)
-        with attach(ddp):
+        optimizer = signs(ddp.parameters())
+        with tb.attach(ddp, optimizer, TOPK, process_group=tb.BaguaProcessGroup(group)):
             ddp(X).sum().backward()
-            assert lanes()
-        # The standalone hook, which is never closed.
-        hook(group, wrap(group), X)
-
-    run_ranks(2, body)
-    deadline = time.monotonic() + 5
-    while lanes():
-        gc.collect()
-        assert time.monotonic() < deadline, f"threads remain: {lanes()}"
-        time.sleep(0.01)
-
-
-def test_a_plain_module_over_a_transport_without_messages() -> None:
-    """It ends with the same weights on all ranks."""
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        module = nn.Linear(4, 3)  # different weights on each rank
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
-        own = tb.BaguaProcessGroup(group, transport=CollectivesAlone)
-        with tb.attach(module, optimizer, "decentralized", process_group=own):
-            module(torch.full((2, 4), group.rank() + 1.0)).square().sum().backward()
             optimizer.step()
-        return module.weight.detach()
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=True)
+            ddp(X).sum().backward()
 
-    weights = run_ranks(3, body)
-    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    with pytest.raises(ValueError, match=r"betas must be 0 if the second is, got \(0.95, 0.0\).*cycle_momentum=False"):
+        run_ranks(2, body)

@@ -25,8 +25,11 @@ def all_parameters(module: nn.Module) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class Tied(nn.Module):
-    """Tied weights, one that is not contiguous, and a buffer that each forward replaces."""
+    """Tied weights, one that is not contiguous, some of several dtypes, and a buffer that each forward replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,27 +37,29 @@ class Tied(nn.Module):
         self.out = nn.Linear(10, 11, bias=False)
         self.out.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.ones(11, 3).t())
+        self.tower = Tower((11, 7, 5, 1), DTYPES)
         self.register_buffer("average", torch.zeros(()))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         out = self.out(self.embedding(tokens)) * self.scale.sum(0)
         self.average = 0.9 * self.average + 0.1 * out.detach().mean()
-        return out
+        return out.mean() + self.tower(out, 0).mean()
 
 
 @EVERY
 def test_references_to_parameters_stay_valid_and_buffers_are_found_by_name(name: str) -> None:
+    """Weights of all dtypes are averaged, in place."""
     model = build(Tied)
 
     def body(group: dist.ProcessGroup) -> Weights:
         module = copy.deepcopy(model)
         ddp = DistributedDataParallel(module, process_group=group)
-        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         before = {key: (tensor.data_ptr(), tensor.stride()) for key, tensor in module.named_parameters()}
         with tb.attach(ddp, optimizer, ALGORITHMS[name]):
             for _ in range(3):
                 optimizer.zero_grad()
-                ddp(torch.arange(4) + group.rank()).square().sum().backward()
+                ddp(torch.arange(4) + group.rank()).backward()
                 optimizer.step()
         assert {key: (tensor.data_ptr(), tensor.stride()) for key, tensor in module.named_parameters()} == before
         assert module.out.weight is module.embedding.weight
@@ -64,26 +69,7 @@ def test_references_to_parameters_stay_valid_and_buffers_are_found_by_name(name:
     assert_same_weights([first, second])
     assert not torch.equal(first["embedding.weight"], model.embedding.weight)
     assert first["average"] != 0
-
-
-@EVERY
-def test_mixed_dtypes(name: str) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    model = build(lambda: Tower(dtypes=dtypes))
-
-    def body(group: dist.ProcessGroup) -> Weights:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with tb.attach(ddp, optimizer, ALGORITHMS[name]):
-            for _ in range(2):
-                optimizer.zero_grad()
-                ddp(torch.randn(4, 10, generator=torch.Generator().manual_seed(group.rank())), 0).sum().backward()
-                optimizer.step()
-        return weights_of(ddp.module)
-
-    weights = run_ranks(2, body)
-    assert_same_weights(weights)
-    assert {tensor.dtype for tensor in weights[0].values()} == {*dtypes}
+    assert {tensor.dtype for tensor in first.values()} == {*DTYPES}
 
 
 @EVERY
@@ -113,28 +99,6 @@ def test_layers_that_are_unfrozen_frozen_and_replaced(name: str) -> None:
     weights = run_ranks(2, body)
     assert_same_weights(weights)
     assert not torch.equal(weights[0]["frozen.weight"], MODEL.frozen.weight)
-
-
-@pytest.mark.parametrize("name", ["diloco", "async"])
-def test_generator_and_discriminator_that_freeze_each_other(name: str) -> None:
-    """The usual loop: one network is frozen while the other's optimizer steps, which is when weights are read."""
-    model = build(lambda: nn.ModuleList([nn.Linear(4, 10), nn.Linear(10, 1)]))
-
-    def body(group: dist.ProcessGroup) -> Weights:
-        generator, discriminator = module = copy.deepcopy(model)
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in module]
-        data = torch.Generator().manual_seed(group.rank())
-        with tb.attach(module, optimizers, ALGORITHMS[name], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(4):
-                for frozen, trained, optimizer in zip(module, reversed(module), reversed(optimizers), strict=True):
-                    frozen.requires_grad_(False)
-                    trained.requires_grad_(True)
-                    optimizer.zero_grad()
-                    discriminator(generator(torch.randn(6, 4, generator=data))).square().sum().backward()
-                    optimizer.step()
-        return all_parameters(module)
-
-    assert_same_weights(run_ranks(2, body))
 
 
 @pytest.mark.parametrize("name", ["all", "low precision", "diloco", "async"])

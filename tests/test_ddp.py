@@ -1,6 +1,7 @@
 """DDP as users run it: replicas stay bitwise identical, and averages are bitwise equal to the one-process oracle's."""
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oracle
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.algorithms.base import get
 from training import Branches, OneElement, Run, Tower, build, flat, train
 
 ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(in_rank_order=True)]
@@ -91,7 +93,12 @@ def test_scenarios(device: torch.device, scenario: str, algorithm: tb.Algorithm)
 
 @pytest.mark.parametrize(
     ("size", "algorithm"),
-    [*product([1, 2, 5, 8], [BYTEGRAD]), *product([1, 4], [IN_RANK_ORDER]), (2, IN_4_BITS)],
+    [
+        *product([1, 2, 5, 8], [BYTEGRAD]),
+        *product([1, 4], [IN_RANK_ORDER]),
+        (2, IN_4_BITS),
+        (3, tb.ByteGradAlgorithm(block=8)),
+    ],
     ids=name_of,
 )
 def test_numbers_of_ranks(size: int, algorithm: tb.Algorithm) -> None:
@@ -134,11 +141,6 @@ def test_sum_instead_of_mean(algorithm: tb.Algorithm) -> None:
         assert torch.equal(gradient.flatten(), expected), name
 
 
-def test_small_blocks() -> None:
-    model, algorithm = build(Tower), tb.ByteGradAlgorithm(block=8)
-    check_runs(run_ranks(3, lambda group: train(group, model, algorithm, num_steps=1)), algorithm)
-
-
 def test_one_range_per_chunk_keeps_replicas_equal() -> None:
     model, algorithm = build(Tower), tb.ByteGradAlgorithm(block=None)
     runs = run_ranks(3, lambda group: train(group, model, algorithm, num_steps=1))
@@ -149,17 +151,6 @@ def test_one_range_per_chunk_keeps_replicas_equal() -> None:
         whole = torch.cat([gradient.flatten() for run in runs for gradient in run.local[0].values()])
         bound = 1.01 * (whole.max() - whole.min()) / 255
         assert (averaged - gradients.mean(0)).abs().max() <= bound
-
-
-def test_results_do_not_depend_on_buckets(device: torch.device) -> None:
-    model, algorithm = build(Tower).to(device), tb.ByteGradAlgorithm()
-
-    def weights_with(bucket_cap_mb: float) -> dict[str, torch.Tensor]:
-        runs = run_ranks(3, lambda group: train(group, model, algorithm, bucket_cap_mb=bucket_cap_mb), device=device)
-        return runs[0].weights
-
-    small, large = weights_with(0.001), weights_with(25)
-    assert all(torch.equal(small[name], large[name]) for name in small)
 
 
 def test_means_become_gradients_while_the_last_bucket_is_in_flight() -> None:
@@ -205,3 +196,15 @@ class MarkedMeanImpl(tb.AlgorithmImpl):
             while not (is_copied := bool((self.algorithm.last.grad == 7).all())) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             self.algorithm.were_copied.append(is_copied)
+
+
+def test_nodes_are_respected_by_default() -> None:
+    """Except where the backend's all-reduce handles nodes."""
+    functions = [get(name) for name in tb.available_algorithms()]
+    for cls in (tb.extend.BaguaBucket, tb.BaguaProcessGroup):
+        functions += [function for _, function in inspect.getmembers(cls, inspect.isfunction)]
+    parameters = {function.__qualname__: inspect.signature(function).parameters for function in functions}
+    defaults = {name: own["hierarchical"].default for name, own in parameters.items() if "hierarchical" in own}
+    assert "BaguaProcessGroup.all_reduce" in defaults
+    assert not defaults.pop("GradientAllReduceAlgorithm")
+    assert set(defaults.values()) == {True}, defaults

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 import torchbagua.compat.bagua
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
-from torchbagua.compat.bagua.data_parallel.driven_ddp import DrivenForward
 from torchbagua.compat.bagua.process_groups import from_torch_group
 from training import Branches, build
 
@@ -68,50 +67,45 @@ def gradients_of(module: nn.Module, rank: int) -> torch.Tensor:
     return module.weight.grad.clone()
 
 
-def test_a_copy_is_not_driven_and_detach_restores_the_module() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module, rank = nn.Linear(4, 2), group.rank()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        attributes = set(vars(module))
-        for algorithm in ("bytegrad", "gradient_allreduce"):  # one after the other
-            module.with_bagua(optimizer, algorithm, group)
-            assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
-            pickled = pickle.loads(pickle.dumps(module))
-            saved = io.BytesIO()
-            torch.save(module, saved)
-            saved.seek(0)
-            for copied in (copy.deepcopy(module), pickled, torch.load(saved, weights_only=False)):
-                assert torch.equal(gradients_of(copied, rank), torch.full((2, 4), 1.0 + rank))
-                assert copied.forward.__self__ is copied
-            assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
-            module.bagua_ddp.attachment.detach()
-            assert set(vars(module)) == {*attributes, "bagua_ddp"}
-            assert not module._forward_hooks
-            assert not module._forward_pre_hooks
-            assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.0 + rank))
-        module.with_bagua(optimizer, "decentralized", group)
-        assert module.bagua_ddp.attachment.ddp is None  # a weight algorithm needs no DDP
-        gradients_of(module, rank)
-        optimizer.step()
+@on_each_rank(2)
+def test_a_copy_is_not_driven_and_detach_restores_the_module(group: dist.ProcessGroup) -> None:
+    module, rank = nn.Linear(4, 2), group.rank()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    attributes = set(vars(module))
+    for algorithm in ("bytegrad", "gradient_allreduce"):  # one after the other
+        module.with_bagua(optimizer, algorithm, group)
+        assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
+        pickled = pickle.loads(pickle.dumps(module))
+        saved = io.BytesIO()
+        torch.save(module, saved)
+        saved.seek(0)
+        for copied in (copy.deepcopy(module), pickled, torch.load(saved, weights_only=False)):
+            assert torch.equal(gradients_of(copied, rank), torch.full((2, 4), 1.0 + rank))
+            assert copied.forward.__self__ is copied
+        assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
         module.bagua_ddp.attachment.detach()
+        assert set(vars(module)) == {*attributes, "bagua_ddp"}
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.0 + rank))
+    module.with_bagua(optimizer, "decentralized", group)
+    assert module.bagua_ddp.attachment.ddp is None  # a weight algorithm needs no DDP
+    gradients_of(module, rank)
+    optimizer.step()
+    module.bagua_ddp.attachment.detach()
 
-    run_ranks(2, body)
 
-
-def test_detach_restores_a_forward_set_on_the_module() -> None:
+@on_each_rank(2)
+def test_detach_restores_a_forward_set_on_the_module(group: dist.ProcessGroup) -> None:
     """The user has set it on the module, not on its class."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module, rank = nn.Linear(4, 2), group.rank()
-        own = lambda x: 2 * nn.functional.linear(x, module.weight, module.bias)  # noqa: E731
-        module.forward = own
-        module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
-        assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 3.0))
-        assert copy.deepcopy(module).forward is own
-        module.bagua_ddp.attachment.detach()
-        assert module.forward is own
-
-    run_ranks(2, body)
+    module = nn.Linear(4, 2)
+    own = lambda x: 2 * nn.functional.linear(x, module.weight, module.bias)  # noqa: E731
+    module.forward = own
+    module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
+    assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 3.0))
+    assert copy.deepcopy(module).forward is own
+    module.bagua_ddp.attachment.detach()
+    assert module.forward is own
 
 
 def test_every_hook_is_called_once() -> None:
@@ -136,46 +130,18 @@ def test_every_hook_is_called_once() -> None:
     assert calls == [*expected[0], *expected[1]]
 
 
-def test_observers_receive_the_same_events_as_with_a_ddp() -> None:
-    """The events are steps and backward passes, for which attach registers hooks on its module."""
-
-    def body(group: dist.ProcessGroup) -> list[list[str]]:
-        phases = []
-        for is_driven in (False, True):
-            module, recorder = nn.Linear(4, 2), tb.observe.Recorder()
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            driven = DrivenForward(module, group, {}) if is_driven else None
-            ddp = DistributedDataParallel(module, process_group=group) if driven is None else driven.ddp
-            attachment = tb.attach(ddp, optimizer, "bytegrad", observers=[recorder])
-            called: nn.Module = ddp
-            if driven is not None:
-                driven.install()
-                called = module
-            with attachment:
-                for _ in range(3):
-                    called(torch.ones(1, 4)).sum().backward()
-                    optimizer.step()
-            phases.append([event.phase for event in recorder.events if event.phase in ("step", "backward")])
-        return phases
-
-    for ddp_phases, driven_phases in run_ranks(2, body):
-        assert driven_phases == ddp_phases == ["backward", "step"] * 3
-
-
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
-def test_another_ddp_around_the_module_raises_when_called(is_first: bool) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(4, 2)
-        ddp = DistributedDataParallel(module, process_group=group) if is_first else None
-        module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
-        ddp = ddp or DistributedDataParallel(nn.Sequential(module), process_group=group)
-        with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages"):
-            ddp(torch.ones(1, 4))
-        assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
-        module.bagua_ddp.attachment.detach()
-        ddp(torch.ones(1, 4)).sum().backward()
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_another_ddp_around_the_module_raises_when_called(group: dist.ProcessGroup, is_first: bool) -> None:
+    module = nn.Linear(4, 2)
+    ddp = DistributedDataParallel(module, process_group=group) if is_first else None
+    module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
+    ddp = ddp or DistributedDataParallel(nn.Sequential(module), process_group=group)
+    with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages"):
+        ddp(torch.ones(1, 4))
+    assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
+    module.bagua_ddp.attachment.detach()
+    ddp(torch.ones(1, 4)).sum().backward()
 
 
 def test_the_module_can_be_called_within_the_forward_of_an_unrelated_ddp() -> None:
@@ -199,23 +165,21 @@ def test_the_module_can_be_called_within_the_forward_of_an_unrelated_ddp() -> No
     run_ranks(1, body)
 
 
-def test_a_failed_with_bagua_leaves_no_trace_and_can_be_retried() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with pytest.raises(KeyError, match="no algorithm is named 'bytegrid'"):
-            module.with_bagua(optimizer, "bytegrid", group)
-        with pytest.raises(TypeError, match="algorithm must be an Algorithm or a registered name, got 3"):
-            module.with_bagua(optimizer, 3, group)
-        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-        try:
-            module.with_bagua(other, "bytegrad", group)
-        except ValueError as error:
-            failure = error  # it references the DDP that was created
-        assert "parameters that are not the module's" in str(failure)
-        assert "forward" not in vars(module)
-        module.with_bagua(optimizer, "gradient_allreduce", group)
-        assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
-        module.bagua_ddp.attachment.detach()
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_a_failed_with_bagua_leaves_no_trace_and_can_be_retried(group: dist.ProcessGroup) -> None:
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(KeyError, match="no algorithm is named 'bytegrid'"):
+        module.with_bagua(optimizer, "bytegrid", group)
+    with pytest.raises(TypeError, match="algorithm must be an Algorithm or a registered name, got 3"):
+        module.with_bagua(optimizer, 3, group)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    try:
+        module.with_bagua(other, "bytegrad", group)
+    except ValueError as error:
+        failure = error  # it references the DDP that was created
+    assert "parameters that are not the module's" in str(failure)
+    assert "forward" not in vars(module)
+    module.with_bagua(optimizer, "gradient_allreduce", group)
+    assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
+    module.bagua_ddp.attachment.detach()

@@ -17,13 +17,8 @@ from training import Tower, build
 
 SIZE = 3
 NUM_MORE_BATCHES = 2  # of each rank than of the rank before
-
-ALGORITHMS = {
-    "gradient_allreduce": tb.GradientAllReduceAlgorithm(),
-    "gradient_allreduce over nodes": tb.GradientAllReduceAlgorithm(hierarchical=True),
-    "bytegrad": tb.ByteGradAlgorithm(),
-    "bytegrad over nodes": tb.ByteGradAlgorithm(hierarchical=True),
-}
+MODEL = build(Tower)
+QADAM: Any = "qadam"
 
 
 @pytest.fixture(autouse=True)
@@ -42,32 +37,25 @@ class Trainer:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        model: torch.nn.Module,
-        algorithm: tb.Algorithm | str | None,
+        algorithm: tb.Algorithm | None,
         *,
         nodes: Sequence[int] | None = None,
         is_attached: bool = False,
         is_observed: bool = True,
     ) -> None:
         self.rank = group.rank()
-        self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, bucket_cap_mb=0.01)
+        self.ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group, bucket_cap_mb=0.01)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
-        if algorithm == "qadam":
+        if algorithm is QADAM:
             self.optimizer = tb.QAdamOptimizer(self.ddp.parameters(), lr=0.01, warmup_steps=2)
             algorithm = tb.QAdamAlgorithm(self.optimizer, error_feedback=True)
-        self.recorder = tb.observe.Recorder()
-        own = group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
-        observers = [self.recorder] if is_observed else []
-        self.attachment: Any = nullcontext()
+        self.recorder, self.attachment = tb.observe.Recorder(), nullcontext()
+        options: Any = {"observers": [self.recorder] if is_observed else []}
+        own = tb.BaguaProcessGroup(group, nodes=nodes)
         if is_attached:
-            assert algorithm is not None
-            bagua_group = own if isinstance(own, tb.BaguaProcessGroup) else None
-            self.attachment = tb.attach(
-                self.ddp, self.optimizer, algorithm, process_group=bagua_group, observers=observers
-            )
-        elif isinstance(algorithm, tb.Algorithm):
-            self.impl = algorithm.reify(own, observers=observers)
-            self.ddp.register_comm_hook(self.impl, tb.comm_hook)
+            self.attachment = tb.attach(self.ddp, self.optimizer, algorithm, process_group=own, **options)
+        elif algorithm is not None:
+            self.ddp.register_comm_hook(algorithm.reify(own, **options), tb.comm_hook)
         self.weights: list[torch.Tensor] = []
 
     def step(self, batch: int, *, share: float = 1.0) -> None:
@@ -76,8 +64,11 @@ class Trainer:
         x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * self.rank + batch))
         (share * self.ddp(x, 0).square().sum()).backward()
         self.optimizer.step()
-        weights = [parameter.detach().flatten() for parameter in self.ddp.parameters()]
-        self.weights.append(torch.cat(weights))
+        self.weights.append(flat_weights(self.ddp))
+
+
+def flat_weights(ddp: DistributedDataParallel) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
 
 
 def train_with_join(
@@ -102,33 +93,39 @@ def train_with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) 
 
 
 @pytest.mark.parametrize(
-    ("name", "is_attached", "is_observed"),
+    ("algorithm", "options"),
     [
-        ("gradient_allreduce", False, False),
-        ("gradient_allreduce over nodes", True, True),
-        ("bytegrad", False, True),
-        ("bytegrad", True, True),
-        ("bytegrad over nodes", False, False),
+        (tb.GradientAllReduceAlgorithm(), {"is_observed": False}),
+        (tb.GradientAllReduceAlgorithm(hierarchical=True), {"nodes": [0, 0, 1], "is_attached": True}),
+        (tb.ByteGradAlgorithm(), {}),
+        (tb.ByteGradAlgorithm(), {"is_attached": True}),
+        (tb.ByteGradAlgorithm(), {"nodes": [0, 0, 1], "is_observed": False}),
     ],
+    ids=str,
 )
-def test_joined_ranks_take_part_with_zeros(name: str, is_attached: bool, is_observed: bool) -> None:
-    model = build(Tower)
-    options = {"nodes": [0, 0, 1] if "nodes" in name else None, "is_attached": is_attached, "is_observed": is_observed}
-    joined = run_ranks(SIZE, lambda group: train_with_join(group, model, ALGORITHMS[name], **options))
-    expected = run_ranks(SIZE, lambda group: train_with_zeros(group, model, ALGORITHMS[name], **options))
+def test_joined_ranks_take_part_with_zeros(algorithm: tb.Algorithm, options: dict[str, Any]) -> None:
+    """Observers are notified of equally many steps on all ranks."""
+    joined = run_ranks(SIZE, lambda group: train_with_join(group, algorithm, **options))
+    expected = run_ranks(SIZE, lambda group: train_with_zeros(group, algorithm, **options))
+    num_steps = num_batches(SIZE - 1)
     for rank, (actual, reference) in enumerate(zip(joined, expected, strict=True)):
         assert len(actual.weights) == num_batches(rank)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual.weights, reference.weights, strict=False))
-        final = torch.cat([parameter.detach().flatten() for parameter in actual.ddp.parameters()])
-        assert torch.equal(final, reference.weights[-1]), "DDP gives all ranks the weights of the last one"
+        assert torch.equal(flat_weights(actual.ddp), reference.weights[-1])  # DDP gives all ranks the last one's
+        if options.get("is_observed", True) and "nodes" not in options:
+            # At the end, when they detach, ranks agree that all have ended.
+            events = [event for event in actual.recorder.events if event.step < num_steps]
+            assert sum(event.phase == "step" for event in events) == num_steps
+            # A backward that ends after the lane is done does not wait.
+            assert {event.step for event in events if event.phase == "wait"} <= set(range(num_batches(rank)))
+            assert {event.step for event in events if event.phase == "send"} == set(range(num_steps))
 
 
 def test_ranks_that_have_joined_train_another_epoch() -> None:
     """They have taken fewer steps, which remains no mistake."""
-    model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, model, ALGORITHMS["bytegrad"], is_attached=True)
+        trainer = Trainer(group, tb.ByteGradAlgorithm(), is_attached=True)
         with trainer.attachment:
             for _ in range(2):
                 with Join([trainer.ddp]):
@@ -141,11 +138,10 @@ def test_ranks_that_have_joined_train_another_epoch() -> None:
 @pytest.mark.parametrize("divides_by_all", [True, False])
 def test_the_mean_equals_the_mean_of_ddp(divides_by_all: bool) -> None:
     """Sums of two ranks are exact. DDP without a hook divides by all ranks only on request; its hooks always do."""
-    model = build(Tower)
 
     def last_weights(group: dist.ProcessGroup, algorithm: tb.Algorithm | None) -> torch.Tensor:
         divides = divides_by_all or algorithm is None
-        return train_with_join(group, model, algorithm, divide_by_initial_world_size=divides).weights[-1]
+        return train_with_join(group, algorithm, divide_by_initial_world_size=divides).weights[-1]
 
     ours = run_ranks(2, lambda group: last_weights(group, tb.GradientAllReduceAlgorithm()))
     ddps = run_ranks(2, lambda group: last_weights(group, None))
@@ -154,9 +150,8 @@ def test_the_mean_equals_the_mean_of_ddp(divides_by_all: bool) -> None:
 
 def test_qadam_continues_from_the_momenta_of_the_others() -> None:
     """Bitwise in the warm-up. Later, a rank without data adopts the mean as its momentum, while others round twice."""
-    model = build(Tower)
-    joined = run_ranks(SIZE, lambda group: train_with_join(group, model, "qadam", is_attached=True))
-    expected = run_ranks(SIZE, lambda group: train_with_zeros(group, model, "qadam", is_attached=True))
+    joined = run_ranks(SIZE, lambda group: train_with_join(group, QADAM, is_attached=True))
+    expected = run_ranks(SIZE, lambda group: train_with_zeros(group, QADAM, is_attached=True))
     for actual, reference in zip(joined, expected, strict=True):
         for step, (mine, theirs) in enumerate(zip(actual.weights, reference.weights, strict=False)):
             assert torch.equal(mine, theirs) if step < 3 else torch.allclose(mine, theirs, atol=1e-3), step
@@ -165,18 +160,3 @@ def test_qadam_continues_from_the_momenta_of_the_others() -> None:
             for trainer in (actual, joined[-1])
         ]
         assert torch.equal(*momenta)
-
-
-def test_observers_are_notified_of_equally_many_steps_on_all_ranks() -> None:
-    model = build(Tower)
-    for is_attached in (False, True):
-        trainers = run_ranks(
-            SIZE, lambda group, a=is_attached: train_with_join(group, model, tb.ByteGradAlgorithm(), is_attached=a)
-        )
-        for trainer in trainers:
-            # At the end, when they detach, ranks agree that all have ended.
-            events = [event for event in trainer.recorder.events if event.step < num_batches(SIZE - 1)]
-            assert sum(event.phase == "step" for event in events) == num_batches(SIZE - 1)
-            # A backward that ends after the lane is done does not wait.
-            assert {event.step for event in events if event.phase == "wait"} <= set(range(num_batches(trainer.rank)))
-            assert {event.step for event in events if event.phase == "send"} == set(range(num_batches(SIZE - 1)))

@@ -2,7 +2,7 @@
 
 `check_algorithm` tests the plain life of each algorithm, see test_check_algorithm.py. attach is in test_attach.py,
 modules that change in test_averaged_weights.py, loads of weights in test_weight_loads.py, several optimizers in
-test_attached_optimizers.py, and other cases of a resumed training in test_resume.py and test_saved_states.py.
+test_optimizer_steps.py, and other cases of a resumed training in test_resume.py and test_saved_states.py.
 """
 
 import copy
@@ -32,7 +32,7 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from averaging import RARELY, Normed, Trainer, Weights, assert_same_weights, stacked, train, weights_of
 from caught import torchbagua_warnings
-from ranks import leave_by_exception, run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua._torch import forget_active_ddp
 from training import build, flat
 
@@ -128,38 +128,15 @@ def test_an_evaluated_saved_and_resumed_training_continues(name: str) -> None:
     assert not torch.equal(befores[0][-1]["last.weight"], means[0][-1]["last.weight"])
 
 
-@pytest.mark.parametrize("name", ["all", "low precision, every 3", "fragments", "async"])
-def test_averaged_weights_averages_replaced_parameters(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
-        trainer = Trainer(group, MODEL)
-        with tb.attach(trainer.ddp, trainer.optimizer, LIVES[name].algorithm) as attachment:
-            own = {key: tensor + group.rank() for key, tensor in trainer.module.state_dict().items()}
-            trainer.module.load_state_dict(own, assign=True)
-            before = weights_of(trainer.module)
-            with attachment.averaged_weights():
-                within = weights_of(trainer.module)
+@pytest.mark.parametrize("algorithm", RARELY.values(), ids=RARELY)
+@on_each_rank(1)
+def test_a_single_rank_has_the_mean(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> None:
+    trainer = Trainer(group, MODEL)
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+        trainer.step()
+        before = weights_of(trainer.module)
+        with attachment.averaged_weights():
             assert_same_weights([before, weights_of(trainer.module)])
-            leave_by_exception(attachment)  # its optimizer has the old parameters
-        return before, within
-
-    with torchbagua_warnings():
-        befores, withins = zip(*run_ranks(2, body), strict=True)
-    for key, mean in withins[0].items():
-        np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, key)))
-    assert_same_weights(withins)
-
-
-@pytest.mark.parametrize("name", ["decentralized", "low_precision_decentralized", "diloco", "async"])
-def test_a_single_rank_has_the_mean(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, MODEL)
-        with tb.attach(trainer.ddp, trainer.optimizer, name) as attachment:
-            trainer.step()
-            before = weights_of(trainer.module)
-            with attachment.averaged_weights():
-                assert_same_weights([before, weights_of(trainer.module)])
-
-    run_ranks(1, body)
 
 
 def test_asynchronous_averaging_pauses_for_the_mean_and_continues() -> None:
@@ -248,160 +225,67 @@ def test_a_state_has_all_optimizers_and_the_scaler() -> None:
     run_ranks(2, body)
 
 
-def test_refused_states_change_nothing() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        trainer, rank = Trainer(group, MODEL), group.rank()
-        with tb.attach(trainer.ddp, trainer.optimizer, "bytegrad") as attachment:
-            of_bytegrad = attachment.state_dict()
-        with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
-            trainer.step()
-            state = copy.deepcopy(attachment.rank_state_dict())
-            own = state["attachment"]
-            other_weights = {key: tensor + 1 for key, tensor in state["module"].items()}
+@on_each_rank(2)
+def test_refused_states_change_nothing(group: dist.ProcessGroup) -> None:
+    trainer, rank = Trainer(group, MODEL), group.rank()
+    with tb.attach(trainer.ddp, trainer.optimizer, "bytegrad") as attachment:
+        of_bytegrad = attachment.state_dict()
+    with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
+        trainer.step()
+        state = copy.deepcopy(attachment.rank_state_dict())
+        own = state["attachment"]
+        other_weights = {key: tensor + 1 for key, tensor in state["module"].items()}
 
-            def with_impl(**values: Any) -> dict[str, Any]:
-                return {**own, "impl": {**own["impl"], **values}}
+        def with_impl(**values: Any) -> dict[str, Any]:
+            return {**own, "impl": {**own["impl"], **values}}
 
-            foreign = f"state must be from rank {rank} of 2, got a state from rank "
-            refused: list[tuple[Callable[[Any], None], Any, str]] = [
-                (attachment.load_state_dict, {}, r"must be what Attachment.state_dict returned.*got \[\]"),
-                (attachment.load_state_dict, of_bytegrad, "saved by ByteGradAlgorithm, but DecentralizedAlgorithm is"),
-                (attachment.load_state_dict, with_impl(rank=1 - rank), f"{foreign}{1 - rank} of 2; every rank saves"),
-                (attachment.load_state_dict, with_impl(num_ranks=4), f"{foreign}{rank} of 4"),
-                (attachment.load_state_dict, {**own, "impl": {"step": 3}}, r"have the keys \[.*\], got \['step'\]"),
-                (attachment.load_state_dict, with_impl(differences={"other": torch.zeros(3)}),
-                 r"must hold the weights of this module, 8 tensors, got 1; they differ"),
-                (attachment.load_rank_state_dict, own, "must be what rank_state_dict .* keys .* got .'algorithm'"),
-                (attachment.load_rank_state_dict, 7, "must be what rank_state_dict returned.* got 7"),
-                (attachment.load_rank_state_dict, {"attachment": of_bytegrad}, "saved by ByteGradAlgorithm, but Dec"),
-                (attachment.load_rank_state_dict, {**state, "module": other_weights, "optimizers": []},
-                 r"the state has 0 optimizers, but attach was given SGD \(first"),
-                (attachment.load_rank_state_dict,
-                 {**state, "module": other_weights, "attachment": with_impl(rank=7)}, f"{foreign}7 of 2"),
-            ]  # fmt: skip
-            before = weights_of(trainer.module)
-            for load, wrong, message in refused:
-                with pytest.raises(ValueError, match=message):
-                    load(wrong)
-                assert_same_weights([before, weights_of(trainer.module)])
-            with attachment.averaged_weights():
-                mean = weights_of(trainer.module)
-                for call in (
-                    attachment.detach,
-                    attachment.weights_changed,
-                    lambda: attachment.load_rank_state_dict(state),
-                    lambda: attachment.load_state_dict(own),
-                ):
-                    with pytest.raises(RuntimeError, match="within averaged_weights, which restores the weights"):
-                        call()
-                assert_same_weights([mean, weights_of(trainer.module)])
-            trainer.step()
-
-    run_ranks(2, body)
+        foreign = f"state must be from rank {rank} of 2, got a state from rank "
+        refused: list[tuple[Callable[[Any], None], Any, str]] = [
+            (attachment.load_state_dict, {}, r"must be what Attachment.state_dict returned.*got \[\]"),
+            (attachment.load_state_dict, of_bytegrad, "saved by ByteGradAlgorithm, but DecentralizedAlgorithm is"),
+            (attachment.load_state_dict, with_impl(rank=1 - rank), f"{foreign}{1 - rank} of 2; every rank saves"),
+            (attachment.load_state_dict, with_impl(num_ranks=4), f"{foreign}{rank} of 4"),
+            (attachment.load_state_dict, {**own, "impl": {"step": 3}}, r"have the keys \[.*\], got \['step'\]"),
+            (attachment.load_state_dict, with_impl(differences={"other": torch.zeros(3)}),
+             r"must hold the weights of this module, 8 tensors, got 1; they differ"),
+            (attachment.load_rank_state_dict, own, "must be what rank_state_dict .* keys .* got .'algorithm'"),
+            (attachment.load_rank_state_dict, 7, "must be what rank_state_dict returned.* got 7"),
+            (attachment.load_rank_state_dict, {"attachment": of_bytegrad}, "saved by ByteGradAlgorithm, but Dec"),
+            (attachment.load_rank_state_dict, {**state, "module": other_weights, "optimizers": []},
+             r"the state has 0 optimizers, but attach was given SGD \(first"),
+            (attachment.load_rank_state_dict,
+             {**state, "module": other_weights, "attachment": with_impl(rank=7)}, f"{foreign}7 of 2"),
+        ]  # fmt: skip
+        before = weights_of(trainer.module)
+        for load, wrong, message in refused:
+            with pytest.raises(ValueError, match=message):
+                load(wrong)
+            assert_same_weights([before, weights_of(trainer.module)])
+        with attachment.averaged_weights():
+            mean = weights_of(trainer.module)
+            for call in (
+                attachment.detach,
+                attachment.weights_changed,
+                lambda: attachment.load_rank_state_dict(state),
+                lambda: attachment.load_state_dict(own),
+            ):
+                with pytest.raises(RuntimeError, match="within averaged_weights, which restores the weights"):
+                    call()
+            assert_same_weights([mean, weights_of(trainer.module)])
+        trainer.step()
 
 
-# Leave: by an exception, without a step of the attached optimizer, without detach.
+# Leave by an exception.
 
 
-Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
-UNUSED = "took no step while attached, although weights were trained"
-APART = "an exception has ended .*: ranks are left with different weights"
-
-
-def backward(module: nn.Module) -> None:
-    module.zero_grad()
-    module(torch.randn(4, 3)).square().sum().backward()
-
-
-def step_a_new_optimizer(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        backward(module)
-        torch.optim.Adam(module.parameters()).step()
-
-
-def update_by_hand(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        backward(module)
-        for parameter in module.parameters():
-            parameter.data -= 0.1 * parameter.grad
-
-
-def train_as_usual(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    backward(module)
-    attached.step()
-
-
-def attack(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    """Compute gradients in an evaluation, then load other weights."""
-    module.eval()
-    backward(module)
-    for parameter in module.parameters():
-        parameter.data += 1.0
-
-
-def only_differentiate(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    for _ in range(3):
-        backward(module)
-
-
-def skip_steps_by_a_scaler(module: nn.Module, attached: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    for _ in range(3):
-        module.zero_grad()
-        scaler.scale(module(torch.full((4, 3), 1e30)).sum()).backward()
-        scaler.step(attached)
-        scaler.update()
-
-
-@pytest.mark.parametrize(
-    ("loop", "warns"),
-    [
-        (step_a_new_optimizer, True),
-        (update_by_hand, True),
-        (train_as_usual, False),
-        (attack, False),
-        (only_differentiate, False),
-        (skip_steps_by_a_scaler, False),
-    ],
+APART = (
+    "an exception has ended .*: ranks are left with different weights.*"
+    "wrap the model in DistributedDataParallel again, or attach again to a"
 )
-@pytest.mark.parametrize("name", ["decentralized", "async"])
-def test_an_optimizer_that_took_no_step_warns_at_the_end(name: str, loop: Loop, warns: bool) -> None:
-    """One of two, of which the other one has stepped or not."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in module]
-        with tb.attach(module, optimizers, RARELY[name], process_group=tb.BaguaProcessGroup(group)):
-            loop(module, optimizers[1])
-            if loop is not only_differentiate:
-                optimizers[0].step()
-
-    with torchbagua_warnings() as messages:
-        run_ranks(1, body)
-    assert [message for message in messages if UNUSED in message] == [
-        message for message in messages if message.startswith(f"torchbagua: SGD {UNUSED}")
-    ]
-    assert sum(UNUSED in message for message in messages) == warns
 
 
-def leave_as_it_is(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    return getattr(called, "module", called)
-
-
-def wrap_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    return DistributedDataParallel(leave_as_it_is(called, optimizer, group), process_group=group).module
-
-
-def attach_again(called: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    attachment = tb.attach(called, optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group))
-    leave_by_exception(attachment)  # without a mean
-    return called
-
-
-def weights_after_an_error(
-    algorithm: tb.Algorithm, go_on: Callable[..., nn.Module] = leave_as_it_is, *, is_ddp: bool = True, steps: int = 1
-) -> list[torch.Tensor]:
-    """Leave the block by an exception after so many steps, and call `go_on`."""
+def weights_after_an_error(algorithm: tb.Algorithm, way: str = "", *, is_ddp: bool = True, steps: int = 1) -> Any:
+    """Leave the block by an exception after so many steps, then wrap or attach again, if `way` says so."""
     model = build(lambda: nn.Linear(3, 2))
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -414,23 +298,32 @@ def weights_after_an_error(
                 called(torch.full((1, 3), 1.0 + group.rank())).square().sum().backward()
                 optimizer.step()
             raise ArithmeticError
-        return go_on(called, optimizer, group).weight.detach().clone()
+        if way == "wrap again":
+            DistributedDataParallel(module, process_group=group)
+        elif way == "attach again":
+            leave_by_exception(tb.attach(called, optimizer, algorithm, process_group=own))  # without a mean
+        return module.weight.detach().clone()
 
     return run_ranks(2, body)
 
 
-@pytest.mark.parametrize(("name", "is_ddp"), [*((name, True) for name in RARELY), ("decentralized", False)])
-def test_an_exception_leaves_ranks_apart(name: str, is_ddp: bool) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "is_ddp", "way"),
+    [
+        *((algorithm, True, "") for algorithm in RARELY.values()),
+        (RARELY["decentralized"], False, ""),
+        # The advice of the warning.
+        (RARELY["decentralized"], False, "wrap again"),
+        (RARELY["decentralized"], True, "wrap again"),
+        (RARELY["decentralized"], False, "attach again"),
+    ],
+    ids=str,
+)
+def test_an_exception_leaves_ranks_apart(algorithm: tb.Algorithm, is_ddp: bool, way: str) -> None:
     with pytest.warns(RuntimeWarning, match=APART) as warned:
-        weights = weights_after_an_error(RARELY[name], is_ddp=is_ddp)
-    assert len(warned) == 2  # one per rank
-    assert not torch.equal(*weights)
-
-
-@pytest.mark.parametrize(("is_ddp", "go_on"), [(False, wrap_again), (True, wrap_again), (False, attach_again)])
-def test_the_advice_of_the_warning_makes_them_equal(is_ddp: bool, go_on: Any) -> None:
-    with pytest.warns(RuntimeWarning, match="wrap the model in DistributedDataParallel again, or attach again to a"):
-        assert torch.equal(*weights_after_an_error(RARELY["decentralized"], go_on, is_ddp=is_ddp))
+        weights = weights_after_an_error(algorithm, way, is_ddp=is_ddp)
+    assert len(warned) == 2  # one per rank; another attachment warns no more
+    assert torch.equal(*weights) == bool(way)
 
 
 def test_the_exception_is_raised_if_warnings_are_errors(capfd: pytest.CaptureFixture[str]) -> None:
@@ -471,45 +364,34 @@ def wait_for_lanes(most: int) -> None:
         time.sleep(0.01)
 
 
-def attach_ddp(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
-    ddp = DistributedDataParallel(module, process_group=group)
-    tb.attach(ddp, optimizer, algorithm)
-    return ddp
-
-
-def attach_module(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
-    tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group))
-    return module
-
-
-def attach_driven(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
-    return module.with_bagua(optimizer, algorithm, group)
-
-
 @pytest.mark.parametrize(
-    ("attach", "algorithm"),
+    ("kind", "algorithm"),
     [
-        (attach_ddp, "qadam"),
-        (attach_driven, tb.TopKAlgorithm()),
-        (attach_ddp, RARELY["diloco"]),
-        (attach_ddp, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)),
-        (attach_module, tb.DecentralizedAlgorithm()),
+        ("with_bagua", tb.TopKAlgorithm()),
+        ("ddp", tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)),
+        ("module", tb.DecentralizedAlgorithm()),
+        ("standalone hook", tb.ByteGradAlgorithm()),
     ],
-    ids=lambda value: getattr(value, "__name__", None) or str(value).split("(")[0],
 )
 @pytest.mark.filterwarnings("ignore:torchbagua")
-def test_an_unreferenced_attachment_works_and_is_freed(attach: Any, algorithm: Any) -> None:
+def test_an_unreferenced_attachment_works_and_is_freed(kind: str, algorithm: tb.Algorithm) -> None:
     """With its lane and its groups, as soon as the module is."""
     model = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     barrier = threading.Barrier(2, timeout=60)
     wait_for_lanes(0)  # of earlier tests
 
     def train(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        is_qadam = algorithm == "qadam"
-        make: Any = tb.QAdamOptimizer if is_qadam else torch.optim.SGD
-        optimizer = make(module.parameters(), lr=0.01, **({"warmup_steps": 1} if is_qadam else {}))
-        called = attach(module, optimizer, algorithm, group)
+        called = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(called.parameters(), lr=0.01)
+        if kind == "with_bagua":
+            called.with_bagua(optimizer, algorithm, group)
+        else:
+            if kind != "module":
+                called = DistributedDataParallel(called, process_group=group)
+            if kind == "standalone hook":
+                called.register_comm_hook(algorithm.reify(group), tb.comm_hook)
+            else:
+                tb.attach(called, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group))
         gc.collect()
         for _ in range(3):
             optimizer.zero_grad()

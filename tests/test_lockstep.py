@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from torchbagua.collectives.agreement import agree
 from torchbagua.observe import Recorder
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.lockstep import LoadMark, Lockstep, require_same_loads
-from torchbagua.runtime.parameters import BaguaTensor
 
 
 class Rank:
@@ -38,12 +36,6 @@ class Rank:
             return f"rank {self.number}"
 
         return self.lockstep.submit(run, "a round", **options).result()
-
-    def error(self, error: type[Exception], **options: Any) -> str:
-        with pytest.raises(error) as caught:
-            self.submit(**options)
-        assert self.ran == []
-        return str(caught.value)
 
 
 def on_ranks(size: int, body: Callable[[Rank], Any]) -> list[Any]:
@@ -89,7 +81,10 @@ def test_all_ranks_raise_before_anything_runs(difference: str, message: str) -> 
         elif difference == "fingerprint":
             rank.lockstep.fingerprint = 7 * is_ahead
         also = ("fragments", 2 + is_ahead) if difference == "also" else None
-        return rank.error(tb.CommunicationError, also=also, is_last=difference == "is_last" and is_ahead)
+        with pytest.raises(tb.CommunicationError) as caught:
+            rank.submit(also=also, is_last=difference == "is_last" and is_ahead)
+        assert rank.ran == []
+        return str(caught.value)
 
     (error,) = set(on_ranks(2, body))
     assert f"out of step in a round: ranks disagree on {message}." in error
@@ -123,70 +118,12 @@ def test_loads_are_compared_once() -> None:
     assert on_ranks(2, body) == [[1, 2, 1, 2]] * 2
 
 
-@pytest.mark.parametrize(
-    ("loaded_by", "message"),
-    [
-        ((1.0, None), "the number of loads: rank 0 has 1, rank 1 has 0"),
-        ((1.0, 2.0), r"a digest of the loaded values: rank 0 has "),
-    ],
-)
-def test_ranks_with_different_loads_raise(loaded_by: tuple[float | None, ...], message: str) -> None:
-    def body(rank: Rank) -> str:
-        value = loaded_by[rank.number]
-        if value is not None:
-            rank.lockstep.loads.add({"weight": torch.full((3,), value)})
-        return rank.error(tb.CommunicationError)
-
-    (error,) = set(on_ranks(2, body))
-    assert message in error
-
-
-def test_a_pending_load_is_counted_and_not_compared() -> None:
+@on_each_rank(2)
+def test_a_pending_load_is_counted_and_not_compared(group: dist.ProcessGroup) -> None:
     """Other ranks may have begun the step with which it takes effect."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
-        mark = LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6)
-        require_same_loads(world, agree(world, mark, "a round"))
-        marks = agree(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
-        with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
-            require_same_loads(world, marks)
-
-    run_ranks(2, body)
-
-
-def watch(rank: Rank) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(2, 3, 4, 5))
-    rank.lockstep.layout_watch.watch([BaguaTensor("conv.weight", parameter)])
-    return parameter
-
-
-def test_a_changed_layout_on_one_rank_raises_on_all() -> None:
-    """It raises before progress is compared, because the rank that refuses it is behind."""
-
-    def body(rank: Rank) -> str:
-        parameter = watch(rank)
-        if rank.number == 1:
-            parameter.data = parameter.data.to(memory_format=torch.channels_last)
-            assert rank.lockstep.layout_watch.look()
-            with pytest.raises(RuntimeError) as caught:
-                rank.lockstep.refuse_changed_layout()
-            return str(caught.value)
-        rank.num_steps += 1
-        return rank.error(RuntimeError)
-
-    for error in on_ranks(2, body):
-        assert "layout of parameter conv.weight has changed on rank 1 since attach" in error
-
-
-def test_a_changed_layout_raises_after_the_other_ranks_have_left() -> None:
-    def body(rank: Rank) -> None:
-        parameter = watch(rank)
-        if rank.number == 1:
-            parameter.data = parameter.data.to(memory_format=torch.channels_last)
-            rank.lockstep.layout_watch.look()
-            with pytest.raises(RuntimeError, match=r"conv\.weight has changed on rank 1") as caught:
-                rank.lockstep.refuse_changed_layout()
-            assert isinstance(caught.value.__cause__, tb.CommunicationError)
-
-    on_ranks(2, body)  # rank 0 closes its group at once
+    world, is_pending = tb.BaguaProcessGroup(group).world, group.rank() == 1
+    mark = LoadMark(2, digest=5).with_pending() if is_pending else LoadMark(3, digest=6)
+    require_same_loads(world, agree(world, mark, "a round"))
+    marks = agree(world, LoadMark(2).with_pending() if is_pending else LoadMark(2), "a round")
+    with pytest.raises(tb.CommunicationError, match="number of loads: rank 0 has 2, rank 1 has 3"):
+        require_same_loads(world, marks)

@@ -1,7 +1,6 @@
 """Training loops that use DDP and its module in their own ways: DDP stays silent, or an error says why not."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from training import build
 
 NUM_MICRO_STEPS = 2
+MODEL = build(Normed)
 
 
 @pytest.mark.parametrize(
@@ -28,116 +28,76 @@ NUM_MICRO_STEPS = 2
     ],
     ids=str,
 )
-def test_a_loop_that_sets_require_backward_grad_sync_itself(name: str, options: dict[str, Any]) -> None:
+@on_each_rank(2)
+def test_a_loop_that_sets_require_backward_grad_sync_itself(
+    group: dist.ProcessGroup, name: str, options: dict[str, Any]
+) -> None:
     """As nanoGPT does. DDP stays silent, and gradients are the rank's own, summed over its micro-steps."""
-    model = build(Normed)
+    ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group, **options)
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
+    twin, data = copy.deepcopy(MODEL), batches(group.rank())
 
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
-        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
-        twin, data = copy.deepcopy(model), batches(group.rank())
-
-        def steps(num_steps: int) -> None:
-            for _ in range(num_steps):
-                twin.load_state_dict(ddp.module.state_dict())
-                twin.zero_grad()
-                for micro_step in range(NUM_MICRO_STEPS):
-                    ddp.require_backward_grad_sync = micro_step == NUM_MICRO_STEPS - 1
-                    batch = data()
-                    for module in (ddp, twin):
-                        (module(batch).square().sum() / NUM_MICRO_STEPS).backward()
-                for own, expected in zip(ddp.module.parameters(), twin.parameters(), strict=True):
-                    assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-
-        with tb.attach(ddp, optimizer, RARELY[name]):
-            steps(1)  # DDP learns a static graph in it, on all ranks
-            alone(group, lambda: steps(2))
-        assert ddp.require_backward_grad_sync
-        ddp(data()).sum().backward()
-        mean = ddp.module.last.weight.grad.clone()
-        dist.all_reduce(mean, group=group)
-        torch.testing.assert_close(ddp.module.last.weight.grad, mean / group.size())
-
-    run_ranks(2, body)
-
-
-def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward() -> None:
-    """As accelerate's trigger_sync_in_backward does: gradients stay the rank's own."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        twin, batch = copy.deepcopy(model), batches(group.rank())()
-        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
-
-        def backward() -> None:
-            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-            ddp.reducer.prepare_for_backward([])
-            loss.backward()
-
-        with tb.attach(ddp, optimizer, RARELY["decentralized"]):
-            loss = ddp(batch).square().sum()
-            alone(group, backward)
-            twin(batch).square().sum().backward()
+    def steps(num_steps: int) -> None:
+        for _ in range(num_steps):
+            twin.load_state_dict(ddp.module.state_dict())
+            twin.zero_grad()
+            for micro_step in range(NUM_MICRO_STEPS):
+                ddp.require_backward_grad_sync = micro_step == NUM_MICRO_STEPS - 1
+                batch = data()
+                for module in (ddp, twin):
+                    (module(batch).square().sum() / NUM_MICRO_STEPS).backward()
             for own, expected in zip(ddp.module.parameters(), twin.parameters(), strict=True):
                 assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrap", "options"),
-    [
-        *(pytest.param(name, nn.Sequential, {}, id=name) for name in RARELY),
-        pytest.param("decentralized", lambda module: module, {"static_graph": True}, id="static graph"),
-    ],
-)
-@pytest.mark.usefixtures("forwards_in_turn")
-def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> None:
-    """As a Trainer's callback and accelerate's unwrap_model return it; the DDP around it is silent."""
-    model = build(Normed)
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        ddp = DistributedDataParallel(wrap(module), process_group=group, **options)
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        data = batches(group.rank())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            ddp(data()).square().sum().backward()
             optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
-        with tb.attach(module, optimizer, RARELY[name], process_group=group):
+    with tb.attach(ddp, optimizer, RARELY[name]):
+        steps(1)  # DDP learns a static graph in it, on all ranks
+        alone(group, lambda: steps(2))
+    assert ddp.require_backward_grad_sync
+    ddp(data()).sum().backward()
+    mean = ddp.module.last.weight.grad.clone()
+    dist.all_reduce(mean, group=group)
+    torch.testing.assert_close(ddp.module.last.weight.grad, mean / group.size())
+
+
+@on_each_rank(2)
+def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(group: dist.ProcessGroup) -> None:
+    """As accelerate's trigger_sync_in_backward does: gradients stay the rank's own."""
+    ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+    twin, batch = copy.deepcopy(MODEL), batches(group.rank())()
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
+
+    def backward() -> None:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+        ddp.reducer.prepare_for_backward([])
+        loss.backward()
+
+    with tb.attach(ddp, optimizer, RARELY["decentralized"]):
+        loss = ddp(batch).square().sum()
+        alone(group, backward)
+        twin(batch).square().sum().backward()
+        for own, expected in zip(ddp.module.parameters(), twin.parameters(), strict=True):
+            assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
+
+
+@on_each_rank(2)
+def test_every_ddp_around_the_module_is_silent(group: dist.ProcessGroup, forwards_in_turn: None) -> None:
+    """A model that was wrapped again is trained through the new DDP."""
+    module = nn.Linear(10, 3)
+    first, second = (DistributedDataParallel(module, process_group=group) for _ in range(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    data = batches(group.rank())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        second(data()).square().sum().backward()
+        optimizer.step()
+
+    for attached in (first, module):
+        with tb.attach(attached, optimizer, RARELY["decentralized"], process_group=group):
             step()
             alone(group, step)
-        assert ddp.require_backward_grad_sync
-
-    run_ranks(2, body)
-
-
-def test_every_ddp_around_the_module_is_silent(forwards_in_turn: None) -> None:
-    """A model that was wrapped again is trained through the new DDP."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(10, 3)
-        first, second = (DistributedDataParallel(module, process_group=group) for _ in range(2))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        data = batches(group.rank())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            second(data()).square().sum().backward()
-            optimizer.step()
-
-        for attached in (first, module):
-            with tb.attach(attached, optimizer, RARELY["decentralized"], process_group=group):
-                step()
-                alone(group, step)
-
-    run_ranks(2, body)
 
 
 def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change(forwards_in_turn: None) -> None:
@@ -155,34 +115,15 @@ def test_parameters_that_a_ddp_around_the_module_ignores_do_not_change(forwards_
     assert run_ranks(2, body) == [[0.0] * 3, [1.0] * 3]
 
 
-def test_a_part_of_the_module_that_a_ddp_trains_is_refused(forwards_in_turn: None) -> None:
-    """When the DDP calls it."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        parts = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        ddp = DistributedDataParallel(parts, process_group=group)
-        optimizer = torch.optim.SGD(parts[0].parameters())
-        with tb.attach(parts[0], optimizer, RARELY["decentralized"], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(2):
-                with pytest.raises(ValueError, match=r"the DistributedDataParallel around Linear, .* first 1\.weight"):
-                    ddp(torch.ones(1, 3))
-            assert ddp.require_backward_grad_sync
-
-    run_ranks(2, body)
-
-
-def test_join_is_refused() -> None:
+@on_each_rank(2)
+def test_join_is_refused(group: dist.ProcessGroup) -> None:
     """At the first forward within Join, or at attach."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with tb.attach(ddp, optimizer, "decentralized"):
-            # As Join([ddp]) does, which needs a group in torch's registry.
-            ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
-            with pytest.raises(RuntimeError, match=r"does not support .*Join"):
-                ddp(torch.ones(1, 3))
-        with pytest.raises(ValueError, match=r"does not support .*Join"):
-            tb.attach(ddp, optimizer, "decentralized")
-
-    run_ranks(2, body)
+    ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with tb.attach(ddp, optimizer, "decentralized"):
+        # As Join([ddp]) does, which needs a group in torch's registry.
+        ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
+        with pytest.raises(RuntimeError, match=r"does not support .*Join"):
+            ddp(torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"does not support .*Join"):
+        tb.attach(ddp, optimizer, "decentralized")

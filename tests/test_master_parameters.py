@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from training import build
 
 NUM_STEPS = 5
@@ -25,6 +25,9 @@ ALGORITHMS = {"all_reduce": tb.GradientAllReduceAlgorithm(in_rank_order=True), *
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 67), nn.Tanh(), nn.Linear(67, 3))
+
+
+NETWORK = build(network)
 
 
 class Masters:
@@ -72,16 +75,16 @@ def run(group: dist.ProcessGroup, ddp: nn.Module, take_step: Callable[[], object
 )
 def test_masters_train_as_the_parameters_themselves(name: str, options: dict[str, int]) -> None:
     """Bitwise, and with the same residuals under the same names; also if resumed in the middle."""
-    model, algorithm = build(network), ALGORITHMS[name]
+    algorithm = ALGORITHMS[name]
 
     def body(group: dist.ProcessGroup) -> None:
-        plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        plain = DistributedDataParallel(copy.deepcopy(NETWORK), process_group=group)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
         with tb.attach(plain, optimizer, algorithm) as attachment:
             run(group, plain, optimizer.step, range(NUM_STEPS))
             expected = attachment.runner.state_dict()
 
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(NETWORK), process_group=group)
         masters = Masters(ddp.module, **options)
         with tb.attach(ddp, masters.optimizers, algorithm) as attachment:
             run(group, ddp, masters.step, range(3))
@@ -99,36 +102,48 @@ def test_masters_train_as_the_parameters_themselves(name: str, options: dict[str
     run_ranks(2, body)
 
 
-def test_the_standalone_hook_commits_residuals_at_the_steps_of_masters() -> None:
-    """As if the loop reported the steps. Their state has no names."""
-    model, algorithm = build(network), FEEDBACK["4 bits"]
+@pytest.mark.parametrize("case", ["standalone hook", "another optimizer"])
+def test_steps_of_masters_commit_residuals(case: str) -> None:
+    """As if the loop stepped the parameters, or reported the steps. They leave those of another optimizer's parameters,
+    which are the module's own, as those of float32 in Apex O2, and which steps more rarely."""
+    algorithm = FEEDBACK["4 bits"]
 
-    def body(group: dist.ProcessGroup, tells_optimizer: bool) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        masters = Masters(ddp.module)
-        runner = algorithm.reify(group, optimizer=masters.optimizers if tells_optimizer else None)
-        ddp.register_comm_hook(runner, tb.comm_hook)
+    def body(group: dist.ProcessGroup, has_masters: bool) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(copy.deepcopy(NETWORK), process_group=group)
+        first = ddp.module[0] if case == "another optimizer" else ddp.module
+        rare = torch.optim.SGD(ddp.module[2].parameters(), lr=0.05)
+        masters = Masters(first)
+        optimizers = masters.optimizers if has_masters else [torch.optim.SGD(first.parameters(), lr=0.05)]
+        others = [rare] if case == "another optimizer" else []
+        if case == "standalone hook":
+            runner = algorithm.reify(group, optimizer=optimizers if has_masters else None)
+            ddp.register_comm_hook(runner, tb.comm_hook)
+        else:
+            runner = tb.attach(ddp, [*optimizers, *others], algorithm).runner
         for step in range(NUM_STEPS):
             backward(ddp, step, group.rank())
-            masters.step()
-            if not tells_optimizer:
+            (masters if has_masters else optimizers[0]).step()
+            if case == "standalone hook" and not has_masters:
                 runner.step_taken()
-        with pytest.raises(RuntimeError, match="parameters have no names to save state by"):
-            runner.state_dict()
+            if step % 2:
+                for optimizer in others:
+                    optimizer.step()
+        if case == "standalone hook":
+            with pytest.raises(RuntimeError, match="parameters have no names to save state by"):
+                runner.state_dict()
         runner.close()
         return weights_of(ddp)
 
-    told, reported = (run_ranks(2, lambda group, is_told=is_told: body(group, is_told)) for is_told in (True, False))
-    assert all(torch.equal(x, y) for rank in range(2) for x, y in zip(told[rank], reported[rank], strict=True))
+    of_masters, plain = (run_ranks(2, lambda group, has=has: body(group, has)) for has in (True, False))
+    assert all(map(torch.equal, of_masters[0], plain[0]))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "4 bits"])
 def test_an_optimizer_that_was_created_before_the_model_was_copied(name: str) -> None:
     """It raises in its first step, on all ranks. If the old model still has gradients, it warns after some steps."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> None:
-        old = copy.deepcopy(model)
+        old = copy.deepcopy(NETWORK)
         optimizer = torch.optim.SGD(old.parameters(), lr=0.05)
         ddp = DistributedDataParallel(copy.deepcopy(old), process_group=group)
         with tb.attach(ddp, optimizer, ALGORITHMS[name]):
@@ -150,10 +165,9 @@ def test_an_optimizer_that_was_created_before_the_model_was_copied(name: str) ->
 
 def test_masters_that_learn_do_not_warn() -> None:
     """Also if the module has 16 bits and the learning rate begins at zero."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(copy.deepcopy(model).bfloat16(), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(NETWORK).bfloat16(), process_group=group)
         masters = [nn.Parameter(parameter.detach().float()) for parameter in ddp.parameters()]
         optimizer = torch.optim.AdamW(masters, lr=0.0)
         with tb.attach(ddp, optimizer, "gradient_allreduce"):
@@ -172,55 +186,14 @@ def test_masters_that_learn_do_not_warn() -> None:
         run_ranks(1, body)
 
 
-def test_error_feedback_needs_the_gradients_of_the_module_in_the_step() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(10, 3), process_group=group)
-        masters = [nn.Parameter(parameter.detach().clone()) for parameter in ddp.parameters()]
-        optimizer = torch.optim.SGD(masters, lr=0.05)
-        with tb.attach(ddp, optimizer, FEEDBACK["4 bits"]):
-            backward(ddp, 0, group.rank())
-            for master, parameter in zip(masters, ddp.parameters(), strict=True):
-                master.grad, parameter.grad = parameter.grad, None
-            with pytest.raises(RuntimeError, match=r"no gradients in a step of SGD, .* gradients after the step"):
-                optimizer.step()
-
-    run_ranks(2, body)
-
-
-def test_a_step_of_masters_leaves_the_residuals_of_another_optimizer() -> None:
-    """Which has parameters of the module itself, as those of float32 in Apex O2, and steps more rarely."""
-    model = build(network)
-
-    def body(group: dist.ProcessGroup, has_masters: bool) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        first, last = ddp.module[0], ddp.module[2]
-        masters = Masters(first)
-        optimizers = masters.optimizers if has_masters else [torch.optim.SGD(first.parameters(), lr=0.05)]
-        rare = torch.optim.SGD(last.parameters(), lr=0.05)
-        with tb.attach(ddp, [*optimizers, rare], FEEDBACK["4 bits"]):
-            for step in range(NUM_STEPS):
-                backward(ddp, step, group.rank())
-                (masters if has_masters else optimizers[0]).step()
-                if step % 2:
-                    rare.step()
-        return weights_of(ddp)
-
-    told, plain = (run_ranks(2, lambda group, is_told=is_told: body(group, is_told)) for is_told in (True, False))
-    assert all(map(torch.equal, told[0], plain[0]))
-
-
-def test_a_weight_algorithm_averages_a_module_of_masters() -> None:
-    model = build(network)
-
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        module = copy.deepcopy(model)
-        masters = Masters(module)
-        own = tb.BaguaProcessGroup(group)
-        holder = nn.ParameterList(masters.masters)
-        with tb.attach(holder, masters.optimizers, tb.DecentralizedAlgorithm(), process_group=own):
-            run(group, module, masters.step, range(NUM_STEPS))
-        return weights_of(holder)
-
-    first, second = run_ranks(2, body)
-    assert all(map(torch.equal, first, second))
-    assert not any(map(torch.equal, first, weights_of(model)))
+@on_each_rank(2)
+def test_error_feedback_needs_the_gradients_of_the_module_in_the_step(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(nn.Linear(10, 3), process_group=group)
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in ddp.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    with tb.attach(ddp, optimizer, FEEDBACK["4 bits"]):
+        backward(ddp, 0, group.rank())
+        for master, parameter in zip(masters, ddp.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad, None
+        with pytest.raises(RuntimeError, match=r"no gradients in a step of SGD, .* gradients after the step"):
+            optimizer.step()

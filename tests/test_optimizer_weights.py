@@ -1,6 +1,7 @@
-"""Optimizers whose state or parameter groups are part of the model: weights in the state, modes, learnt numbers."""
+"""EMA of weights, and optimizers whose state or groups are part of the model: weights, modes, learnt numbers."""
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchbagua as tb
 from caught import torchbagua_warnings
-from ranks import run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from training import build
 
 ALGORITHMS: dict[str, tb.Algorithm] = {
@@ -80,35 +82,25 @@ class ModeInAttribute(SGDScheduleFree):
             self.is_training = mode
 
 
-class Lookahead(torch.optim.SGD):
-    """Goes back halfway to the slow weights in every third step."""
+class Lookahead(torch.optim.Optimizer):
+    """Goes back halfway to the slow weights in every third step; keeps all state in the optimizer that it wraps."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.02)
+        self.base = torch.optim.SGD(parameters, lr=0.02)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
         self.num_steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         parameters = self.param_groups[0]["params"]
         for parameter in parameters:
-            self.state[parameter].setdefault("slow", parameter.clone())
-        super().step()
+            self.base.state[parameter].setdefault("slow", parameter.clone())
+        self.base.step()
         self.num_steps += 1
         if self.num_steps % 3 == 0:
             for parameter in parameters:
-                parameter.copy_(self.state[parameter]["slow"].lerp_(parameter, 0.5))
-
-
-class LookaheadAround(torch.optim.Optimizer):
-    """A Lookahead that keeps all state in the optimizer that it wraps."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.base = Lookahead(parameters)
-        super().__init__(self.base.param_groups, {})
-        self.param_groups = self.base.param_groups
-
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
+                parameter.copy_(self.base.state[parameter]["slow"].lerp_(parameter, 0.5))
 
     def state_dict(self) -> Any:
         return self.base.state_dict()
@@ -160,15 +152,85 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
+MLP = build(mlp)
+
+
+def values_of(module: nn.Module) -> torch.Tensor:
+    tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_ema_is_averaged_over_the_ranks(name: str) -> None:
+    """For an evaluation, and at the end; its buffers too."""
+    model = build(lambda: nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.Linear(13, 1)))
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        loop = Loop(group, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        ema = AveragedModel(loop.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        with loop.attach(ALGORITHMS[name]) as attachment:
+            attachment.average_also(ema)
+            for _ in range(3):
+                loop.step()
+                ema.update_parameters(loop.ddp.module)
+            own = values_of(ema)
+            with attachment.averaged_weights():
+                within = values_of(ema)
+            assert torch.equal(values_of(ema), within)
+            loop.step()
+            ema.update_parameters(loop.ddp.module)
+            last_own = values_of(ema)
+        return [own, last_own, within, values_of(ema)]
+
+    own, last_own, *averaged = zip(*run_ranks(3, body), strict=True)
+    for values, means in zip((own, last_own), averaged, strict=True):
+        assert not torch.equal(values[0], values[1])
+        assert all(torch.equal(mean, (values[0] + values[1] + values[2]) / 3) for mean in means)  # in rank order
+
+
+@pytest.mark.parametrize("name", ["decentralized", "async"])
+@on_each_rank(2)
+def test_ranks_that_average_different_modules_raise(group: dist.ProcessGroup, name: str) -> None:
+    attachment = Loop(group, nn.Linear(6, 1), torch.optim.SGD).attach(ALGORITHMS[name])
+    with pytest.raises(RuntimeError, match="the fingerprint of the other tensors to average"):
+        attachment.average_also(nn.Linear(2, 2 + group.rank()))
+    leave_by_exception(attachment)
+
+
+@on_each_rank(2)
+def test_refused(group: dist.ProcessGroup) -> None:
+    loop, ema = Loop(group, nn.Linear(6, 1), Interpolated), nn.Linear(6, 1)
+    not_a_name = "average_also: state must be the name of an optimizer's state"
+    refused: list[tuple[Any, str | None, type[Exception], str]] = [
+        (loop.optimizer, None, TypeError, not_a_name),
+        (loop.ddp, "z", TypeError, not_a_name),
+        ("ema", None, TypeError, r"module must be a torch\.nn\.Module or an .*, got str"),
+        (torch.optim.SGD(ema.parameters()), "z", ValueError, "average_also: the SGD is not attached"),
+        (loop.optimizer, "zz", ValueError, r"Interpolated has a state tensor 'zz' .* such tensors are z$"),
+    ]
+    with loop.attach("decentralized") as attachment:
+        loop.step()
+        for module, state, error, message in refused:
+            with pytest.raises(error, match=message):
+                attachment.average_also(module, state)
+        with attachment.averaged_weights(), pytest.raises(RuntimeError, match="within averaged_weights"):
+            attachment.average_also(ema)
+        wrapper: Any = SimpleNamespace(optimizer=loop.optimizer, state=loop.optimizer.state)  # as accelerate's
+        attachment.average_also(wrapper, "z")
+    with pytest.raises(RuntimeError, match="was detached"):
+        attachment.average_also(ema)
+    with loop.attach("bytegrad") as attachment:
+        attachment.average_also(loop.optimizer, "z")
+
+
 @pytest.mark.parametrize(
     ("name", "cls"), [*((name, SGDScheduleFree) for name in ALGORITHMS), ("decentralized", Interpolated)]
 )
 def test_evaluation_weights_after_detach_are_the_mean_of_the_ranks(name: str, cls: type[Interpolated]) -> None:
     """For a class that is known by name, or with a call."""
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        loop = Loop(group, model, cls)
+        loop = Loop(group, MLP, cls)
         with loop.attach(ALGORITHMS[name]) as attachment:
             if cls is Interpolated:
                 attachment.average_also(loop.optimizer, "z")
@@ -199,6 +261,7 @@ HABITS: dict[str, tuple[str, str, str, str]] = {
     "train after": ("", "eval", "", "train"),
     "train within": ("eval", "", "train", ""),
     "none": ("", "", "", ""),
+    "an error": ("", "eval", "", "train"),
 }
 
 
@@ -209,19 +272,20 @@ def test_eval_and_train_about_averaged_weights(cls: type[Interpolated], habit: s
 
     With both calls within the block, it is the same as without the calls, which round.
     """
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup, calls: tuple[str, ...], has_block: bool) -> tuple[torch.Tensor, ...]:
-        loop = Loop(group, model, cls)
+        loop = Loop(group, MLP, cls)
         before, start, end, after = (getattr(loop.optimizer, call, lambda: None) for call in calls)
         with loop.attach("decentralized") as attachment:
             loop.step(4)
             before()
-            with attachment.averaged_weights() if has_block else nullcontext():
+            with suppress(ArithmeticError), attachment.averaged_weights() if has_block else nullcontext():
                 start()
                 evaluated, saved = loop.weights().clone(), copy.deepcopy(attachment.rank_state_dict())
                 assert torch.equal(loop.weights(), evaluated)
                 end()
+                if habit == "an error":
+                    raise ArithmeticError
             after()
             weights, state = loop.weights().clone(), loop.state().clone()
             loop.step(2)
@@ -247,25 +311,6 @@ def test_eval_and_train_about_averaged_weights(cls: type[Interpolated], habit: s
             assert torch.equal(value, expected)
 
 
-def test_an_exception_within_the_block_leaves_training_as_it_was() -> None:
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, SGDScheduleFree)
-        with loop.attach("decentralized") as attachment:
-            loop.step(3)
-            y, z = loop.weights().clone(), loop.state().clone()
-            with suppress(ArithmeticError), attachment.averaged_weights():
-                loop.optimizer.eval()
-                raise ArithmeticError
-            assert torch.equal(loop.state(), z)
-            # The mode remains, so the module has this rank's own evaluation weights.
-            torch.testing.assert_close(loop.weights(), y + (1 - 1 / BETA) * (z - y))
-            loop.optimizer.train()
-
-    run_ranks(2, body)
-
-
 class Branches(nn.Module):
     """Rank 1 never uses the second branch, so its optimizer has no state for it."""
 
@@ -286,14 +331,8 @@ def test_a_rank_without_state_contributes_its_weights() -> None:
         loop.ddp.module.uses_both = group.rank() == 0
         with loop.attach(tb.DiLoCoAlgorithm(inner_steps=100)) as attachment:
             loop.step(4)
-            states = [loop.optimizer.state.get(parameter, {}) for parameter in loop.ddp.parameters()]
-            y = loop.weights().clone()
-            z = torch.cat(
-                [
-                    state.get("z", parameter.detach()).flatten()
-                    for state, parameter in zip(states, loop.ddp.parameters(), strict=True)
-                ]
-            )
+            y, state = loop.weights().clone(), loop.optimizer.state
+            z = torch.cat([state.get(each, {}).get("z", each.detach()).flatten() for each in loop.ddp.parameters()])
             with attachment.averaged_weights():
                 loop.optimizer.eval()
                 evaluated = loop.weights().clone()
@@ -302,40 +341,94 @@ def test_a_rank_without_state_contributes_its_weights() -> None:
         loop.optimizer.eval()
         return y + (1 - 1 / BETA) * (z - y), evaluated, loop.weights()
 
-    ranks = run_ranks(2, body)
-    for rank in ranks:
-        for evaluated in rank[1:]:
-            torch.testing.assert_close(evaluated, (ranks[0][0] + ranks[1][0]) / 2, atol=1e-6, rtol=1e-6)
-            assert torch.equal(evaluated, ranks[0][1] if evaluated is rank[1] else ranks[0][2])
+    xs, *evaluated = zip(*run_ranks(2, body), strict=True)
+    for first, second in evaluated:
+        torch.testing.assert_close(first, (xs[0] + xs[1]) / 2, atol=1e-6, rtol=1e-6)
+        assert torch.equal(first, second)
 
 
-def train(loop: Loop, algorithm: tb.Algorithm | str, num_steps: int) -> None:
-    with loop.attach(algorithm):
-        loop.step(num_steps)
+class Stashing(torch.optim.SGD):
+    """Keeps the training weights in its state while the module is evaluated."""
+
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["stash"] = parameter.detach().clone()
+
+    def train(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            del self.state[parameter]["stash"]
+
+
+def train(loop: Loop, attachment: tb.Attachment) -> None:
+    loop.step(14)
+
+
+def take_two_steps(loop: Loop, attachment: tb.Attachment) -> None:
+    loop.step(2)
+
+
+def evaluate_before_the_state_is_recognized(loop: Loop, attachment: tb.Attachment) -> None:
+    """Ranks evaluate different weights, until the state is averaged too."""
+    loop.step()
+    for _ in range(2):
+        with attachment.averaged_weights():
+            loop.optimizer.eval()
+        loop.optimizer.train()
+        attachment.average_also(loop.optimizer, "z")
+
+
+def save_in_the_block(loop: Loop, attachment: tb.Attachment) -> None:
+    loop.step()
+    with attachment.averaged_weights():
+        attachment.rank_state_dict()
+    attachment.average_also(loop.optimizer, "z")
+
+
+def stash_during_evaluations(loop: Loop, attachment: tb.Attachment) -> None:
+    for _ in range(2):
+        loop.step()
+        loop.optimizer.eval()
+        with attachment.averaged_weights():
+            pass
+        loop.optimizer.train()
+
+
+def name_a_state_that_never_exists(loop: Loop, attachment: tb.Attachment) -> None:
+    attachment.average_also(loop.optimizer, "slow")
+    loop.step(2)
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "state"),
-    [("decentralized", Interpolated, "z"), ("async", Lookahead, "slow"), ("diloco", LookaheadAround, "slow")],
-)
-def test_weights_in_the_state_that_are_not_averaged_give_one_warning(
-    name: str, make: Callable[[Any], Any], state: str
+    ("name", "make", "use", "message"),
+    [
+        ("decentralized", Interpolated, train, r"Interpolated keeps weights in its state 'z'.*also\(optimizer, 'z'\)"),
+        ("async", Lookahead, train, "Lookahead keeps weights in its state 'slow'"),
+        ("diloco", Interpolated, train, "Interpolated keeps weights in its state 'z'"),
+        ("decentralized", lambda p: Interpolated(p, lr=1e-5), take_two_steps, "keeps weights in its state 'z'"),
+        ("decentralized", Interpolated, evaluate_before_the_state_is_recognized,
+         r"weights were changed within averaged_weights, as eval\(\) of Interpolated does"),
+        ("decentralized", torch.optim.Adam, name_a_state_that_never_exists,
+         "no parameter of Adam has a state tensor 'slow' with its shape; such tensors are exp_avg, exp_avg_sq"),
+        ("decentralized", Interpolated, save_in_the_block, None),
+        ("decentralized", lambda p: Stashing(p, lr=0.05), stash_during_evaluations, None),
+    ],
+)  # fmt: skip
+def test_one_warning_of_weights_in_the_state_that_are_not_averaged(
+    name: str, make: Callable[[Any], Any], use: Callable[[Loop, tb.Attachment], None], message: str | None
 ) -> None:
+    """One on each rank, or none. The last layer's weights begin at zero."""
     model = build(mlp)
-    with torchbagua_warnings() as messages:
-        run_ranks(2, lambda group: train(Loop(group, model, make), ALGORITHMS[name], 14))
-    assert len(messages) == 2, messages
-    assert f"{make.__name__} keeps weights in its state {state!r}" in messages[0]
-    assert f"Call average_also(optimizer, {state!r})" in messages[0]
+    nn.init.zeros_(model[2].weight)
 
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, make)
+        with loop.attach(ALGORITHMS[name]) as attachment:
+            use(loop, attachment)
 
-def test_the_warning_after_few_steps_and_with_parameters_that_begin_at_zero() -> None:
-    model = nn.Linear(6, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    model = nn.Sequential(nn.Linear(6, 6), model)
     with torchbagua_warnings() as messages:
-        run_ranks(2, lambda group: train(Loop(group, model, lambda p: Interpolated(p, lr=1e-5)), "decentralized", 2))
-    assert len(messages) == 2, messages
+        run_ranks(2, body)
+    assert len(messages) == (0 if message is None else 2), messages
+    assert all(re.search(message or "", each) for each in messages), messages
 
 
 def test_momenta_moments_and_first_weights_are_not_taken_for_weights() -> None:
@@ -369,114 +462,6 @@ def test_momenta_moments_and_first_weights_are_not_taken_for_weights() -> None:
     assert not messages
 
 
-def test_a_change_of_weights_within_the_block_from_state_that_is_not_averaged_warns() -> None:
-    """Before the state is recognized: ranks evaluate different weights."""
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, Interpolated)
-        attachment = loop.attach("decentralized")
-        loop.step()
-        with attachment.averaged_weights():
-            loop.optimizer.eval()
-        loop.optimizer.train()
-        attachment.average_also(loop.optimizer, "z")
-        with attachment.averaged_weights():
-            loop.optimizer.eval()
-        loop.optimizer.train()
-        attachment.detach()
-
-    with torchbagua_warnings() as messages:
-        run_ranks(2, body)
-    assert len(messages) == 2, messages
-    assert "weights were changed within averaged_weights, as eval() of Interpolated does" in messages[0]
-
-
-def test_a_state_that_is_saved_within_the_block_is_no_change_of_weights() -> None:
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, Interpolated)
-        with loop.attach("decentralized") as attachment:
-            loop.step()
-            with attachment.averaged_weights():
-                attachment.rank_state_dict()
-
-    with torchbagua_warnings() as messages:
-        run_ranks(2, body)
-    assert not messages
-
-
-class Stashing(torch.optim.SGD):
-    """Keeps the training weights in its state while the module is evaluated."""
-
-    def eval(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["stash"] = parameter.detach().clone()
-
-    def train(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            del self.state[parameter]["stash"]
-
-
-def test_weights_that_are_in_the_state_during_an_evaluation_only_give_no_warning() -> None:
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, lambda parameters: Stashing(parameters, lr=0.05))
-        with loop.attach("decentralized") as attachment:
-            for _ in range(2):
-                loop.step()
-                loop.optimizer.eval()
-                with attachment.averaged_weights():
-                    pass
-                loop.optimizer.train()
-
-    with torchbagua_warnings() as messages:
-        run_ranks(2, body)
-    assert not messages
-
-
-def test_refused() -> None:
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, Interpolated)
-        with loop.attach("decentralized") as attachment:
-            for module, state in ((loop.optimizer, None), (loop.ddp, "z")):
-                with pytest.raises(TypeError, match="average_also: state must be the name of an optimizer's state"):
-                    attachment.average_also(module, state)
-            with pytest.raises(ValueError, match="average_also: the SGD is not attached"):
-                attachment.average_also(torch.optim.SGD(loop.ddp.parameters()), "z")
-            loop.step()
-            with pytest.raises(ValueError, match=r"Interpolated has a state tensor 'zz' .* such tensors are z$"):
-                attachment.average_also(loop.optimizer, "zz")
-            wrapper: Any = SimpleNamespace(optimizer=loop.optimizer, state=loop.optimizer.state)  # as accelerate's
-            attachment.average_also(wrapper, "z")
-        with loop.attach("bytegrad") as attachment:
-            attachment.average_also(loop.optimizer, "z")
-
-    run_ranks(2, body)
-
-
-def test_a_state_that_never_exists_warns_at_the_end() -> None:
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, torch.optim.Adam)
-        with loop.attach("decentralized") as attachment:
-            attachment.average_also(loop.optimizer, "slow")
-            loop.step(2)
-
-    with torchbagua_warnings() as messages:
-        run_ranks(2, body)
-    assert len(messages) == 2, messages
-    assert (
-        "no parameter of Adam has a state tensor 'slow' with its shape; such tensors are exp_avg, exp_avg_sq"
-        in (messages[0])
-    )
-
-
 class Learner(torch.optim.SGD):
     """Learns its step size, as Prodigy does, as a float and as a tensor."""
 
@@ -498,39 +483,34 @@ class Learner(torch.optim.SGD):
 
 @pytest.mark.parametrize("name", ["decentralized", "async"])
 def test_learnt_numbers_of_groups_are_rank_0s_after_detach_and_stay_equal_with_ddp(name: str) -> None:
-    model = build(mlp)
+    """And after attach to a plain module. Options that schedulers set, and modes, remain each rank's own."""
 
     def body(group: dist.ProcessGroup) -> tuple[Any, ...]:
-        loop = Loop(group, model, Learner)
-        options = loop.optimizer.param_groups[0]
+        loop, module = Loop(group, MLP, Learner), copy.deepcopy(MLP)
+        optimizer = Learner(module.parameters())
+        optimizer.param_groups[0]["d"] = 0.5 + group.rank()
+        with tb.attach(module, optimizer, "decentralized", process_group=group):
+            assert optimizer.param_groups[0]["d"] == 0.5
+
+        def learnt() -> tuple[float, ...]:
+            options = loop.optimizer.param_groups[0]
+            return options["d"], float(options["d_tensor"]), options["numerator"]
+
         with loop.attach(ALGORITHMS[name]):
             loop.step(5)
+            options = loop.optimizer.param_groups[0]
             options["lr"] = options["weight_decay"] = float(group.rank())
             options["is_warm"] = group.rank() == 1
-            learnt = options["d"], float(options["d_tensor"]), options["numerator"]
-        options = loop.optimizer.param_groups[0]
-        after = options["d"], float(options["d_tensor"]), options["numerator"]
+            own = learnt()
+        options, after = loop.optimizer.param_groups[0], learnt()
         assert (options["lr"], options["weight_decay"], options["is_warm"]) == (group.rank(),) * 3
         loop.step(5)
-        return learnt, after, loop.weights()
+        return own, after, loop.weights()
 
     ranks = run_ranks(2, body)
     assert ranks[0][0] != ranks[1][0]
     assert ranks[0][1] == ranks[1][1] == ranks[0][0]
     assert torch.equal(ranks[0][2], ranks[1][2])
-
-
-def test_learnt_numbers_of_groups_are_rank_0s_after_attach_to_a_plain_module() -> None:
-    model = build(mlp)
-
-    def body(group: dist.ProcessGroup) -> float:
-        module = copy.deepcopy(model)
-        optimizer = Learner(module.parameters())
-        optimizer.param_groups[0]["d"] = 0.5 + group.rank()
-        with tb.attach(module, optimizer, "decentralized", process_group=group):
-            return float(optimizer.param_groups[0]["d"])
-
-    assert run_ranks(2, body) == [0.5, 0.5]
 
 
 class SharedWork(torch.optim.SGD):
@@ -563,11 +543,10 @@ class SharedWork(torch.optim.SGD):
 )
 def test_an_optimizer_that_communicates_in_its_step_warns(algorithm: str, has_closure: bool, warns: bool) -> None:
     """Not with a closure, which may communicate: every rank's loss is then the mean."""
-    model = build(mlp)
 
     def body(group: dist.ProcessGroup) -> None:
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch hooks the step of a class with an instance
-        loop = Loop(group, model, lambda parameters: SharedWork(parameters, group))
+        loop = Loop(group, MLP, lambda parameters: SharedWork(parameters, group))
         with loop.attach(algorithm):
             for _ in range(2):
                 loop.ddp(torch.ones(2, 6)).sum().backward()

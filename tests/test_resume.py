@@ -17,7 +17,7 @@ from torch import nn
 import programs
 import torchbagua as tb
 from averaging import ALGORITHMS, Normed, Trainer, assert_same_weights, weights_of
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from training import build
 
 MODEL = build(Normed)
@@ -56,73 +56,61 @@ def test_resume_from_a_distributed_checkpoint(tmp_path: Path, name: str) -> None
     assert digests[1] == digests[0]
 
 
-def test_async_resumes_its_steps_and_its_state() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=3)
-        first = Trainer(group, MODEL, lr=0.001)
-        states = []
-        with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
-            for step in range(6):
-                first.step()
-                if step in (1, 4):
-                    states.append(copy.deepcopy(checkpoint(first, attachment)))
-            attachment.impl.abort(first.ddp)
-            states.append(copy.deepcopy(checkpoint(first, attachment)))
+@on_each_rank(2)
+def test_async_resumes_its_steps_and_its_state(group: dist.ProcessGroup) -> None:
+    """And the differences of a layer that was unfrozen."""
+    algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=3)
+    first = Trainer(group, MODEL, lr=0.001)
+    states = []
+    with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
+        for step in range(6):
+            first.step()
+            if step in (1, 4):
+                states.append(copy.deepcopy(checkpoint(first, attachment)))
+        first.module.frozen.requires_grad_(True)
+        first.step()
+        attachment.impl.abort(first.ddp)  # ranks may save in different rounds otherwise
+        states.append(copy.deepcopy(checkpoint(first, attachment)))
 
-        for state, expected in zip(states, ("warm-up", "running", "stopped"), strict=True):
-            second = Trainer(group, MODEL, lr=0.001)
-            with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
-                resume(second, attachment, state)
-                assert attachment.impl.mode == expected
-                assert attachment.impl.step == state["attachment"]["impl"]["step"]
-                second.step()
-                second.step()
-                if expected == "stopped":
-                    attachment.impl.resume(second.ddp)
-                assert attachment.impl.mode == "running"
+    for state, expected in zip(states, ("warm-up", "running", "stopped"), strict=True):
+        second = Trainer(group, MODEL, lr=0.001)
+        with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
+            resume(second, attachment, state)
+            assert attachment.impl.mode == expected
+            if expected == "stopped":
+                assert_same_weights([state["model"], second.module.state_dict()])
+            assert attachment.impl.step == state["attachment"]["impl"]["step"]
+            second.step()
+            second.step()
+            if expected == "stopped":
+                assert "frozen.weight" in attachment.state_dict()["impl"]["differences"]
+                attachment.impl.resume(second.ddp)
+            assert attachment.impl.mode == "running"
 
-    run_ranks(2, body)
 
-
-def test_rounds_before_loading_do_not_change_the_weights_that_async_loads() -> None:
+@on_each_rank(2)
+def test_rounds_before_loading_do_not_change_the_weights_that_async_loads(group: dist.ProcessGroup) -> None:
     """Rounds run from attach on; the weights of a rank that loads later must still equal the checkpoint."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, MODEL)
-        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, final_average=False)
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            state = checkpoint(trainer, attachment)
-            state["attachment"]["impl"].update(has_differences=False)
-            state["model"] = {key: torch.full_like(value, 10) for key, value in state["model"].items()}
-            time.sleep(0.2 * group.rank())
-            resume(trainer, attachment, state)
-            for value in weights_of(trainer.module).values():
-                assert torch.equal(value, torch.full_like(value, 10))
-
-    run_ranks(2, body)
+    trainer = Trainer(group, MODEL)
+    algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, final_average=False)
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+        state = checkpoint(trainer, attachment)
+        state["attachment"]["impl"].update(has_differences=False)
+        state["model"] = {key: torch.full_like(value, 10) for key, value in state["model"].items()}
+        time.sleep(0.2 * group.rank())
+        resume(trainer, attachment, state)
+        for value in weights_of(trainer.module).values():
+            assert torch.equal(value, torch.full_like(value, 10))
 
 
-def freeze(module: Normed, step: int, event: str) -> None:
-    """Change which layers are trained, before this step."""
-    if event == "unfreeze" and step == 2:
-        module.frozen.requires_grad_(True)
-    if event == "unfreeze late" and step == STOP:  # after the last step before the checkpoint
-        module.frozen.requires_grad_(True)
-    if event == "freeze" and step == 2:
-        module.first.requires_grad_(False)
-    if event == "freeze the next" and step == STOP:
-        module.first.requires_grad_(False)
-        module.frozen.requires_grad_(True)
+# Before which step a layer begins to be trained or no longer is, by event.
+UNFROZEN = {"unfreeze": 2, "unfreeze late": STOP, "freeze the next": STOP}
+FROZEN = {"freeze": 2, "freeze the next": STOP}
 
 
 @pytest.mark.parametrize(
     "event",
-    [
-        "unfreeze",
-        pytest.param("unfreeze late", marks=pytest.mark.release),
-        pytest.param("freeze", marks=pytest.mark.release),
-        pytest.param("freeze the next", marks=pytest.mark.release),
-    ],
+    ["unfreeze", *(pytest.param(event, marks=pytest.mark.release) for event in (*FROZEN, "unfreeze late"))],
 )
 @pytest.mark.parametrize("name", ["all", "low precision", "fragments"])
 def test_resume_after_layers_were_unfrozen_or_frozen(name: str, event: str) -> None:
@@ -137,7 +125,10 @@ def test_resume_after_layers_were_unfrozen_or_frozen(name: str, event: str) -> N
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
             expected = []
             for step in range(END):
-                freeze(trainer.module, step, event)
+                if step == UNFROZEN.get(event):
+                    trainer.module.frozen.requires_grad_(True)
+                if step == FROZEN.get(event):
+                    trainer.module.first.requires_grad_(False)
                 if step == STOP:
                     state, data = copy.deepcopy(attachment.rank_state_dict()), trainer.data.get_state()
                 trainer.step()
@@ -168,24 +159,5 @@ def test_resume_after_layers_were_unfrozen_or_frozen(name: str, event: str) -> N
                     resumed.step()
                     assert_same_weights([expected[step], resumed.module.state_dict()])
             assert_same_weights([trainer.module.state_dict(), resumed.module.state_dict()])
-
-    run_ranks(2, body)
-
-
-def test_async_loads_the_state_of_a_layer_that_was_unfrozen() -> None:
-    algorithm = ALGORITHMS["async"]
-
-    def body(group: dist.ProcessGroup) -> None:
-        first, second = Trainer(group, MODEL), Trainer(group, MODEL)
-        with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
-            first.module.frozen.requires_grad_(True)
-            first.step()
-            attachment.impl.abort(first.ddp)  # ranks may save in different rounds otherwise
-            state = copy.deepcopy(attachment.rank_state_dict())
-        with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
-            attachment.load_rank_state_dict(state)
-            assert_same_weights([state["module"], second.module.state_dict()])
-            assert "frozen.weight" in attachment.state_dict()["impl"]["differences"]
-            second.step()
 
     run_ranks(2, body)

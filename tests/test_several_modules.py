@@ -2,9 +2,8 @@
 
 import copy
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import torchbagua as tb
 from averaging import RARELY
 from caught import torchbagua_warnings
-from ranks import run_ranks
+from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua.observe.events import CommEvent
 from training import build
 
@@ -32,33 +31,31 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(nn.Linear(10, 67), nn.BatchNorm1d(67), nn.Tanh()), nn.Linear(67, 3))
 
 
-@dataclass
-class Algorithm:
-    """An algorithm, and its optimizer if it needs a certain one."""
-
-    make: Callable[[Any], tb.Algorithm]
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
+NETWORK = build(network)
 
 
-def q_adam(parameters: Any) -> torch.optim.Optimizer:
-    return tb.QAdamOptimizer(parameters, lr=1e-2, warmup_steps=2)
-
-
-GRADIENTS = {
-    "bytegrad": Algorithm(lambda _: tb.ByteGradAlgorithm()),
-    "4 bits": Algorithm(lambda _: tb.CompressedAllReduceAlgorithm(error_feedback=True)),
-    "topk": Algorithm(lambda _: tb.TopKAlgorithm(0.2, warmup_steps=4)),
-    "powersgd": Algorithm(lambda _: tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1)),
-    "qadam, 1 bit": Algorithm(
-        lambda optimizer: tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True), q_adam
-    ),
+GRADIENTS: dict[str, tb.Algorithm | None] = {
+    "bytegrad": tb.ByteGradAlgorithm(),
+    "4 bits": tb.CompressedAllReduceAlgorithm(error_feedback=True),
+    "topk": tb.TopKAlgorithm(0.2, warmup_steps=4),
+    "powersgd": tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1),
+    "qadam, 1 bit": None,
 }
-WEIGHTS = {
-    "decentralized": Algorithm(lambda _: tb.DecentralizedAlgorithm()),
-    "low precision": Algorithm(lambda _: tb.LowPrecisionDecentralizedAlgorithm()),
-    "diloco": Algorithm(lambda _: tb.DiLoCoAlgorithm(4, fragments=2, delay=1)),
-    "async": Algorithm(lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000, warmup_steps=3)),
+WEIGHTS: dict[str, tb.Algorithm | None] = {
+    "decentralized": tb.DecentralizedAlgorithm(),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000, warmup_steps=3),
 }
+
+
+def make(name: str, called: Called) -> tuple[torch.optim.Optimizer, tb.Algorithm]:
+    """Return an optimizer of these modules' parameters, and the algorithm of this name."""
+    algorithm = (GRADIENTS | WEIGHTS)[name]
+    if algorithm is not None:
+        return torch.optim.SGD(parameters_of(called), lr=0.05), algorithm
+    adam = tb.QAdamOptimizer(parameters_of(called), lr=1e-2, warmup_steps=2)
+    return adam, tb.QAdamAlgorithm(adam, compression="sign1bit", error_feedback=True)
 
 
 def assert_equal(first: Any, second: Any) -> None:
@@ -91,14 +88,14 @@ def parameters_of(called: Called) -> list[nn.Parameter]:
 
 
 def run(
-    group: dist.ProcessGroup, algorithm: Algorithm, called: Called, resumed: Called | None = None
+    group: dist.ProcessGroup, name: str, called: Called, resumed: Called | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor], list[CommEvent]]:
     """Train and return the rank's state and the final weights. Continue in other modules in the middle, if given."""
-    optimizer = algorithm.make_optimizer(parameters_of(called))
+    optimizer, algorithm = make(name, called)
     recorder = tb.observe.Recorder()
     own = tb.BaguaProcessGroup(group)
     half = NUM_STEPS if resumed is None else NUM_STEPS // 2 + 1
-    with tb.attach(called, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder]) as attachment:
+    with tb.attach(called, optimizer, algorithm, process_group=own, observers=[recorder]) as attachment:
         train(called, optimizer, group, range(half))
         file = io.BytesIO()
         torch.save((attachment.rank_state_dict(), optimizer.state_dict()), file)
@@ -106,12 +103,12 @@ def run(
         file.seek(0)
         state, optimizer_state = torch.load(file, weights_only=True)
     if resumed is not None:
-        optimizer = algorithm.make_optimizer(parameters_of(resumed))
-        if not algorithm.make(optimizer).averages_weights:
+        optimizer, algorithm = make(name, resumed)
+        if not algorithm.averages_weights:
             for parameter, weight in zip(parameters_of(resumed), weights, strict=True):
                 parameter.data.copy_(weight)
             optimizer.load_state_dict(optimizer_state)
-        with tb.attach(resumed, optimizer, algorithm.make(optimizer), process_group=own) as attachment:
+        with tb.attach(resumed, optimizer, algorithm, process_group=own) as attachment:
             attachment.load_rank_state_dict(state)
             train(resumed, optimizer, group, range(half, NUM_STEPS))
             state = attachment.rank_state_dict()
@@ -124,33 +121,30 @@ def wrap(group: dist.ProcessGroup, module: nn.Module, **options: Any) -> Distrib
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
+@on_each_rank(2)
+def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(group: dist.ProcessGroup, name: str) -> None:
     """Bitwise, with states of the same names and counts; also if resumed in the middle."""
-    model, algorithm = build(network), GRADIENTS[name]
 
-    def body(group: dist.ProcessGroup) -> None:
-        def one() -> Called:
-            return wrap(group, copy.deepcopy(model))
+    def one() -> Called:
+        return wrap(group, copy.deepcopy(NETWORK))
 
-        def two() -> Called:
-            return [wrap(group, part, bucket_cap_mb=0.001) for part in copy.deepcopy(model)]
+    def two() -> Called:
+        return [wrap(group, part, bucket_cap_mb=0.001) for part in copy.deepcopy(NETWORK)]
 
-        state, weights, _ = run(group, algorithm, one())
-        list_state, list_weights, events = run(group, algorithm, two())
-        _, resumed_weights, _ = run(group, algorithm, two(), two())
-        for index, weight in enumerate(weights):
-            assert torch.equal(weight, list_weights[index])
-            assert torch.equal(weight, resumed_weights[index])
-        own, list_own = state["attachment"]["impl"], list_state["attachment"]["impl"]
-        assert own.keys() == list_own.keys()
-        for key, value in own.items():  # residuals of the second phase are distributed over the ranks by bucket
-            assert list_own[key].keys() == value.keys() if isinstance(value, dict) else list_own[key] == value
-        buckets = {event.bucket for event in events if event.phase == "bucket"}
-        assert {"gradient bucket 0 of module 0", "gradient bucket 0 of module 1"} <= buckets
-        assert sum(event.phase == "backward" for event in events) == NUM_STEPS
-        assert sum(event.phase == "step" for event in events) == NUM_STEPS
-
-    run_ranks(2, body)
+    state, weights, _ = run(group, name, one())
+    list_state, list_weights, events = run(group, name, two())
+    _, resumed_weights, _ = run(group, name, two(), two())
+    for index, weight in enumerate(weights):
+        assert torch.equal(weight, list_weights[index])
+        assert torch.equal(weight, resumed_weights[index])
+    own, list_own = state["attachment"]["impl"], list_state["attachment"]["impl"]
+    assert own.keys() == list_own.keys()
+    for key, value in own.items():  # residuals of the second phase are distributed over the ranks by bucket
+        assert list_own[key].keys() == value.keys() if isinstance(value, dict) else list_own[key] == value
+    buckets = {event.bucket for event in events if event.phase == "bucket"}
+    assert {"gradient bucket 0 of module 0", "gradient bucket 0 of module 1"} <= buckets
+    assert sum(event.phase == "backward" for event in events) == NUM_STEPS
+    assert sum(event.phase == "step" for event in events) == NUM_STEPS
 
 
 @pytest.mark.parametrize(
@@ -164,28 +158,27 @@ def test_two_ddps_in_one_backward_train_as_one_ddp_of_both(name: str) -> None:
 )
 def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind: str) -> None:
     """Bitwise, also if resumed in the middle; the ranks of plain modules begin with rank 0's weights."""
-    model, algorithm = build(network), WEIGHTS[name]
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         def one() -> Called:
-            return wrap(group, copy.deepcopy(model))
+            return wrap(group, copy.deepcopy(NETWORK))
 
         def several() -> Called:
-            first, second = copy.deepcopy(model)
+            first, second = copy.deepcopy(NETWORK)
             if kind != "ddps":
                 with torch.no_grad():
                     second.weight += group.rank()
             wrapped = first if kind == "plain" else wrap(group, first)
             return [wrapped, wrap(group, second) if kind == "ddps" else second]
 
-        state, weights, _ = run(group, algorithm, one())
-        list_state, list_weights, events = run(group, algorithm, several())
+        state, weights, _ = run(group, name, one())
+        list_state, list_weights, events = run(group, name, several())
         assert sum(event.phase == "backward" for event in events) == NUM_STEPS
-        _, resumed_weights, _ = run(group, algorithm, several(), several())
+        _, resumed_weights, _ = run(group, name, several(), resumed := several())
+        assert all(ddp.require_backward_grad_sync for ddp in resumed if isinstance(ddp, DistributedDataParallel))
         for index, weight in enumerate(weights):
             assert torch.equal(weight, list_weights[index])
             assert torch.equal(weight, resumed_weights[index])
-        assert list_state["module"].keys() == state["module"].keys()
         assert_equal(state, list_state)
         return weights
 
@@ -196,15 +189,15 @@ def test_weights_of_several_modules_are_averaged_as_those_of_one(name: str, kind
 @pytest.mark.parametrize("name", ["topk", "powersgd", "qadam, 1 bit"])
 def test_modules_with_a_backward_each(name: str) -> None:
     """As two discriminators with one optimizer: the same weights as with an attachment and an optimizer for each."""
-    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 1)])), GRADIENTS[name]
+    model = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 1)]))
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         def run_parts(*lists: list[DistributedDataParallel]) -> list[torch.Tensor]:
             own, attachments, optimizers = tb.BaguaProcessGroup(group), [], []
             for ddps in lists:
-                optimizers.append(algorithm.make_optimizer(parameters_of(ddps)))
-                made = algorithm.make(optimizers[-1])
-                attachments.append(tb.attach(ddps, optimizers[-1], made, process_group=own))
+                optimizer, algorithm = make(name, ddps)
+                optimizers.append(optimizer)
+                attachments.append(tb.attach(ddps, optimizer, algorithm, process_group=own))
             for step in range(NUM_STEPS):
                 x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + group.rank()))
                 for ddps in lists:
@@ -247,23 +240,21 @@ def test_attach_broadcasts_the_modules_without_ddp_and_the_optimizer() -> None:
     assert run_ranks(2, body)[1] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_an_optimizer_that_never_steps_is_an_error_if_any_module_trains() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        modules = [wrap(group, nn.Linear(10, 10)), nn.Linear(10, 3).eval()]
-        attached, stepped = (torch.optim.SGD(parameters_of(modules), lr=0.01) for _ in range(2))
-        with tb.attach(modules, attached, RARELY["decentralized"]):
+@on_each_rank(2)
+def test_an_optimizer_that_never_steps_is_an_error_if_any_module_trains(group: dist.ProcessGroup) -> None:
+    modules = [wrap(group, nn.Linear(10, 10)), nn.Linear(10, 3).eval()]
+    attached, stepped = (torch.optim.SGD(parameters_of(modules), lr=0.01) for _ in range(2))
+    with tb.attach(modules, attached, RARELY["decentralized"]) as attachment:
+        with pytest.raises(RuntimeError, match="gradients were cleared 45 times without a step of SGD, which is att"):
             train(modules, stepped, group, range(60))
-
-    with pytest.raises(RuntimeError, match="gradients were cleared 45 times without a step of SGD, which is attached"):
-        run_ranks(2, body)
+        leave_by_exception(attachment)
 
 
 def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
     """The counts of backward passes and steps in a state; and an overflow in one module skips the step of both."""
-    model = build(network)
 
     def body(group: dist.ProcessGroup) -> tuple[int, int]:
-        ddps = [wrap(group, part) for part in copy.deepcopy(model)]
+        ddps = [wrap(group, part) for part in copy.deepcopy(NETWORK)]
         optimizer = torch.optim.SGD(parameters_of(ddps), lr=0.05)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         with tb.attach(ddps, optimizer, tb.TopKAlgorithm(0.2), grad_scaler=scaler) as attachment:
@@ -279,133 +270,42 @@ def test_a_scaled_backward_of_two_ddps_is_counted_once() -> None:
     assert run_ranks(2, body) == [(NUM_STEPS, NUM_STEPS - 1)] * 2
 
 
-def test_a_second_ddp_is_silent_and_detach_restores_all() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        first, second = nn.Linear(10, 10), nn.Linear(10, 3)
-        ddps = [wrap(group, first), wrap(group, second)]
-        both = wrap(group, nn.Sequential(first, second))
-        optimizer = torch.optim.SGD(both.parameters(), lr=0.01)
-        x = torch.full((2, 10), group.rank() + 1.0)
-
-        def gradients(called: Called) -> list[torch.Tensor]:
-            optimizer.zero_grad()
-            hidden = x
-            for module in called if isinstance(called, list) else [called]:
-                hidden = module(hidden)
-            hidden.sum().backward()
-            return [parameter.grad.clone() for parameter in both.parameters()]
-
-        with tb.attach(ddps, optimizer, RARELY["decentralized"]):
-            local = gradients([first, second])
-            for called in (ddps, both):
-                assert all(map(torch.equal, gradients(called), local))
-            optimizer.step()
-        averaged = [gradients(ddps), gradients(both)]
-        for index, own in enumerate(gradients([first, second])):
-            dist.all_reduce(own, group=group)
-            assert all(torch.allclose(each[index], own / 2) for each in averaged)
-
-    run_ranks(2, body)
+@on_each_rank(2)
+def test_asynchronous_averaging_stops_and_resumes_for_a_list(group: dist.ProcessGroup) -> None:
+    modules = [wrap(group, nn.Linear(2, 2)), nn.Linear(2, 3)]
+    optimizer = torch.optim.SGD(parameters_of(modules))
+    with tb.attach(modules, optimizer, RARELY["async"]) as attachment:
+        attachment.impl.abort(modules)
+        assert attachment.impl.mode == "stopped"
+        attachment.impl.resume(modules[1])
+        assert attachment.impl.mode == "running"
+        with pytest.raises(ValueError, match="must be the module that the algorithm is attached to"):
+            attachment.impl.abort([*modules, nn.Linear(2, 2)])
 
 
-def test_asynchronous_averaging_stops_and_resumes_for_a_list() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        modules = [wrap(group, nn.Linear(2, 2)), nn.Linear(2, 3)]
-        optimizer = torch.optim.SGD(parameters_of(modules))
-        with tb.attach(modules, optimizer, RARELY["async"]) as attachment:
-            attachment.impl.abort(modules)
-            assert attachment.impl.mode == "stopped"
-            attachment.impl.resume(modules[1])
-            assert attachment.impl.mode == "running"
-            with pytest.raises(ValueError, match="must be the module that the algorithm is attached to"):
-                attachment.impl.abort([*modules, nn.Linear(2, 2)])
+@on_each_rank(1)
+def test_ddps_around_parts_of_the_module_and_more(group: dist.ProcessGroup) -> None:
+    """They are refused, unless they share only frozen and ignored parameters."""
+    module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
+    more = wrap(group, nn.Sequential(module[0], nn.Linear(10, 3)))
+    elsewhere = nn.Sequential(*module[1:], nn.Linear(3, 3))
+    elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
+    other = wrap(group, elsewhere)
+    optimizer = torch.optim.SGD([*module[0].parameters(), *module[2].parameters()])
 
-    run_ranks(2, body)
+    def step(*called: nn.Module) -> None:
+        nn.Sequential(*called)(torch.ones(1, 10)).sum().backward()
+        optimizer.step()
 
-
-# Parts of an attached module, wrapped in DDPs that are held elsewhere.
-
-
-class Parts(nn.Module):
-    """A module whose loop calls its parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize("make", [Parts, lambda: nn.ModuleList(Parts().children())], ids=["forward", "container"])
-def test_ddps_around_parts_are_silent(make: Callable[[], nn.Module], forwards_in_turn: None) -> None:
-    model = build(make)
-
-    def body(group: dist.ProcessGroup) -> None:
-        module = copy.deepcopy(model)
-        first, second = [wrap(group, part) for part in module.children()]
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        recorder = tb.observe.Recorder()
-        with tb.attach(module, optimizer, RARELY["diloco"], process_group=group, observers=[recorder]):
-            optimizer.zero_grad()
-            second(first(torch.full((1, 10), group.rank() + 1.0))).sum().backward()
-            local = next(module.parameters()).grad.clone()
-            optimizer.step()
-        smaller = local.abs()
-        dist.all_reduce(smaller, dist.ReduceOp.MIN, group=group)
-        assert torch.equal(local.abs(), smaller) == (group.rank() == 0)  # proportional to the rank's input
-        assert all(ddp.require_backward_grad_sync for ddp in (first, second))
-
-    run_ranks(2, body)
-
-
-def test_a_ddp_around_a_part_and_more_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module, other = nn.ModuleList([nn.Linear(10, 10)]), nn.Linear(10, 3)
-        ddp = wrap(group, nn.Sequential(module[0], other))
-        with (
-            tb.attach(module, torch.optim.SGD(module.parameters()), RARELY["diloco"], process_group=group),
-            pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"),
-        ):
-            ddp(torch.ones(1, 10))
-
-    run_ranks(1, body)
-
-
-def test_a_ddp_that_shares_only_frozen_and_ignored_parts_is_left_alone() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.ModuleList([nn.Linear(10, 10).requires_grad_(False), nn.Linear(10, 3)])
-        elsewhere = nn.Sequential(*module, nn.Linear(3, 3))
-        elsewhere._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
-        ddp, other = wrap(group, module[1]), wrap(group, elsewhere)
-        optimizer = torch.optim.SGD(module[1].parameters())
-        with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
-            for _ in range(2):
-                for called in (ddp, other):
-                    called(torch.ones(1, 10)).sum().backward()
-                optimizer.step()
-            assert not ddp.require_backward_grad_sync
-            assert other.require_backward_grad_sync
-
-    run_ranks(1, body)
-
-
-def test_a_ddp_that_calls_a_part_after_the_first_step_is_refused(forwards_in_turn: None) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 3)])
-        optimizer = torch.optim.SGD(module.parameters())
-
-        def step(first: nn.Module, second: nn.Module) -> None:
-            second(first(torch.ones(1, 10))).sum().backward()
-            optimizer.step()
-
-        with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
-            step(*module)
-            ddp = wrap(group, module[1])
-            with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
-                step(module[0], ddp)
-
-    run_ranks(2, body)
+    with tb.attach(module, optimizer, RARELY["diloco"], process_group=tb.BaguaProcessGroup(group)):
+        with pytest.raises(ValueError, match=r"gradients of 2 other parameters too, the first 1\.weight"):
+            more(torch.ones(1, 10))
+        step(*module)
+        other(torch.ones(1, 10)).sum().backward()
+        assert other.require_backward_grad_sync
+        late = wrap(group, module[2])
+        with pytest.raises(RuntimeError, match=r"Linear was wrapped in .* after attach, .* a list of all modules"):
+            step(module[0], late)
 
 
 def test_hierarchical_rounds_average_gradients_of_all_ddps_within_nodes() -> None:
@@ -450,14 +350,14 @@ def test_a_checkpoint_of_a_module_does_not_begin_a_second_backward() -> None:
 def test_ranks_without_data_join_with_all_ddps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if they had zero gradients; their traces have the same steps. Torch joins one DDP after the other."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
-    model, algorithm = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 3)])), GRADIENTS[name]
+    model = build(lambda: nn.ModuleList([nn.Linear(10, 40), nn.Linear(10, 3)]))
 
     def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], int]:
         ddps = [wrap(group, part) for part in copy.deepcopy(model)]
-        optimizer = algorithm.make_optimizer(parameters_of(ddps))
+        optimizer, algorithm = make(name, ddps)
         own, recorder = tb.BaguaProcessGroup(group), tb.observe.Recorder()
         num_batches = 2 + 2 * group.rank()
-        attachment = tb.attach(ddps, optimizer, algorithm.make(optimizer), process_group=own, observers=[recorder])
+        attachment = tb.attach(ddps, optimizer, algorithm, process_group=own, observers=[recorder])
         with attachment, Join(ddps) if joins else nullcontext():
             for step in range(num_batches if joins else 4):
                 optimizer.zero_grad()
@@ -471,18 +371,6 @@ def test_ranks_without_data_join_with_all_ddps(name: str, monkeypatch: pytest.Mo
     joined, zeros = (run_ranks(2, lambda group, joins=joins: body(group, joins)) for joins in (True, False))
     assert [num_steps for _, num_steps in joined] == [4, 4]
     assert all(map(torch.equal, joined[1][0], zeros[1][0]))
-
-
-def test_a_loop_that_calls_the_inner_modules_is_warned() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        parts = [nn.Linear(10, 10), nn.Linear(10, 3)]
-        ddps = [wrap(group, part) for part in parts]
-        optimizer = torch.optim.SGD(parameters_of(ddps), lr=0.01)
-        with tb.attach(ddps, optimizer, "bytegrad"):
-            train(parts, optimizer, group, range(3))
-
-    with pytest.warns(RuntimeWarning, match="SGD has stepped on gradients that DistributedDataParallel did not"):
-        run_ranks(2, body)
 
 
 def test_the_flag_of_accumulation_set_late_in_the_second_of_three_modules() -> None:

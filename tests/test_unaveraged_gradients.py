@@ -3,10 +3,8 @@
 import copy
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,497 +17,14 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from caught import torchbagua_warnings
 from ranks import run_ranks
-from torchbagua.runtime.optimizer_steps import StepEnd, StepWatch
 from training import build
-
-NUM_STEPS = 4
 
 
 def tower() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-class Loop:
-    """A rank's training loop: it calls the module `called`; `backward` computes gradients of this rank's data."""
-
-    def __init__(self, group: dist.ProcessGroup, model: nn.Module, **ddp_options: Any) -> None:
-        self.net: Any = copy.deepcopy(model)
-        self.ddp = DistributedDataParallel(self.net, process_group=group, **ddp_options)
-        self.called: nn.Module = self.ddp
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.data = torch.Generator().manual_seed(group.rank())
-        self.group = group
-
-    def attach(self, algorithm: str = "gradient_allreduce", optimizers: Any = None) -> tb.Attachment:
-        group = tb.BaguaProcessGroup(self.group)
-        return tb.attach(self.called, optimizers or self.optimizer, algorithm, process_group=group)
-
-    def loss(self, module: nn.Module | None = None) -> torch.Tensor:
-        dtype = next(self.net.parameters()).dtype
-        x = torch.randn(8, 4, generator=self.data).to(dtype)
-        return (module or self.called)(x).square().mean()
-
-    def backward(self, module: nn.Module | None = None) -> None:
-        self.loss(module).backward()
-
-    def accumulate(self, *, in_sync: bool) -> None:
-        """Compute gradients of a micro-batch, within `no_sync` or not."""
-        with nullcontext() if in_sync else self.ddp.no_sync():
-            self.backward()
-
-    def step(self, module: nn.Module | None = None) -> None:
-        self.optimizer.zero_grad()
-        self.backward(module)
-        self.optimizer.step()
-
-    def penalty(self) -> torch.Tensor:
-        """Return a penalty on the weights, which is equal on all ranks."""
-        return torch.stack([parameter.square().sum() for parameter in self.net.parameters()]).sum()
-
-    def halves(self) -> list[torch.optim.Optimizer]:
-        """Return two optimizers, of one layer each."""
-        return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
-
-    def average_by_hand(self) -> None:
-        for parameter in self.net.parameters():
-            self.group.allreduce([parameter.data]).wait()
-            parameter.data.div_(self.group.size())
-
-    def weights(self) -> torch.Tensor:
-        return nn.utils.parameters_to_vector(self.net.parameters()).detach().double()
-
-
-class BaguasLoop(Loop):
-    """A loop that calls the module itself, which `with_bagua` wraps in a DDP."""
-
-    def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
-        super().__init__(group, model)
-        del self.ddp
-        self.called = self.net
-
-    def attach(self, algorithm: str = "gradient_allreduce", optimizers: Any = None) -> tb.Attachment:
-        self.net.with_bagua(self.optimizer, algorithm, self.group)
-        self.ddp = self.net.bagua_ddp.attachment.ddp
-        attachment: tb.Attachment = self.net.bagua_ddp.attachment
-        return attachment
-
-
-Body = Callable[[dist.ProcessGroup], torch.Tensor]
-
-
-def check_one_warning(body: Body, *parts: str) -> None:
-    """Check that each rank warns once, with all parts, and that the ranks' weights do differ."""
-    with torchbagua_warnings() as messages:
-        first, second = run_ranks(2, body)
-    assert len(messages) == 2, messages  # one per rank
-    for message in messages:
-        assert all(part in message for part in parts), message
-    assert not torch.equal(first, second)
-
-
-def check_no_warning(body: Callable[[dist.ProcessGroup], Any], size: int = 2) -> None:
-    """Check that no rank warns: the suite turns torchbagua's warnings into errors, and here every RuntimeWarning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        run_ranks(size, body)
-
-
-def train(
-    step: Callable[[Loop, int], None],
-    num_steps: int = NUM_STEPS,
-    make_model: Callable[[], nn.Module] = tower,
-    make_loop: type[Loop] = Loop,
-) -> Body:
-    """Return a body that takes steps of a loop with an attached algorithm, and returns the weights."""
-    model = build(make_model)
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        loop = make_loop(group, model)
-        with loop.attach():
-            for number in range(num_steps):
-                step(loop, number)
-        return loop.weights()
-
-    return body
-
-
-def conversion(dtype: torch.dtype) -> Callable[[Loop, int], None]:
-    def step(loop: Loop, number: int) -> None:
-        if number == 1:
-            loop.called.to(dtype)
-        loop.step()
-
-    return step
-
-
-def inner_module(loop: Loop, number: int) -> None:
-    loop.step(loop.net)
-
-
-def inner_module_in_every_other_step(loop: Loop, number: int) -> None:
-    if number % 2 == 1:
-        inner_module(loop, number)
-        return
-    loop.optimizer.zero_grad()
-    for in_sync in (False, True):
-        loop.accumulate(in_sync=in_sync)
-    loop.optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("step", "make_loop", "parts"),
-    [
-        (conversion(torch.double), Loop, ["ddp.double()", "wrap it in a new DDP", "call ddp(x)", "different weights"]),
-        (conversion(torch.bfloat16), BaguasLoop, []),
-        (inner_module, Loop, ["net(x)"]),
-        (inner_module_in_every_other_step, Loop, []),
-    ],
-)
-def test_ddp_averages_nothing(step: Callable[[Loop, int], None], make_loop: type[Loop], parts: list[str]) -> None:
-    check_one_warning(train(step, make_loop=make_loop), "SGD has stepped", *parts)
-
-
-def test_two_bare_steps_are_enough_and_one_is_not() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model)
-        with loop.attach():
-            for _ in range(3):
-                loop.step(loop.net)
-                group.barrier().wait()
-                if group.rank() == 0:
-                    counts.append(len(caught))
-                group.barrier().wait()
-
-    model, counts = build(tower), list[int]()
-    check_no_warning(train(inner_module), size=1)  # one rank cannot differ from another
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(2, body)
-    assert counts == [0, 2, 2]
-    own_file = re.sub(r".*/", "", __file__)
-    assert {re.sub(r".*/", "", warning.filename) for warning in caught} == {own_file}, "at the step of the loop"
-
-
-def late_flag(loop: Loop) -> None:
-    for micro_batch in range(3):
-        loss = loop.loss()
-        loop.ddp.require_backward_grad_sync = micro_batch == 2
-        loss.backward()
-
-
-def first_micro_batch_synchronized(loop: Loop) -> None:
-    for in_sync in (True, False):
-        loop.accumulate(in_sync=in_sync)
-    nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
-
-
-def two_losses_of_a_forward(loop: Loop) -> None:
-    loss = loop.loss()
-    loss.backward(retain_graph=True)
-    loss.sqrt().backward()
-
-
-def loss_of_the_first_layer_after_ddps(loop: Loop) -> None:
-    loop.backward()
-    loop.backward(loop.net[0])
-
-
-def loss_of_the_last_layer_after_ddps(loop: Loop) -> None:
-    loop.backward()
-    loop.backward(loop.net[2])
-
-
-def inner_loss_between_ddps_forward_and_backward(loop: Loop) -> None:
-    loss = loop.loss()
-    loop.backward(loop.net)
-    loss.backward()
-
-
-def forward_within_no_sync(loop: Loop) -> None:
-    with loop.ddp.no_sync():
-        loss = loop.loss()
-    loss.backward()
-
-
-@pytest.mark.parametrize(
-    ("add_gradients", "cure"),
-    [
-        (late_flag, "enter no_sync(), before the forward"),
-        (first_micro_batch_synchronized, "synchronize the last pass"),
-        (two_losses_of_a_forward, "Sum the losses and call backward once"),
-        (loss_of_the_first_layer_after_ddps, "call ddp(x), not the inner module"),
-        (loss_of_the_last_layer_after_ddps, "call ddp(x), not the inner module"),
-        (inner_loss_between_ddps_forward_and_backward, "call ddp(x), not the inner module"),
-        (forward_within_no_sync, "leave no_sync() before the forward"),
-    ],
-)
-def test_the_last_backward_before_a_step_is_not_averaged(add_gradients: Callable[[Loop], None], cure: str) -> None:
-    """Ranks compare their weights after the first such step: an added gradient may be equal on all."""
-
-    def step(loop: Loop, number: int) -> None:
-        add_gradients(loop)
-        loop.optimizer.step()
-
-    check_one_warning(train(step, num_steps=1), "SGD has stepped", cure, "different weights")
-
-
-def test_a_leftover_window() -> None:
-    """Accumulate over two micro-batches, except in every third step, the last of an epoch."""
-
-    def step(loop: Loop, number: int) -> None:
-        loop.optimizer.zero_grad()
-        loop.accumulate(in_sync=False)
-        if number % 3 != 2:
-            loop.backward()
-        nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
-        loop.optimizer.step()
-
-    check_no_warning(train(step, num_steps=2))
-    check_one_warning(train(step, num_steps=3), "SGD has stepped", "of a shorter window at the end of an epoch")
-
-
-# Loops that are right, although some steps follow a backward that DDP has not averaged.
-
-
-def steps_within_no_sync(loop: Loop) -> None:
-    with loop.ddp.no_sync():
-        for _ in range(NUM_STEPS):
-            loop.step()
-    loop.average_by_hand()
-
-
-def a_flag_instead_of_no_sync(loop: Loop) -> None:
-    for step in range(2 * NUM_STEPS):
-        loop.ddp.require_backward_grad_sync = step % 2 == 1
-        loop.step()
-        if step % 2 == 0:
-            loop.average_by_hand()
-
-
-def accumulation(loop: Loop) -> None:
-    for step in range(2 * NUM_STEPS):
-        loop.accumulate(in_sync=step % 2 == 1)
-        if step % 2 == 1:
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-
-
-def hooks_that_change_gradients(loop: Loop) -> None:
-    for parameter in loop.net.parameters():
-        parameter.register_hook(lambda gradient: gradient + 1)
-        parameter.register_post_accumulate_grad_hook(lambda parameter: nn.utils.clip_grad_value_(parameter, 0.1))
-    accumulation(loop)
-
-
-def accumulation_with_scaler_and_clipping(loop: Loop) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(NUM_STEPS):
-        share = torch.inf if step % 2 == 0 else 1.0
-        with loop.ddp.no_sync():
-            scaler.scale(share * loop.loss()).backward()
-        scaler.scale(loop.loss()).backward()
-        scaler.unscale_(loop.optimizer)
-        nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
-        scaler.step(loop.optimizer)
-        scaler.update()
-        loop.optimizer.zero_grad()
-
-
-def steps_without_gradients(loop: Loop) -> None:
-    for set_to_none in (True, False):
-        loop.step()
-        for _ in range(3):
-            loop.backward(loop.net)
-            loop.optimizer.zero_grad(set_to_none=set_to_none)
-            loop.optimizer.step()
-
-
-def the_same_gradients_again(loop: Loop) -> None:
-    for _ in range(2):
-        loop.step()
-        for _ in range(3):
-            loop.optimizer.step()
-
-
-def a_generator_and_its_critic(loop: Loop) -> None:
-    """Attach the critic, which gets gradients from the generator's loss too, through the inner module."""
-    generator = nn.Linear(4, 4)
-    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
-    for _ in range(NUM_STEPS):
-        for _ in range(2):
-            loop.step()
-        generator_optimizer.zero_grad()
-        loop.net(generator(torch.randn(8, 4, generator=loop.data))).mean().backward()
-        generator_optimizer.step()
-
-
-def a_closure(loop: Loop) -> None:
-    def closure() -> float:
-        loop.optimizer.zero_grad()
-        loop.backward()
-        return 0.0
-
-    for _ in range(NUM_STEPS):
-        loop.optimizer.step(closure)
-
-
-def a_forward_outside_no_sync(loop: Loop) -> None:
-    """DDP averages in each backward, since it reads the flag in the forward."""
-    for step in range(2 * NUM_STEPS):
-        loss = loop.loss()
-        with loop.ddp.no_sync():
-            loss.backward()
-        if step % 2 == 1:
-            loop.optimizer.step()
-            loop.optimizer.zero_grad(set_to_none=False)
-
-
-def several_synchronized_passes(loop: Loop) -> None:
-    for step in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        for _ in range(1 + step % 2):
-            loop.backward()
-        loop.optimizer.step()
-
-
-def inner_losses_before_ddps(loop: Loop) -> None:
-    for _ in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        loop.backward(loop.net)
-        loop.backward()
-        with torch.no_grad():
-            loop.loss(loop.net)
-        loop.optimizer.step()
-
-
-def a_discarded_gradient_after_the_average(loop: Loop) -> None:
-    """Compute a gradient of the critic in the generator's pass, clear it, and train the critic."""
-    for set_to_none in (False, True) * 2:
-        loop.optimizer.zero_grad(set_to_none=set_to_none)
-        loop.backward()
-        loop.backward(loop.net)
-        loop.step()
-        loop.backward(loop.net)
-        loop.optimizer.zero_grad(set_to_none=set_to_none)
-        loop.optimizer.step()
-
-
-def a_synchronization_in_backward(loop: Loop) -> None:
-    """Prepare DDP for the last of several backward passes, as accelerate's `trigger_sync_in_backward` does."""
-    for _ in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        with loop.ddp.no_sync():
-            losses = [loop.loss(), loop.loss()]
-            losses[0].backward()
-        loop.ddp.require_forward_param_sync = True
-        loop.ddp.reducer.prepare_for_backward([])
-        losses[1].backward()
-        loop.optimizer.step()
-
-
-def a_gradient_penalty(loop: Loop) -> None:
-    for _ in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        x = torch.randn(8, 4, generator=loop.data, requires_grad=True)
-        loss = loop.called(x).square().sum()
-        slope = torch.autograd.grad(loss, x, create_graph=True)[0]
-        (loss + slope.square().sum()).backward()
-        loop.optimizer.step()
-
-
-def a_metric_without_gradients_and_a_penalty(loop: Loop) -> None:
-    """DDP's forward under no_grad clears the flag of its parameters' synchronization."""
-    for _ in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        loop.backward()
-        with torch.no_grad():
-            loop.called(torch.ones(2, 4))
-        loop.penalty().backward()
-        loop.optimizer.step()
-
-
-def a_local_gradient_that_is_not_used(loop: Loop) -> None:
-    """As a Fisher information or a noise scale is computed."""
-    for _ in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        loop.backward()
-        averages = [parameter.grad for parameter in loop.net.parameters()]
-        loop.optimizer.zero_grad()
-        loop.backward(loop.net)
-        for parameter, average in zip(loop.net.parameters(), averages, strict=True):
-            parameter.grad = average
-        loop.optimizer.step()
-
-
-def steps_on_a_penalty_alone(loop: Loop) -> None:
-    for _ in range(NUM_STEPS):
-        loop.step()
-        loop.optimizer.zero_grad()
-        loop.penalty().backward()
-        loop.optimizer.step()
-        loop.optimizer.step()
-
-
-def averages_by_hand_within_no_sync_at_first(loop: Loop) -> None:
-    for step in range(NUM_STEPS):
-        with loop.ddp.no_sync() if step < 2 else nullcontext():
-            loop.step()
-        if step == 1:
-            loop.average_by_hand()
-
-
-@pytest.mark.parametrize(
-    ("habit", "make_loop"),
-    [
-        *(
-            (habit, Loop)
-            for habit in (
-                *(steps_within_no_sync, a_flag_instead_of_no_sync, hooks_that_change_gradients),
-                *(accumulation_with_scaler_and_clipping, steps_without_gradients, the_same_gradients_again),
-                *(a_generator_and_its_critic, a_closure, a_forward_outside_no_sync, inner_losses_before_ddps),
-                *(a_discarded_gradient_after_the_average, a_synchronization_in_backward, a_gradient_penalty),
-                *(a_metric_without_gradients_and_a_penalty, a_local_gradient_that_is_not_used),
-                steps_on_a_penalty_alone,
-            )
-        ),
-        (averages_by_hand_within_no_sync_at_first, BaguasLoop),
-    ],
-)
-def test_no_warning(habit: Callable[[Loop], None], make_loop: type[Loop]) -> None:
-    model = build(tower)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = make_loop(group, model)
-        with loop.attach("bytegrad"):
-            habit(loop)
-
-    check_no_warning(body)
-
-
-def test_no_warning_for_two_optimizers() -> None:
-    """Some steps are within `no_sync`, and the second optimizer steps after every other average only."""
-    model = build(tower)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model)
-        first, second = halves = loop.halves()
-        with loop.attach("bytegrad", halves):
-            for _ in range(NUM_STEPS):
-                loop.ddp.zero_grad()
-                loop.accumulate(in_sync=False)
-                for half in halves:
-                    half.step()
-            loop.average_by_hand()
-            loop.ddp.zero_grad()
-            for step in range(NUM_STEPS):
-                first.zero_grad()
-                loop.backward()
-                first.step()
-                if step % 2 == 1:
-                    second.step()
-                    second.zero_grad()
-
-    check_no_warning(body)
+TOWER = build(tower)
 
 
 class Checkpointed(nn.Module):
@@ -523,20 +38,6 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = checkpoint(self.tower[1:], self.tower[0](x), use_reentrant=True)
         return output
-
-
-@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
-def test_no_warning_whatever_ddp_was_told(option: str) -> None:
-    model = build(Checkpointed if option == "static_graph" else tower)
-
-    def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, **{option: True})
-        with loop.attach("bytegrad"):
-            loop.step()
-            accumulation(loop)
-            several_synchronized_passes(loop)
-
-    check_no_warning(body)
 
 
 def frozen_tower() -> nn.Module:
@@ -557,142 +58,359 @@ class FrozenLayers(nn.Module):
         return self.head(self.layers[-1](x))
 
 
-def unfreeze(loop: Loop) -> None:
-    loop.net.requires_grad_(True)
+def partly_ignored() -> nn.Module:
+    model: Any = tower()
+    model[1] = nn.Linear(4, 4).requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    return model
 
 
-def unfreeze_one(loop: Loop) -> None:
-    loop.net.get_parameter("layers.129.bias").requires_grad_(True)
+class Case(NamedTuple):
+    """A training: the calls of a `Loop`'s methods, and parts of the warning that each rank gives, if it gives one."""
+
+    calls: str
+    parts: tuple[str, ...] | None = None
+    make_model: Callable[[], nn.Module] = tower
+    options: dict[str, Any] = {}  # noqa: RUF012
+    is_baguas: bool = False
+    has_halves: bool = False
 
 
-def add_a_layer(loop: Loop) -> None:
-    added = nn.Linear(1, 1)
-    nn.init.ones_(added.weight)
-    nn.init.zeros_(added.bias)
-    loop.net.append(added)
-    loop.optimizer.add_param_group({"params": list(added.parameters())})
+# Calls of one line; the others are methods of `Loop`.
+CALLS: dict[str, Callable[["Loop"], Any]] = {
+    "zero": lambda loop: loop.optimizer.zero_grad(),
+    "zeros": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "step": lambda loop: loop.optimizer.step(),
+    "sync": lambda loop: loop.loss().backward(),
+    "inner": lambda loop: loop.loss(loop.net).backward(),
+    "first_layer": lambda loop: loop.loss(loop.net[0]).backward(),
+    "last_layer": lambda loop: loop.loss(loop.net[2]).backward(),
+    "inner_of_equal_data": lambda loop: loop.net(torch.ones(2, 4)).square().mean().backward(),
+    "scaled_sync": lambda loop: loop.scaler.scale(loop.loss()).backward(),
+    "clip": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3),
+    "step_first": lambda loop: loop.halves[0].step(),
+    "step_second": lambda loop: loop.halves[1].step(),
+    "zero_first": lambda loop: loop.halves[0].zero_grad(),
+    "double": lambda loop: loop.called.double(),
+    "bfloat16": lambda loop: loop.called.bfloat16(),
+    "unfreeze": lambda loop: loop.net.requires_grad_(True),
+    "unfreeze_one": lambda loop: loop.net.get_parameter("layers.129.bias").requires_grad_(True),
+}
 
 
-@pytest.mark.parametrize(
-    ("make_model", "change", "names"),
-    [
-        (frozen_tower, unfreeze, "2 parameters are not averaged: 0.weight, 0.bias"),
-        (FrozenLayers, unfreeze_one, "1 parameters are not averaged: layers.129.bias"),
-        (tower, add_a_layer, "2 parameters are not averaged: 3.weight, 3.bias"),
-    ],
-)
-@pytest.mark.parametrize("at_step", [0, 2])
-def test_parameters_unfrozen_or_added_after_ddp_was_created(
-    make_model: Callable[[], nn.Module], change: Callable[[Loop], None], names: str, at_step: int
-) -> None:
-    def step(loop: Loop, number: int) -> None:
-        if number == at_step:
-            change(loop)
-        loop.step()
+class Loop:
+    """A rank's training loop, whose calls a `Case` names: of the DDP, or of a module that `with_bagua` wraps."""
 
-    check_one_warning(train(step, make_model=make_model), f"the gradients of {names}", "a new DDP")
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, case: Case) -> None:
+        self.net: Any = copy.deepcopy(model)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.group, self.data = group, torch.Generator().manual_seed(group.rank())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        if case.has_halves:
+            self.halves = [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
+        if case.is_baguas:
+            self.net.with_bagua(self.optimizer, "gradient_allreduce", group)
+            self.attachment = self.net.bagua_ddp.attachment
+            self.ddp, self.called = self.attachment.ddp, self.net
+        else:
+            self.called = self.ddp = DistributedDataParallel(self.net, process_group=group, **case.options)
+            optimizers = self.halves if case.has_halves else self.optimizer
+            own = tb.BaguaProcessGroup(group)
+            self.attachment = tb.attach(self.ddp, optimizers, "gradient_allreduce", process_group=own)
+
+    def call(self, name: str) -> None:
+        if name in CALLS:
+            CALLS[name](self)
+        else:
+            getattr(self, name)()
+
+    def loss(self, module: nn.Module | None = None) -> torch.Tensor:
+        x = torch.randn(8, 4, generator=self.data).to(next(self.net.parameters()).dtype)
+        return (module or self.called)(x).square().mean()
+
+    def silent(self) -> None:
+        with self.ddp.no_sync():
+            self.call("sync")
+
+    def inner_between_forward_and_backward(self) -> None:
+        loss = self.loss()
+        self.call("inner")
+        loss.backward()
+
+    def penalty(self) -> None:
+        """Add the gradient of a penalty on the weights, which is equal on all ranks."""
+        torch.stack([parameter.square().sum() for parameter in self.net.parameters()]).sum().backward()
+
+    def gradient_penalty(self) -> None:
+        x = torch.randn(8, 4, generator=self.data, requires_grad=True)
+        loss = self.called(x).square().sum()
+        slope = torch.autograd.grad(loss, x, create_graph=True)[0]
+        (loss + slope.square().sum()).backward()
+
+    def metric(self) -> None:
+        """DDP's forward under no_grad clears the flag of its parameters' synchronization."""
+        with torch.no_grad():
+            self.loss()
+
+    def inner_metric(self) -> None:
+        with torch.no_grad():
+            self.loss(self.net)
+
+    def forward_within_no_sync(self) -> None:
+        with self.ddp.no_sync():
+            loss = self.loss()
+        loss.backward()
+
+    def backward_within_no_sync(self) -> None:
+        """DDP averages nevertheless, since it reads the flag in the forward."""
+        loss = self.loss()
+        with self.ddp.no_sync():
+            loss.backward()
+
+    def set_the_flag_late(self) -> None:
+        for micro_batch in range(3):
+            loss = self.loss()
+            self.ddp.require_backward_grad_sync = micro_batch == 2
+            loss.backward()
+
+    def two_losses_of_a_forward(self) -> None:
+        loss = self.loss()
+        loss.backward(retain_graph=True)
+        loss.sqrt().backward()
+
+    def sync_in_backward(self) -> None:
+        """Prepare DDP for the last of several backward passes, as accelerate's `trigger_sync_in_backward` does."""
+        with self.ddp.no_sync():
+            losses = [self.loss(), self.loss()]
+            losses[0].backward()
+        self.ddp.require_forward_param_sync = True
+        self.ddp.reducer.prepare_for_backward([])
+        losses[1].backward()
+
+    def measure_a_local_gradient(self) -> None:
+        """As a Fisher information or a noise scale is computed."""
+        averages = [parameter.grad for parameter in self.net.parameters()]
+        self.call("zero")
+        self.call("inner")
+        for parameter, average in zip(self.net.parameters(), averages, strict=True):
+            parameter.grad = average
+
+    def scaled_silent_overflow(self) -> None:
+        with self.ddp.no_sync():
+            self.scaler.scale(torch.inf * self.loss()).backward()
+
+    def scaled_step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.call("clip")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def closure_step(self) -> None:
+        def closure() -> float:
+            self.call("zero")
+            self.call("sync")
+            return 0.0
+
+        self.optimizer.step(closure)
+
+    def average_by_hand(self) -> None:
+        for parameter in self.net.parameters():
+            self.group.allreduce([parameter.data]).wait()
+            parameter.data.div_(self.group.size())
+
+    def hook_gradients(self) -> None:
+        for parameter in self.net.parameters():
+            parameter.register_hook(lambda gradient: gradient + 1)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: nn.utils.clip_grad_value_(parameter, 0.1))
+
+    def add_a_layer(self) -> None:
+        added = nn.Linear(1, 1)
+        nn.init.ones_(added.weight)
+        nn.init.zeros_(added.bias)
+        self.net.append(added)
+        self.optimizer.add_param_group({"params": list(added.parameters())})
+
+    def change_one_rank(self) -> None:
+        if self.group.rank() == 1:
+            self.net[0].bias.data.zero_()
 
 
-def test_no_warning_for_parameters_that_ddp_ignores_or_that_are_not_used() -> None:
-    model = build(tower)
+PLAIN, INNER = "zero sync step ", "zero inner step "
+ACCUMULATION = "silent sync step zero "
+STEPPED, NEW_DDP = "SGD has stepped", "a new DDP"
+LAST = (STEPPED, "different weights")
+CALL_DDP = (*LAST, "call ddp(x), not the inner module")
+ADDED = {
+    "unfreeze": (frozen_tower, "the gradients of 2 parameters are not averaged: 0.weight, 0.bias"),
+    "unfreeze_one": (FrozenLayers, "the gradients of 1 parameters are not averaged: layers.129.bias"),
+    "add_a_layer": (tower, "the gradients of 2 parameters are not averaged: 3.weight, 3.bias"),
+}
+CASES: dict[str, Case] = {
+    # DDP averages nothing.
+    "converted": Case(f"{PLAIN} double {PLAIN * 3}", (*LAST, "ddp.double()", "wrap it in a new DDP", "call ddp(x)")),
+    "converted, with_bagua": Case(f"{PLAIN} bfloat16 {PLAIN * 3}", (STEPPED,), is_baguas=True),
+    "the inner module": Case(INNER * 4, (STEPPED, "net(x)")),
+    "the inner module in every other step": Case(f"zero {ACCUMULATION} {INNER}" * 2, (STEPPED,)),
+    # The last backward before the first step. Ranks compare weights: an added gradient may be equal on all.
+    "a late flag": Case("set_the_flag_late step", (*LAST, "enter no_sync(), before the forward")),
+    "the first micro-batch synchronized": Case("sync silent clip step", (*LAST, "synchronize the last pass")),
+    "two losses": Case("two_losses_of_a_forward step", (*LAST, "Sum the losses and call backward once")),
+    "a loss of the first layer": Case("sync first_layer step", CALL_DDP),
+    "a loss of the last layer": Case("sync last_layer step", CALL_DDP),
+    "an inner loss between": Case("inner_between_forward_and_backward step", CALL_DDP),
+    "a forward within no_sync": Case("forward_within_no_sync step", (*LAST, "leave no_sync() before the forward")),
+    "a leftover window": Case(
+        "zero silent sync clip step " * 2 + "zero silent clip step",
+        (STEPPED, "of a shorter window at the end of an ep"),
+    ),
+    # An inner loss on data that are equal on all ranks looks wrong for a while; then one rank changes its weights.
+    "a change after a suspicion that was cleared": Case(
+        "zero sync inner_of_equal_data step " * 6 + f"change_one_rank {PLAIN}",
+        ("hold different weights", "A rank has changed its weights alone"),
+    ),
+    # Parameters that DDP does not know.
+    **{
+        f"{change} at step {number}": Case(f"{PLAIN * number} {change} {PLAIN * (4 - number)}", (part, NEW_DDP), make)
+        for change, (make, part) in ADDED.items()
+        for number in (0, 2)
+    },
+    # Loops that are right, although some steps follow a backward that DDP has not averaged.
+    "whole windows": Case("zero silent sync clip step " * 2),
+    "steps within no_sync": Case("zero silent step " * 4 + "average_by_hand"),
+    "every other step within no_sync": Case(f"zero silent step average_by_hand {PLAIN}" * 4),
+    "hooks that change gradients": Case(f"hook_gradients {ACCUMULATION * 4}"),
+    "a scaler": Case("scaled_silent_overflow scaled_sync scaled_step zero silent scaled_sync scaled_step zero " * 2),
+    "steps without gradients": Case(
+        f"{PLAIN} inner zero step inner zero step {PLAIN} inner zeros step inner zeros step"
+    ),
+    "the same gradients again": Case(f"{PLAIN} step step step " * 2),
+    "a generator that trains its critic too": Case(f"{PLAIN} {PLAIN} inner " * 4),
+    "a closure": Case("closure_step " * 4),
+    "a backward within no_sync": Case("backward_within_no_sync backward_within_no_sync step zeros " * 4),
+    "inner losses before": Case("zero inner sync inner_metric step " * 4),
+    "a discarded gradient": Case(
+        f"zeros sync inner {PLAIN} inner zeros step zero sync inner {PLAIN} inner zero step " * 2
+    ),
+    "a synchronization in backward": Case("zero sync_in_backward step " * 4),
+    "a gradient penalty": Case("zero gradient_penalty step " * 4),
+    "a metric and a penalty": Case("zero sync metric penalty step " * 4),
+    "a local gradient that is not used": Case("zero sync measure_a_local_gradient step " * 4),
+    "steps on a penalty alone": Case(f"{PLAIN} zero penalty step step " * 4),
+    "averages by hand at first": Case(f"{'zero silent step ' * 2} average_by_hand {PLAIN * 2}", is_baguas=True),
+    # The second optimizer steps after every other average only.
+    "two optimizers": Case(
+        "zero silent step_first step_second " * 4
+        + "average_by_hand zero "
+        + "zero_first sync step_first zero_first sync step_first step_second zero " * 2,
+        has_halves=True,
+    ),
+    **{
+        option: Case(
+            f"{PLAIN} {ACCUMULATION * 4} {f'{PLAIN} zero sync sync step ' * 2}",
+            make_model=Checkpointed if option == "static_graph" else tower,
+            options={option: True},
+        )
+        for option in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+    },
+    "ignored and frozen parameters": Case(PLAIN * 4, make_model=partly_ignored),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_warning_or_none(name: str) -> None:
+    """Each rank warns if its weights differ from those of another."""
+    case = CASES[name]
+    model = build(case.make_model)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model, case)
+        with loop.attachment:
+            for call in case.calls.split():
+                loop.call(call)
+        return nn.utils.parameters_to_vector(loop.net.parameters()).detach().double()
+
+    with torchbagua_warnings() as messages:
+        first, second = run_ranks(2, body)
+    assert len(messages) == (0 if case.parts is None else 2), messages
+    for message in messages:
+        assert all(part in message for part in case.parts or ()), message
+    assert case.parts is None or not torch.equal(first, second)
+
+
+def test_two_bare_steps_are_enough_and_one_is_not() -> None:
+    """But not on a single rank, which cannot differ from another."""
+    counts, case = list[int](), Case("")
 
     def body(group: dist.ProcessGroup) -> None:
-        net: Any = copy.deepcopy(model)
-        net[1] = nn.Linear(4, 4).requires_grad_(False)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "0.bias"])
-        loop = Loop(group, net)
-        with loop.attach():
-            for _ in range(NUM_STEPS):
-                loop.step()
+        loop = Loop(group, TOWER, case)
+        with loop.attachment:
+            for _ in range(3):
+                loop.call("inner")
+                loop.call("step")
+                loop.call("zero")
+                group.barrier().wait()
+                if group.rank() == 0:
+                    counts.append(len(caught))
+                group.barrier().wait()
 
-    check_no_warning(body)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(1, body)
+        run_ranks(2, body)
+    assert counts == [0, 0, 0, 0, 2, 2]
+    own_file = re.sub(r".*/", "", __file__)
+    assert {re.sub(r".*/", "", warning.filename) for warning in caught} == {own_file}, "at the step of the loop"
 
 
 def test_an_optimizer_in_backward() -> None:
-    model = build(tower)
-
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        loop = Loop(group, model)
-        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in loop.net.parameters()}
+        ddp = DistributedDataParallel(copy.deepcopy(TOWER), process_group=group)
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in ddp.parameters()}
 
         def step(parameter: torch.Tensor) -> None:
             optimizers[parameter].step()
             parameter.grad = None
 
-        for parameter in loop.net.parameters():
+        for parameter in ddp.parameters():
             parameter.register_post_accumulate_grad_hook(step)
-        with loop.attach(optimizers=list(optimizers.values())):
-            for _ in range(NUM_STEPS):
-                loop.backward()
-        return loop.weights()
+        with tb.attach(ddp, list(optimizers.values()), "gradient_allreduce"):
+            for _ in range(4):
+                ddp(torch.full((2, 4), 1.0 + group.rank())).sum().backward()
+        return ddp.module[0].weight.detach()
 
-    check_one_warning(body, "SGD steps within backward", "Step after backward", "averages weights")
-
-
-def test_a_suspicion_that_was_cleared_leaves_the_comparison_of_weights() -> None:
-    """An inner loss on data that are equal on all ranks looks wrong for a while; then one rank changes its weights."""
-    model = build(tower)
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        loop = Loop(group, model)
-        with loop.attach():
-            for _ in range(6):
-                loop.optimizer.zero_grad()
-                loop.backward()
-                loop.net(torch.ones(2, 4)).square().mean().backward()
-                loop.optimizer.step()
-            if group.rank() == 1:
-                with torch.no_grad():
-                    loop.net[0].bias.zero_()
-            loop.step()
-        return loop.weights()
-
-    check_one_warning(body, "hold different weights", "A rank has changed its weights alone")
+    with torchbagua_warnings() as messages:
+        first, second = run_ranks(2, body)
+    assert not torch.equal(first, second)
+    assert len(messages) == 2, messages
+    message = messages[0]
+    assert all(part in message for part in ("SGD steps within backward", "Step after backward", "averages weights"))
 
 
-def count_listeners(monkeypatch: pytest.MonkeyPatch) -> Counter[StepWatch]:
-    """Return the numbers of listeners that are added to watches of steps from now on, and not yet removed."""
-    add, remove, counts = StepWatch.add, StepWatch.remove, Counter[StepWatch]()
-
-    def count_added(watch: StepWatch, listener: StepEnd, **options: Any) -> None:
-        counts[watch] += 1
-        add(watch, listener, **options)
-
-    def count_removed(watch: StepWatch, listener: StepEnd) -> None:
-        counts[watch] -= 1
-        remove(watch, listener)
-
-    monkeypatch.setattr(StepWatch, "add", count_added)
-    monkeypatch.setattr(StepWatch, "remove", count_removed)
-    return counts
-
-
-def test_only_the_first_steps_of_each_optimizer_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_steps_of_each_optimizer_are_checked() -> None:
     """Steps without an average do not count, so that a mistake after a long warm-up without averages is found."""
-    model = build(tower)
-    listeners = count_listeners(monkeypatch)
+    case = Case("", has_halves=True)
 
     def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model)
-        halves = loop.halves()
+        loop = Loop(group, TOWER, case)
 
         def num_hooks() -> int:
             return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in loop.net.parameters())
 
-        with loop.attach(optimizers=halves) as attachment:
-            with loop.ddp.no_sync():
-                for _ in range(22):
-                    loop.step()
-                    halves[0].step()
-                loop.average_by_hand()
+        with loop.attachment:
+            for _ in range(22):
+                loop.call("zero")
+                loop.silent()
+                loop.call("step_first")
+            loop.average_by_hand()
             assert num_hooks() == 4
             for step in range(26):
-                loop.ddp.zero_grad()
-                loop.backward()
-                halves[0].step()
+                loop.call("zero")
+                loop.call("sync")
+                loop.call("step_first")
                 if step >= 5:
-                    halves[1].step()
+                    loop.call("step_second")
                 assert num_hooks() == 2 * (step < 19) + 2 * (step < 24)
-            assert [listeners[watch] for watch in attachment.runner.step_watches] == [1, 1]  # of the meetings
 
-    check_no_warning(body)
+    with torchbagua_warnings() as messages:
+        run_ranks(2, body)
+    assert not messages
