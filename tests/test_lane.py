@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator
+from dataclasses import dataclass
 
 import pytest
 
@@ -56,25 +57,32 @@ def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(
     lane.close()
 
 
-def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
-    closed = threading.Event()
-    lane = Lane("failing", on_failure=closed.set)
-    gate = threading.Event()
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("closes", [True, False])
+def test_failure_reaches_every_later_job_and_ends_the_thread(closes: bool) -> None:
+    """Also an error that is its own cause, and if on_failure raises."""
+    gate, ran = threading.Event(), list[str]()
+
+    def on_failure() -> None:
+        ran.append("on_failure")
+        if not closes:
+            raise OSError("cannot close")
 
     def fail() -> None:
         gate.wait()
-        raise ConnectionError("peer 3 is gone")
+        error = ConnectionError("peer 3 is gone")
+        raise error from error
 
-    ran: list[int] = []
-    futures = [lane.submit(fail).future(), lane.submit(lambda: ran.append(1)).future()]
+    lane = Lane("failing", on_failure=on_failure)
+    futures = [lane.submit(fail).future(), *([lane.submit(lambda: ran.append("queued")).future()] if closes else [])]
     gate.set()
     wait_until_gone("failing")
-    futures.append(lane.submit(lambda: ran.append(2)).future())
+    if closes:
+        futures.append(lane.submit(lambda: ran.append("late")).future())
     for future in futures:
         with pytest.raises(RuntimeError, match="ConnectionError: peer 3 is gone"):
             future.wait()
-    assert closed.is_set()
-    assert ran == []
+    assert ran == ["on_failure"]
     lane.close()
 
 
@@ -107,31 +115,16 @@ def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
     assert not threads_named("racing")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failure_reaches_the_job_whatever_else_fails() -> None:
-    """An error that is its own cause, and an on_failure that raises."""
-
-    def fail_to_close() -> None:
-        raise OSError("cannot close")
-
-    def fail() -> None:
-        error = ValueError("a circle")
-        raise error from error
-
-    lane = Lane("unlucky", on_failure=fail_to_close)
-    with pytest.raises(RuntimeError, match="ValueError: a circle"):
-        lane.submit(fail).future().wait()
-    wait_until_gone("unlucky")
-    lane.close()
-
-
 def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
     lane = Lane("closing", on_failure=lambda: None)
-    ran: list[int] = []
+    ran, steps = list[int](), list[str]()
     for i in range(10):
         lane.submit(lambda i=i: (time.sleep(0.001), ran.append(i))).future()
+    jobs = [lane.submit_overlapping(Steps(name, steps)) for name in "abcd"]
     lane.close()
     assert ran == list(range(10))
+    assert [job.result() for job in jobs] == list("abcd")
+    assert steps.count("d ends") == 1
     lane.close()
     with pytest.raises(RuntimeError, match="closing is closed"):
         lane.submit(lambda: None).future()
@@ -176,14 +169,14 @@ def test_a_deleted_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
     wait_until_gone("forgotten")
 
 
+@dataclass
 class Steps:
     """Records its steps: begins, yields twice, and ends."""
 
-    def __init__(self, name: str, seen: list[str], may: bool = True, fails_at: str = "") -> None:
-        self.name = name
-        self.seen = seen
-        self.may = may
-        self.fails_at = fails_at
+    name: str
+    seen: list[str]
+    may: bool = True
+    fails_at: str = ""
 
     def may_begin(self) -> bool:
         return self.may
@@ -236,12 +229,3 @@ def test_a_failure_closes_the_jobs_that_have_begun(name: str, fails_at: str) -> 
     other_name = "b" if name == "a" else "a"
     assert f"{other_name} is closed" in seen
     assert "c begins" not in seen
-
-
-def test_close_ends_the_jobs_that_have_begun() -> None:
-    seen: list[str] = []
-    lane = Lane("closing", on_failure=lambda: None)
-    jobs = [lane.submit_overlapping(Steps(name, seen)) for name in "abcd"]
-    lane.close()
-    assert [job.result() for job in jobs] == list("abcd")
-    assert seen.count("d ends") == 1
