@@ -29,24 +29,9 @@ from torchbagua.codecs.base import REGISTRY, by_name, check_compression, needs_f
 from torchbagua.codecs.sparse import SparseCodec
 
 COMPRESSORS: list[Compressor] = [
-    MinMaxUInt8(),
-    MinMaxUInt8(block=None),
-    MinMaxUInt8(8),
-    MinMaxUInt4(),
-    MinMaxUInt4(block=None),
-    MinMaxUInt4(8),
-    Sign1Bit(),
-    Sign1Bit(block=None),
-    Sign1Bit(8),
-    TopK(),
-    TopK(64, 0.07),
-    TopK(8, 1.0),
-    BlockK(),
-    BlockK(64, 0.07),
-    BlockK(8, 1.0),
-    Cast(),
-    Cast("float16"),
-    Identity(),
+    *(codec(block) for codec in (MinMaxUInt8, MinMaxUInt4, Sign1Bit) for block in (codec().block, None, 8)),
+    *(codec for kind in (TopK, BlockK) for codec in (kind(), kind(64, 0.07), kind(8, 1.0))),
+    *(Cast(), Cast("float16"), Identity()),
 ]
 BLOCK_CODECS = (MinMaxUInt8, MinMaxUInt4, Sign1Bit)
 CODED = {
@@ -118,19 +103,13 @@ def test_round_trip(compressor: Compressor, dtype: torch.dtype) -> None:
             assert torch.equal(decoded[chunk], torch.from_numpy(expected).to(dtype))
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
-def test_sign1bit_takes_a_bit_an_element_and_four_bytes_a_block(segments: list[int], num_chunks: int) -> None:
-    compressor = Sign1Bit(16)
-    layout = layout_of(compressor, segments, num_chunks)
-    needed = 4 * len(layout.table) + int((-(-layout.table[:, 1] // 8)).sum())
-    assert needed <= layout.num_bytes < needed + len(layout.table) + 32 * num_chunks
-
-
-def test_four_bits_take_4_25_bits_an_element_and_half_a_byte_for_an_odd_length() -> None:
+def test_bits_of_an_element() -> None:
+    """Half a byte of an odd length is rounded up."""
     layout = layout_of(MinMaxUInt4(), [128 * 1000, 5], 1)
     assert layout.table[-1].tolist() == [128 * 1000, 5, 4 * 1000, 4 * 1001 + 64 * 1000]
     assert 4.25 < 8 * layout.num_bytes / (128 * 1000 + 5) < 4.26
+    for codec, most in ((Sign1Bit(), 1.016), (TopK(), 0.214), (MinMaxUInt8(), 8.032)):
+        assert 8 * codec.wire_bytes(2048 * 1000, 1000, torch.float32) / 2048 / 1000 < most
 
 
 @pytest.mark.parametrize("codec", [TopK, BlockK])
@@ -153,23 +132,17 @@ def test_a_sparse_codec_keeps_the_same_share_of_every_block(
 
 
 def test_topk_takes_the_ratio_as_written() -> None:
-    assert TopK(ratio=0.01).block_format.kept == 21
-    assert TopK(200, 0.07).block_format.kept == 14  # 0.07 * 200 is 14.000000000000002
-    assert TopK(ratio=1).block_format.kept == 2048
-    assert TopK(ratio=1e-9).block_format.kept == 1
+    # 0.07 * 200 is 14.000000000000002.
+    for block, ratio, kept in ((2048, 0.01, 21), (200, 0.07, 14), (2048, 1, 2048), (2048, 1e-9, 1)):
+        assert TopK(block, ratio).block_format.kept == kept
     assert TopK(ratio=np.float64(0.01)).block_format.kept == 21
-    assert 8 * TopK().wire_bytes(2048 * 1000, 1000, torch.float32) / 2048 / 1000 < 0.214
 
 
 def test_names() -> None:
     assert by_name("minmax_uint4") == MinMaxUInt4()
-    assert by_name("sign1bit") == Sign1Bit()
-    assert by_name("minmax_uint8") == MinMaxUInt8()
-    assert by_name("minmax_uint8") != Sign1Bit()
+    assert by_name("sign1bit") == Sign1Bit() != by_name("minmax_uint8") == MinMaxUInt8()
     assert all(f'"{name}"' in (codecs.__doc__ or "") for name in REGISTRY)
-
-
-def test_baguas_spelling_is_an_alias() -> None:
+    # Bagua's spelling is an alias.
     assert check_compression("", "MinMaxUInt8") == "minmax_uint8"
     assert by_name("MinMaxUInt8", block=8) == MinMaxUInt8(8)
     assert not needs_feedback("MinMaxUInt8")

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.topology import Ring
-from torchbagua.transport import TransportError, gloo
+from torchbagua.transport import gloo
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.gloo import Connections, GlooTransport, gloo_group
 
@@ -44,6 +44,8 @@ def test_a_rank_connects_to_the_peers_it_communicates_with() -> None:
         own.open()
         opened = connections_of(own.world)
         found = [set(opened.links)]
+        broadcast_tensors(own.world, [torch.zeros(3), torch.empty(0)], "a test")
+        assert len(opened.links) <= (size - 1).bit_length()
         all_reduce_max(own.world, [rank], "a test")
         found.append(set(opened.links))
         flat, got = torch.full((4,), float(rank)), torch.empty(4)
@@ -95,44 +97,30 @@ def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatc
         assert num_links <= 2 * (size - 1).bit_length()
 
 
-def test_broadcast_needs_few_links() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group)
-        values = [torch.full((3,), float(group.rank())), torch.empty(0)]
-        broadcast_tensors(own.world, values, "a test")
-        assert values[0].tolist() == [0.0] * 3
-        assert len(connections_of(own.world).links) <= (own.size - 1).bit_length()
-
-    run_ranks(7, body)
-
-
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_missing_peer_is_named_in_time(missing: int) -> None:
     """True for either of two ranks that wait for each other; a rank that arrives later finds the group closed."""
     left = threading.Barrier(3)
 
-    def body(group: dist.ProcessGroup) -> tuple[str, float]:
+    def body(group: dist.ProcessGroup) -> str:
         own = tb.BaguaProcessGroup(group, timeout=SHORT)
         own.open()
         if group.rank() == missing:
             left.wait(30)
         start = time.monotonic()
-        with pytest.raises(tb.CommunicationError) as caught:
-            all_reduce_max(own.world, [0], "numbers")
-        seconds = time.monotonic() - start
+        for _ in range(2):
+            with pytest.raises(tb.CommunicationError) as caught:
+                all_reduce_max(own.world, [0], "numbers")
+        assert time.monotonic() < start + 2.5
         if group.rank() != missing:
             left.wait(30)
-        return str(caught.value), seconds
+        return str(caught.value)
 
-    results = run_ranks(3, body)
-    for rank, (text, seconds) in enumerate(results):
-        assert seconds < 2.5, text
-        if rank != missing:
-            assert f"agreement of numbers over the world group failed on rank {rank} connecting to rank" in text
-        else:
-            assert "it gave up waiting for this rank or another rank to connect" in text
-    waiting = [text for rank, (text, _) in enumerate(results) if rank != missing]
-    assert any(f"to rank {missing}: timed out after 1 s waiting for it to connect" in text for text in waiting), waiting
+    texts = run_ranks(3, body)
+    assert "it gave up waiting for this rank or another rank to connect" in texts.pop(missing)
+    for rank, text in zip([rank for rank in range(3) if rank != missing], texts, strict=True):
+        assert f"agreement of numbers over the world group failed on rank {rank} connecting to rank" in text
+    assert any(f"to rank {missing}: timed out after 1 s waiting for it to connect" in text for text in texts), texts
 
 
 def test_a_rank_missing_from_an_all_reduce_is_named() -> None:
@@ -146,24 +134,6 @@ def test_a_rank_missing_from_an_all_reduce_is_named() -> None:
                 own.all_reduce(torch.ones(3))
 
     run_ranks(3, body)
-
-
-def test_a_peer_that_closed_before_it_connected() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, timeout=SHORT)
-        own.open()
-        if group.rank() == 1:
-            own.close()
-            return
-        start = time.monotonic()
-        for _ in range(2):
-            with pytest.raises(
-                tb.CommunicationError, match=r"a test .* rank 0 connecting to rank 1: timed out after 1 s"
-            ):
-                all_reduce_max(own.world, [0], "a test")
-        assert time.monotonic() - start < 2.5
-
-    run_ranks(2, body)
 
 
 def test_ranks_that_receive_only_and_send_only() -> None:
@@ -239,22 +209,6 @@ def test_a_given_group_opens_only_the_attachments_groups(is_given: bool, monkeyp
     run_ranks(4, body)
     # The world group, and with nodes the groups within and between them.
     assert sorted(opened) == ([2] * 8 + [4] * 4 if is_given else [4] * 4)
-
-
-def test_a_closed_transport_connects_to_no_peer() -> None:
-    """It fails at once, whether its peer exists or not."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        connections = Connections(group.get_group_store(), group.rank(), 2, timedelta(seconds=30))
-        connections.close()
-        start = time.monotonic()
-        if group.rank() == 0:
-            with pytest.raises(TransportError, match="the group is closed") as caught:
-                connections.connect([1])
-            assert caught.value.peer == 1
-        assert time.monotonic() < start + 5
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("has_mesh", [True, False])

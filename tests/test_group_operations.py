@@ -15,7 +15,6 @@ from ranks import run_ranks
 from torchbagua.codecs.base import TensorSpec
 from torchbagua.collectives import operations
 from torchbagua.collectives.mean import centralized_mean
-from transports import CollectivesAlone
 
 SIZE = 3
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -142,57 +141,44 @@ def test_plans_of_the_calls_made_last_are_kept(monkeypatch: pytest.MonkeyPatch) 
 def test_the_order_of_a_sum_over_nodes() -> None:
     """Hierarchical sums reduce within nodes first; others reduce in rank order."""
     given = [values_of(rank, (5000,), torch.float32, CPU) for rank in range(SIZE)]
-    in_nodes = sum_in_rank_order([given[0], sum_in_rank_order(given[1:])])
-    assert not torch.equal(in_nodes, sum_in_rank_order(given))
+    orders = {True: sum_in_rank_order([given[0], sum_in_rank_order(given[1:])]), False: sum_in_rank_order(given)}
+    assert not torch.equal(*orders.values())
 
-    def body(group: tb.BaguaProcessGroup) -> list[torch.Tensor]:
+    def body(group: tb.BaguaProcessGroup) -> None:
         own = given[group.rank]
-        bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", own)], group, own.clone())
-        flat_bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", own)], group, own.clone())
-        return [
-            group.all_reduce(own.clone()),
-            bucket.append_centralized_synchronous_op(average=False).run(),
-            group.all_reduce(own.clone(), hierarchical=False),
-            flat_bucket.append_centralized_synchronous_op(hierarchical=False, average=False).run(),
-        ]
+        for hierarchical, expected in orders.items():
+            assert torch.equal(group.all_reduce(own.clone(), hierarchical=hierarchical), expected)
+            bucket = tb.extend.BaguaBucket("numbers", [tb.extend.BaguaTensor("weight", own)], group, own.clone())
+            found = bucket.append_centralized_synchronous_op(hierarchical=hierarchical, average=False).run()
+            assert torch.equal(found, expected)
 
-    for results in on_ranks(CPU, body, nodes=[0, 1, 1]):
-        for result, expected in zip(
-            results, [in_nodes, in_nodes, sum_in_rank_order(given), sum_in_rank_order(given)], strict=True
-        ):
-            assert torch.equal(result, expected)
+    on_ranks(CPU, body, nodes=[0, 1, 1])
 
 
-def test_integers_and_booleans_are_gathered(device: torch.device) -> None:
-    def body(group: tb.BaguaProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        return group.all_gather(torch.tensor([group.rank, 7], device=device)), group.all_gather(
-            torch.tensor(group.rank == 1, device=device)
-        )
-
-    for numbers, flags in on_ranks(device, body):
-        assert numbers.tolist() == [[0, 7], [1, 7], [2, 7]]
-        assert flags.tolist() == [False, True, False]
-
-
-def test_exchange_accepts_any_dtype(device: torch.device) -> None:
+def test_exchange_and_all_gather_accept_any_dtype_and_observers_receive_every_message(device: torch.device) -> None:
     recorder = tb.observe.Recorder()
     dtypes = [*DTYPES, torch.int16, torch.bool]
 
-    def with_group(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
-        given = [torch.arange(6, device=device).view(2, 3).to(dtype) for dtype in dtypes]
-        received = [torch.zeros_like(tensor) for tensor in given]
-        for index, (mine, theirs) in enumerate(zip(given, received, strict=True)):
+        for dtype in dtypes:
+            given = [(torch.arange(6, device=device) - rank).view(2, 3).to(dtype) for rank in range(SIZE)]
+            received, mine = torch.zeros_like(given[0]), given[own.rank]
             if own.rank != 2:
-                own.exchange({1 - own.rank: mine}, {1 - own.rank: theirs}, name=f"message {index}")
+                own.exchange({1 - own.rank: mine}, {1 - own.rank: received}, name=f"message {dtype}")
+                assert torch.equal(received, given[1 - own.rank])
+            assert torch.equal(own.all_gather(mine, name=f"gathering {dtype}"), torch.stack(given))
+        own.reduce_scatter(torch.ones(SIZE, 2, device=device), name="a scatter")
+        own.all_reduce(torch.ones(6, device=device), name="a sum")
         own.close()
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(given, received, strict=True) if own.rank != 2)
-        return given
 
-    given = run_ranks(SIZE, with_group, device=device)[0]
-    sent = [(event.bucket, event.num_elements, event.raw_bytes, event.wire_bytes) for event in recorder.events]
-    for index, tensor in enumerate(given):
-        assert sent.count((f"message {index}", 6, tensor.nbytes, tensor.nbytes)) == 2, "sent and received"
+    run_ranks(SIZE, body, device=device)
+    sent = [(event.bucket, event.operation, event.bytes_sent) for event in recorder.events if event.bytes_sent]
+    for dtype in dtypes:
+        assert (f"message {dtype}", "peer_exchange", 6 * dtype.itemsize) in sent
+        assert (f"gathering {dtype}", "all_gather", 6 * dtype.itemsize) in sent
+    assert ("a scatter", "all_to_all", 8) in sent
+    assert sum(num_bytes for name, _, num_bytes in sent if name == "a sum") == 24 * 2  # one rank has all six
 
 
 @pytest.mark.parametrize("num_elements", [4, 100_000])
@@ -217,29 +203,6 @@ def test_exchange_on_any_graph(device: torch.device, num_elements: int) -> None:
             assert all(value.unique().tolist() == [10.0 * source + rank] for source, value in received.items())
 
 
-def test_observers_receive_every_message(device: torch.device) -> None:
-    recorder = tb.observe.Recorder()
-
-    def body(group: tb.BaguaProcessGroup) -> None:
-        x = torch.ones(6, device=device)
-        group.all_reduce(x, name="a sum")
-        group.all_gather(x, name="a gathering")
-        group.reduce_scatter(x.view(SIZE, 2), name="a scatter")
-        group.exchange({1: x} if group.rank == 0 else {}, {0: x} if group.rank == 1 else {}, name="a message")
-
-    def with_group(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
-        body(own)
-        own.close()
-
-    run_ranks(SIZE, with_group, device=device)
-    sent = [(event.bucket, event.operation, event.bytes_sent) for event in recorder.events if event.bytes_sent]
-    assert ("a gathering", "all_gather", 24) in sent
-    assert ("a scatter", "all_to_all", 8) in sent
-    assert ("a message", "peer_exchange", 24) in sent
-    assert sum(num_bytes for name, _, num_bytes in sent if name == "a sum") == 24 * 2  # one rank has all six
-
-
 def test_refusals() -> None:
     def body(group: tb.BaguaProcessGroup) -> None:
         x = torch.ones(SIZE, 4)
@@ -261,13 +224,3 @@ def test_refusals() -> None:
                 call()
 
     on_ranks(CPU, body)
-
-
-def test_a_rank_without_tensors_joins_an_exchange_that_is_one_collective() -> None:
-    def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
-        received = torch.zeros(4)
-        group.exchange({1: torch.ones(4)} if group.rank == 0 else {}, {0: received} if group.rank == 1 else {})
-        return received
-
-    for rank, received in enumerate(on_ranks(CPU, body, transport=CollectivesAlone)):
-        assert torch.equal(received, torch.full((4,), float(rank == 1)))

@@ -10,7 +10,6 @@ from oracle import ordered_sum, quantise
 from ranks import run_ranks
 from torchbagua.codecs import Compressor, Identity, MinMaxUInt8, TensorSpec
 from torchbagua.collectives.mean import RankChunks, all_gather, reduce_scatter
-from torchbagua.collectives.row_mean import RowMean
 
 BLOCK = 16
 ROW = (100, 1, 37)  # the elements that each rank owns of three parameters
@@ -48,24 +47,6 @@ def test_each_rank_gets_the_mean_of_its_own_row_and_all_ranks_get_all_rows(size:
         expected = ordered_sum([rows[rank] for rows in decoded]) / np.float32(3)
         assert torch.equal(mean, torch.from_numpy(expected))
         assert torch.equal(rows, torch.from_numpy(expected_rows))
-
-
-def test_hierarchical_row_means_store_no_sums() -> None:
-    """FSDP has a row mean per layer. Stored sums would take the memory of all layers divided by the ranks of a node."""
-    values = torch.arange(4 * 4 * sum(ROW), dtype=torch.float32).view(4, -1)
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        own = tb.BaguaProcessGroup(group, nodes=[0, 1, 0, 1])
-        mean = RowMean(own, Identity(), spec_of(1), divisor=4.0, intra_compressor=Identity())
-        out = torch.full((sum(ROW),), torch.nan)
-        mean(values[group.rank()].clone(), out)
-        own.close()
-        assert not [
-            value for value in vars(mean).values() if isinstance(value, torch.Tensor) and value.is_floating_point()
-        ]
-        return out
-
-    assert torch.equal(torch.cat(run_ranks(4, body)), values.mean(0))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from torchbagua.testing.transports import TransportFault, check_transport
-from torchbagua.transport import Abilities, Members, TransportError, TransportMaker, gloo
+from torchbagua.transport import Abilities, Members, Transport, TransportError, TransportMaker, gloo
 from torchbagua.transport.gloo import GlooTransport
 from transports import PlayedNccl, QueueTransport, StagedOnCpu, StagedOverGloo, play_pinned_memory
 
@@ -21,61 +22,42 @@ MESSAGES = {"message_bits", "connect", "dtypes", "tags", "twin"}
 DEADLINES = {"missing_member", "deadline_of_messages", "abort_of_peer", "abort_by_another_thread"}
 ENDS = {"use_after_abort", "close", "threads"}
 COLLECTIVES = {"all_gather", "all_reduce"}
+ALL_TO_ALL = {"all_to_all", "all_to_all_single"}
+LIVES = MESSAGES | DEADLINES | ENDS
 
 
-def check(maker: TransportMaker, size: int = 3) -> set[str]:
-    return set(check_transport(maker, size, deadline=DEADLINE))
+class Endless(QueueTransport):
+    abilities = Abilities(frozenset({"cpu"}), has_deadline=False)
+
+
+@pytest.mark.parametrize(
+    ("maker", "size", "included", "excluded"),
+    [
+        pytest.param(GlooTransport, 2, LIVES, ALL_TO_ALL, marks=pytest.mark.release),
+        (GlooTransport, 3, LIVES | COLLECTIVES | {"deadline_of_collectives"}, ALL_TO_ALL),
+        (StagedOnCpu, 3, LIVES | {"all_reduce"}, {"all_gather"}),
+        pytest.param(StagedOverGloo, 3, LIVES, set(), marks=pytest.mark.gpu),
+        # A host that never waits has no deadlines.
+        (functools.partial(PlayedNccl, calls=[]), 3, ENDS | COLLECTIVES | ALL_TO_ALL, MESSAGES | DEADLINES),
+        (QueueTransport, 2, LIVES, COLLECTIVES),
+        pytest.param(QueueTransport, 4, LIVES, COLLECTIVES, marks=pytest.mark.release),
+        (Endless, 3, MESSAGES | ENDS, DEADLINES),
+    ],
+    ids=["gloo of 2", "gloo", "staged", "staged gpu", "in stream order", "of the docs", "of the docs of 4", "endless"],
+)
+def test_checks_of_transports(
+    maker: TransportMaker, size: int, included: set[str], excluded: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if maker is StagedOnCpu:
+        play_pinned_memory(monkeypatch, [], [])
+    if size == 2:  # connect when a message needs it
+        monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
+    ran = set(check_transport(maker, size, deadline=DEADLINE))
+    assert ran > included
+    assert not ran & excluded
 
 
 # Transports of the package
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.release), 3])
-def test_gloo(size: int) -> None:
-    ran = check(GlooTransport, size)
-    assert ran > MESSAGES | DEADLINES | ENDS | COLLECTIVES | {"deadline_of_collectives"}
-    assert "all_to_all" not in ran
-
-
-@pytest.mark.release
-def test_gloo_that_connects_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
-    check(GlooTransport)
-
-
-def test_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_pinned_memory(monkeypatch, [], [])
-    ran = check(StagedOnCpu)
-    assert ran > MESSAGES | DEADLINES | ENDS
-    assert ran & COLLECTIVES == {"all_reduce"}
-
-
-@pytest.mark.gpu
-def test_staging_of_a_gpu() -> None:
-    assert check(StagedOverGloo) > MESSAGES | DEADLINES | ENDS
-
-
-def test_collectives_in_stream_order() -> None:
-    """A host that never waits has no deadlines."""
-    ran = check(functools.partial(PlayedNccl, calls=[]))
-    assert ran > ENDS | COLLECTIVES | {"all_to_all", "all_to_all_single"}
-    assert not ran & (MESSAGES | DEADLINES)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.release)])
-def test_the_queue_transport_of_the_docs(size: int) -> None:
-    ran = check(QueueTransport, size)
-    assert ran > MESSAGES | DEADLINES | ENDS
-    assert not ran & COLLECTIVES
-
-
-def test_deadlines_that_are_not_claimed_are_not_tested() -> None:
-    class Endless(QueueTransport):
-        abilities = Abilities(frozenset({"cpu"}), has_deadline=False)
-
-    ran = check(Endless)
-    assert ran > MESSAGES | ENDS
-    assert not ran & DEADLINES
 
 
 @pytest.mark.parametrize(
@@ -170,9 +152,9 @@ class RaisesAnotherError(QueueTransport):
             raise OSError("cable cut") from error
 
 
-class IgnoresAbort(QueueTransport):
-    def abort(self) -> None:
-        pass
+def broken(name: str, base: type[Transport] = QueueTransport, **changes: Any) -> type[Transport]:
+    """Return a transport with other attributes than those of `base`."""
+    return type(name, (base,), changes)
 
 
 class LeavesThread(QueueTransport):
@@ -181,27 +163,6 @@ class LeavesThread(QueueTransport):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         threading.Thread(target=self.over.wait, name="left behind", daemon=True).start()
-
-
-class Nameless(QueueTransport):
-    name = ""
-
-
-class ClaimsGroup(QueueTransport):
-    abilities = replace(QueueTransport.abilities, has_torch_group=True)
-
-
-class HasNoMethods:
-    name = "bare"
-    abilities = QueueTransport.abilities
-
-    def __init__(self, members: Members) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-    join = abort
 
 
 class SumsTwice(GlooTransport):
@@ -231,8 +192,8 @@ LONG = timedelta(seconds=2)
 @pytest.mark.parametrize(
     ("maker", "deadline", "failed", "why"),
     [
-        (Nameless, DEADLINE, "protocol", "name: expected str, got ''"),
-        (HasNoMethods, DEADLINE, "protocol", "open: expected a method of this name, got none"),
+        (broken("Nameless", name=""), DEADLINE, "protocol", "name: expected str, got ''"),
+        (broken("NoOpen", open=None), DEADLINE, "protocol", "open: expected a method of this name, got none"),
         (DropsLastByte, DEADLINE, "message_bits", r"message of 1 bytes from rank \d, .*: expected byte 3 of 9 to be"),
         (
             FailsInOneMember,
@@ -246,8 +207,18 @@ LONG = timedelta(seconds=2)
         (MixesTags, DEADLINE, "tags", r"message from rank \d with tag 4001 of \[0, 5, 1, 4001\]: expected byte"),
         (SumsTwice, DEADLINE, "all_reduce", r"all_reduce of 1 elements of torch.float32: expected element 0"),
         (GathersElsewhere, DEADLINE, "all_gather", r"all_gather_into_tensor in place: output of torch.uint8"),
-        (IgnoresAbort, DEADLINE, "use_after_abort", "post_send after abort: expected TransportError, got none"),
-        (ClaimsGroup, DEADLINE, "torch_group", "torch_group.*: expected no error, got LacksAbility: queues has no"),
+        (
+            broken("IgnoresAbort", abort=lambda transport: None),
+            DEADLINE,
+            "use_after_abort",
+            "post_send after abort: expected TransportError, got none",
+        ),
+        (
+            broken("ClaimsGroup", abilities=replace(QueueTransport.abilities, has_torch_group=True)),
+            DEADLINE,
+            "torch_group",
+            "torch_group.*: expected no error, got LacksAbility: queues has no",
+        ),
         (LeavesThread, DEADLINE, "threads", r"expected no new thread, got \['left behind', 'left behind'"),
         pytest.param(
             WaitsForever,
