@@ -91,27 +91,21 @@ CASES: dict[str, Callable[[list[torch.nn.Parameter]], tuple[torch.optim.Optimize
 def reads_of_steps(device: torch.device, case: str, scaler: torch.amp.GradScaler) -> list[list[int]]:
     """Return the reads of two ranks in each step without a new bucket.
 
-    The first of these steps is the last of the warm-up. An enabled scaler skips a later step.
-
-    Args:
-        device: the device of the model.
-        case: the optimizer and algorithm, a key of `CASES`.
-        scaler: each rank trains with a copy of it; it may be disabled.
+    The first of these steps is the last of the warm-up. Each rank trains with a copy of `scaler`, which may be disabled
+    and otherwise skips a later step.
     """
     model = build(lambda: Tower((10,) * 12)).to(device)
 
     def body(group: dist.ProcessGroup) -> list[int]:
-        own_scaler = copy.deepcopy(scaler)
+        own_scaler, reads = copy.deepcopy(scaler), []
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         optimizer, algorithm = CASES[case](list(ddp.parameters()))
-        reads = []
         with tb.attach(ddp, optimizer, algorithm, grad_scaler=own_scaler):
             for step in range(2 * NUM_WARM + 2):
                 x = torch.ones(2, 10, device=device)
                 if own_scaler.is_enabled() and step == 2 * NUM_WARM:
                     x[0, 0] = torch.inf
-                loss = own_scaler.scale(ddp(x, 0).square().sum())
-                loss.backward()
+                own_scaler.scale(ddp(x, 0).square().sum()).backward()
                 own_scaler.step(optimizer)
                 own_scaler.update()
                 if step not in (0, 1, NUM_WARM):  # in these DDP rebuilds its buckets, or buckets begin to send momenta

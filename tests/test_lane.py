@@ -1,10 +1,9 @@
 """The lane: order, errors, and threads that end."""
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -26,17 +25,21 @@ def wait_until_gone(name: str) -> None:
         time.sleep(0.01)
 
 
-def test_jobs_run_in_order_on_one_thread() -> None:
+def test_jobs_run_in_order_on_one_thread_and_close_finishes_them() -> None:
     lane = Lane("order", on_failure=lambda: None)
     assert not threads_named("order"), "the thread starts with the first job"
-    seen: list[tuple[int, str]] = []
-    futures = [
-        lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i).future() for i in range(100)
-    ]
-    assert [future.wait() for future in futures] == list(range(100))
-    assert seen == [(i, "order") for i in range(100)]
+    seen, steps = list[tuple[int, str]](), list[str]()
+    jobs = [lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i) for i in range(100)]
+    overlapping = [lane.submit_overlapping(Steps(name, steps)) for name in "abcd"]
     lane.close()
+    assert [job.future().wait() for job in jobs] == list(range(100))
+    assert seen == [(i, "order") for i in range(100)]
+    assert [job.result() for job in overlapping] == list("abcd")
+    assert steps.count("d ends") == 1
     assert not threads_named("order")
+    lane.close()
+    with pytest.raises(RuntimeError, match="order is closed"):
+        lane.submit(lambda: None).future()
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
@@ -89,10 +92,8 @@ def test_failure_reaches_every_later_job_and_ends_the_thread(closes: bool) -> No
 @pytest.mark.parametrize("attempt", range(20))
 def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
     """A job that submit has accepted runs, even if another thread closes the lane; later jobs are refused."""
-    lane = Lane("racing", on_failure=lambda: None)
-    start = threading.Barrier(3)
-    accepted = []
-    refused = []
+    lane, start = Lane("racing", on_failure=lambda: None), threading.Barrier(3)
+    accepted, refused = [], []
 
     def submit() -> None:
         start.wait()
@@ -102,32 +103,14 @@ def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
             except RuntimeError as error:
                 refused.append(str(error))
 
-    threads = [threading.Thread(target=submit) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    lane.close()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(submit), threads.submit(submit)
+        start.wait()
+        lane.close()
     assert len(accepted) + len(refused) == 40
     assert all(future.wait() == 1 for future in accepted)
     assert all("racing is closed" in text for text in refused)
     assert not threads_named("racing")
-
-
-def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
-    lane = Lane("closing", on_failure=lambda: None)
-    ran, steps = list[int](), list[str]()
-    for i in range(10):
-        lane.submit(lambda i=i: (time.sleep(0.001), ran.append(i))).future()
-    jobs = [lane.submit_overlapping(Steps(name, steps)) for name in "abcd"]
-    lane.close()
-    assert ran == list(range(10))
-    assert [job.result() for job in jobs] == list("abcd")
-    assert steps.count("d ends") == 1
-    lane.close()
-    with pytest.raises(RuntimeError, match="closing is closed"):
-        lane.submit(lambda: None).future()
 
 
 def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,26 +130,6 @@ def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkey
     lane.close()
     assert job.result(), "the job has waited in vain"
     assert not threads_named("interrupted")
-
-
-def test_a_deleted_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
-    class Kept:
-        def run(self) -> None:
-            pass
-
-    lane, kept = Lane("forgotten", on_failure=lambda: None), Kept()
-    lane.submit(kept.run).future().wait()
-    reference = weakref.ref(kept)
-    del kept
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while reference() is not None:  # the thread may still be leaving the job
-        assert time.monotonic() < deadline, "the idle thread keeps a finished job alive"
-        time.sleep(0.01)
-    assert threads_named("forgotten")
-    del lane
-    gc.collect()
-    wait_until_gone("forgotten")
 
 
 @dataclass

@@ -87,19 +87,6 @@ def test_tensors_on_two_devices_are_refused(gpu: torch.device, others_on_gpu: bo
             assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
-def test_a_tensor_of_another_gpu_than_the_current_one(gpu: torch.device) -> None:
-    codec, second = MINMAX_UINT8.on(gpu), torch.device("cuda", 1)
-    table = dense_table(codec, 5 * BLOCK + 3)
-    x = hostile_values("scaled", 5 * BLOCK + 3, 38)
-    wire = torch.zeros(codec.header_bytes * len(table) + x.numel(), dtype=torch.uint8)
-    NATIVE_OPS["minmax_uint8_encode"](x, table, wire)
-    own = torch.zeros_like(wire, device=second)
-    codec.native("encode")(x.to(second), table.to(second), own)
-    assert torch.cuda.current_device() == 0
-    assert torch.equal(own.cpu(), wire)
-
-
 def assert_block_has_the_bytes_of_the_reference(block: list[int], values: Tensor, wire: Tensor) -> None:
     """Check that `wire` has the reference encoding of the float32 `values` of `block`, a row of the table."""
     _, length, header, payload = block

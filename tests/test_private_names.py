@@ -17,7 +17,6 @@ ALLOWED: dict[str, set[str]] = {
     "test_cuda_launcher.py": {"_registered"},
     "test_forks.py": {"_close_at_exit"},
     "test_gpu_lanes.py": {"_exchange_capture_mode"},
-    "test_nccl.py": {"_transports"},
     "test_q_adam_stream_order.py": {"_agreement"},
     "test_torch_private.py": {"_Failure"},
     "test_user_warning.py": {"_warn_of_reference"},

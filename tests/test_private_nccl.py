@@ -309,13 +309,26 @@ OVERDUE = (
 )
 
 
-def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane) -> None:
-    """A job launched it and returned; the error is raised by the result of that job, and of later jobs."""
-    good = launch_in_job(lane, own, 1)
-    good.result()
-    nccl.finish()
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_overdue_nccl_operation_ends_the_lane(
+    nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane, waits: bool
+) -> None:
+    """A job launched it and returned; the error is raised by the result of that job, and of later jobs.
+
+    The host waits for the GPU only before it reads what a job computes. An abort that does not return changes nothing.
+    """
+    nccl.hangs = {"abort"} if waits else set()
+    good, start_s = launch_in_job(lane, own, 1), time.monotonic()
+    threading.Timer(0.2, nccl.finish).start()
+    good.finish()
+    assert 0.1 < time.monotonic() - start_s < 5
     bad = launch_in_job(lane, own)
-    bad.result()  # the host does not wait for the GPU
+    if waits:
+        with pytest.raises(tb.CommunicationError, match=OVERDUE):
+            bad.finish()
+        assert time.monotonic() - start_s < 5
+        return
+    bad.result()
     lane.submit(lambda: None).result()
     time.sleep(SHORT.total_seconds() + 0.5)
     assert nccl.calls["MainThread"] == ["abort"]
@@ -324,23 +337,6 @@ def test_an_overdue_nccl_operation_ends_the_lane(nccl: Nccl, own: tb.BaguaProces
             job.result()
     with pytest.raises(tb.CommunicationError, match="failed on rank 0: the group is closed"):
         launch(own.world, "all_to_all of weight bucket 1")
-
-
-def test_the_host_waits_for_the_gpu_until_an_operation_is_overdue(
-    nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane
-) -> None:
-    """Before it reads what a job computes. An abort that does not return changes nothing."""
-    nccl.hangs = {"abort"}
-
-    good = launch_in_job(lane, own, 1)
-    threading.Timer(0.2, nccl.finish).start()
-    start_s = time.monotonic()
-    good.finish()
-    assert time.monotonic() - start_s > 0.1
-    bad = launch_in_job(lane, own)
-    with pytest.raises(tb.CommunicationError, match=OVERDUE):
-        bad.finish()
-    assert time.monotonic() - start_s < 5
 
 
 def test_a_capture_of_a_graph_does_not_end_the_lane(nccl: Nccl, own: tb.BaguaProcessGroup, lane: Lane) -> None:

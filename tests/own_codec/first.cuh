@@ -1,5 +1,5 @@
-// The kernels of tests/own_codec/first.py, as somebody else would add them: csrc_cuda/kernels/first.cuh. One thread does
-// all of a block: that is short, and slow.
+// The kernels of tests/own_codec/first.py, as somebody else would add them: csrc_cuda/kernels/first.cuh. One thread
+// does all of a block: that is short, and slow.
 #pragma once
 
 #include "blocks.cuh"
@@ -38,16 +38,16 @@ __device__ __forceinline__ void fill(float value, const Block& block, T* x) {
 }  // namespace first
 
 #define KERNEL extern "C" __global__ void
-#define KERNELS_OF_TYPE(name, T)                                                                          \
-  KERNEL torchbagua_first_encode_##name(Span<const T> x, Table table, Span<unsigned char> wire) {         \
-    first::for_each_block(table, x.size, wire, [&](const Block& block, unsigned char* payload) {          \
-      *reinterpret_cast<float*>(payload) = to_float(x.data[block.start]);                                 \
-    });                                                                                                   \
-  }                                                                                                       \
-  KERNEL torchbagua_first_decode_##name(Span<const unsigned char> wire, Table table, Span<T> x) {         \
-    first::for_each_block(table, x.size, wire, [&](const Block& block, const unsigned char* payload) {    \
-      first::fill(*reinterpret_cast<const float*>(payload), block, x.data);                               \
-    });                                                                                                   \
+#define KERNELS_OF_TYPE(name, T)                                                                       \
+  KERNEL torchbagua_first_encode_##name(Span<const T> x, Table table, Span<unsigned char> wire) {      \
+    first::for_each_block(table, x.size, wire, [&](const Block& block, unsigned char* payload) {       \
+      *reinterpret_cast<float*>(payload) = to_float(x.data[block.start]);                              \
+    });                                                                                                \
+  }                                                                                                    \
+  KERNEL torchbagua_first_decode_##name(Span<const unsigned char> wire, Table table, Span<T> x) {      \
+    first::for_each_block(table, x.size, wire, [&](const Block& block, const unsigned char* payload) { \
+      first::fill(*reinterpret_cast<const float*>(payload), block, x.data);                            \
+    });                                                                                                \
   }
 
 KERNELS_OF_TYPE(float32, float)
