@@ -26,7 +26,6 @@ from torchbagua.codecs import (
     register_compressor,
 )
 from torchbagua.codecs.base import REGISTRY, by_name, check_compression, needs_feedback
-from torchbagua.codecs.sparse import SparseCodec
 
 COMPRESSORS: list[Compressor] = [
     *(codec(block) for codec in (MinMaxUInt8, MinMaxUInt4, Sign1Bit) for block in (codec().block, None, 8)),
@@ -112,25 +111,6 @@ def test_bits_of_an_element() -> None:
         assert 8 * codec.wire_bytes(2048 * 1000, 1000, torch.float32) / 2048 / 1000 < most
 
 
-@pytest.mark.parametrize("codec", [TopK, BlockK])
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 64), st.integers(1, 7))
-def test_a_sparse_codec_keeps_the_same_share_of_every_block(
-    codec: Callable[..., SparseCodec], segments: list[int], kept: int, num_chunks: int
-) -> None:
-    compressor = codec(64, kept / 64)
-    layout = layout_of(compressor, segments, num_chunks)
-    lengths, num_kept = layout.table[:, 1].tolist(), layout.table[:, 4].tolist()
-    assert num_kept == [-(-length * kept // 64) for length in lengths]
-    index_bytes = [-(-k * (n - 1).bit_length() // 8) for k, n in zip(num_kept, lengths, strict=True)]
-    if codec is BlockK:
-        index_bytes = [2] * len(lengths)
-    needed = sum(4 + bytes_ + k for k, bytes_ in zip(num_kept, index_bytes, strict=True))
-    assert needed <= layout.num_bytes
-    if set(lengths) == {64}:
-        assert layout.num_bytes < needed + 32 * num_chunks
-
-
 def test_topk_takes_the_ratio_as_written() -> None:
     # 0.07 * 200 is 14.000000000000002.
     for block, ratio, kept in ((2048, 0.01, 21), (200, 0.07, 14), (2048, 1, 2048), (2048, 1e-9, 1)):
@@ -186,3 +166,31 @@ def test_the_codecs_of_a_mean_are_full_precision_for_dtypes_that_they_do_not_enc
     assert MeanCodecs(eight).for_dtype(torch.float64) == MeanCodecs(Identity())  # not hierarchical either
     assert not MeanCodecs(eight).hierarchical
     assert MeanCodecs(eight, Identity()).hierarchical
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ([0, 8, 276], r"the cuts of layer 0 must lie between its blocks, got 8, which is within a block"),
+        ([0, 138, 200], r"the cuts of layer 0 must ascend from 0 to its 276 elements, got \[0, 138, 200\]"),
+        ([0, 276, 138], "must ascend"),
+        ([], "must ascend"),
+    ],
+)
+def test_invalid_cuts_are_refused(cuts: list[int], message: str) -> None:
+    spec = TensorSpec((100, 1, 37) * 2, torch.float32, torch.device("cpu"), "layer 0")
+    with pytest.raises(ValueError, match=message):
+        MinMaxUInt8(16).layout(spec, cuts)
+
+
+def test_rows_can_be_of_equal_length() -> None:
+    spec = TensorSpec((100, 10), torch.float32, torch.device("cpu"), "x")
+    layout, unequal = (MinMaxUInt8(16).layout(spec, [0, 96, 110], equal_bytes=is_equal) for is_equal in (True, False))
+    assert [row.stop - row.start for row in unequal.byte_slices] == [160, 32]
+    assert [row.stop - row.start for row in layout.byte_slices] == [160, 160]
+    x, decoded = torch.arange(110.0), torch.empty(110)
+    for tested in (layout, unequal):
+        wire = torch.zeros(tested.num_bytes, dtype=torch.uint8)
+        MinMaxUInt8(16).encode(x, tested, wire)
+        MinMaxUInt8(16).decode(wire, tested, decoded)
+        assert torch.equal(decoded, torch.from_numpy(oracle.quantise(x.numpy(), (100, 10), 16)))

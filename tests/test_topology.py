@@ -17,7 +17,7 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trace, assert_same_weights, is_buffer, stacked, train
 from ranks import run_ranks
-from torchbagua.collectives.topology import AllRanks, Graph, Ring, ShiftOne, Topology, peers_in_order
+from torchbagua.collectives.topology import AllRanks, Graph, Ring, ShiftOne, Topology
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES
 from training import Wide, build
 
@@ -196,34 +196,28 @@ def random_graph(rank: int, size: int, round: int) -> Mapping[int, float]:
     return {rank: 1 - sum(weights.values()), **weights}
 
 
+class Slow(list[float]):
+    def __setitem__(self, *_: Any) -> None:
+        """Discard measured rates: links stay slow."""
+
+
 def test_one_message_at_a_time_does_not_deadlock() -> None:
     """A rank sends and receives one message at a time over slow links."""
     num_elements, num_rounds, size = SMALL_MESSAGE_BYTES // 2, 6, 7  # in float32, more than a small message
 
-    class Slow(list[float]):
-        def __setitem__(self, *_: Any) -> None:
-            """Discard measured rates: links stay slow."""
-
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        own = tb.BaguaProcessGroup(group)
+    def body(group: dist.ProcessGroup) -> None:
+        own, rank = tb.BaguaProcessGroup(group), group.rank()
         own.world.link_bytes_per_s = Slow([1.0] * size)
-        flat = torch.full((num_elements,), float(group.rank()))
+        flat = torch.full((num_elements,), float(rank))
         bucket = tb.extend.BaguaBucket("b", [tb.extend.BaguaTensor("w", flat.clone())], own, flat)
         mean = torch.zeros_like(flat)
         bucket.append_decentralized_synchronous_op(mean, peer_selection_mode=Graph(random_graph, num_rounds))
-        return [(bucket.run(), mean.clone())[1] for _ in range(num_rounds)]
-
-    for rank, means in enumerate(run_ranks(size, body)):
-        for round, mean in enumerate(means):
+        for round in range(num_rounds):
+            bucket.run()
             expected = sum(peer * weight for peer, weight in random_graph(rank, size, round).items())
             torch.testing.assert_close(mean, torch.full((num_elements,), expected), rtol=1e-6, atol=1e-6)
 
-
-def test_ranks_of_an_even_ring_exchange_in_two_matchings() -> None:
-    for size in (4, 6):
-        orders = [peers_in_order(Ring(), rank, size, 0) for rank in range(size)]
-        for number in range(2):
-            assert all(orders[orders[rank][number]][number] == rank for rank in range(size)), size
+    run_ranks(size, body)
 
 
 @dataclasses.dataclass(frozen=True)

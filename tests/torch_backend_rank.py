@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
@@ -77,9 +75,6 @@ class OtherBackend(dist.ProcessGroup):
     _allgather_base = all_gather_single = partialmethod(_start, "_allgather_base")
 
 
-PAIRS = [0, 0, 1, 1]
-
-
 class Model(nn.Sequential):
     """A few layers, one with several blocks."""
 
@@ -137,19 +132,6 @@ def expect_one_deadline_warning() -> Iterator[None]:
     assert "backend other does not bound its waits by timeout=0:00:30" in messages[0]
 
 
-def all_algorithms() -> None:
-    """On one node, and on several, of which one may have fewer ranks.
-
-    Ranks are then in different numbers of groups: if torch numbered the groups, ranks would not find each other.
-    """
-    assert {*ALGORITHMS, "qadam", "async"} == set(tb.algorithms.base._REGISTRY)
-    for name in [*ALGORITHMS, "qadam"]:
-        check_same_weights(name)
-        check_same_weights(name, nodes=PAIRS)
-    for _ in range(3):
-        check_same_weights("bytegrad", nodes=[0, 0, 0, 1])
-
-
 def suite() -> None:
     """The transport passes the public test suite over gloo, and over the other backend, which bounds no waits."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -164,24 +146,24 @@ def suite() -> None:
             assert {"all_gather", "all_reduce", "all_to_all", "all_to_all_single"} <= set(checks), checks
 
 
-def asynchronous() -> None:
-    """Rounds run at unpredictable steps. At the end all ranks have equal weights."""
-    ALGORITHMS["async"] = partial(tb.AsyncModelAverageAlgorithm, sync_interval_ms=5)
-    weights = train("async", TorchBackendTransport)
-    gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, weights)
-    assert weights.isfinite().all()
-    assert all(torch.equal(rank_weights, weights) for rank_weights in gathered)
-
-
 def collectives_alone() -> None:
     """As on an accelerator, each exchange is one collective. On two ranks, gloo sums in rank order."""
+    assert {*ALGORITHMS, "qadam", "async"} == set(tb.algorithms.base._REGISTRY)
     collective = partial(TorchBackendTransport, has_messages=False)
     for name in ("bytegrad", "compressed_allreduce"):
-        check_same_weights(name, transport=collective, nodes=PAIRS)
+        check_same_weights(name, transport=collective, nodes=[0, 0, 1, 1])
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]  # ranks have other numbers in the job
     for name in [*ALGORITHMS, "qadam"]:
         check_same_weights(name, transport=collective, group=halves[dist.get_rank() // 2])
+
+
+def messages() -> None:
+    """The default of a TorchBackendTransport."""
+    for name in [*ALGORITHMS, "qadam"]:
+        check_same_weights(name, nodes=[0, 0, 1, 1])
+    # Ranks are in different numbers of groups: if torch numbered the groups, ranks would not find each other.
+    for _ in range(3):
+        check_same_weights("bytegrad", nodes=[0, 0, 0, 1])
 
 
 def other_backend() -> None:
@@ -222,34 +204,7 @@ def refused() -> None:
     train("bytegrad", None, own_group=group)  # the failed attempts leave nothing behind
 
 
-def sharded() -> None:
-    """A sharded module gathers and reduces over it, with weights in full precision or in 8 bits."""
-
-    def run(transport: TransportMaker | None, **options: Any) -> torch.Tensor:
-        model = Model()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (*model, model):
-            fully_shard(layer, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = torch.Generator().manual_seed(dist.get_rank())
-        group = tb.BaguaProcessGroup(mesh.get_group(), timeout=TIMEOUT, transport=transport)
-        with tb.fsdp.attach(model, optimizer, tb.ByteGradAlgorithm(), process_group=group, **options):
-            for _ in range(NUM_STEPS):
-                optimizer.zero_grad()
-                model(torch.randn(6, 10, generator=data)).square().mean().backward()
-                optimizer.step()
-        return torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()])
-
-    for options in ({}, {"quantize_weights": "minmax_uint8"}):
-        expected = run(None, **options)
-        for transport in (TorchBackendTransport, partial(TorchBackendTransport, has_messages=False)):
-            assert torch.equal(run(transport, **options), expected)
-
-
-CASES = {
-    case.__name__: case
-    for case in (all_algorithms, suite, asynchronous, collectives_alone, other_backend, refused, sharded)
-}
+CASES = {case.__name__: case for case in (messages, suite, collectives_alone, other_backend, refused)}
 
 
 def main() -> None:
