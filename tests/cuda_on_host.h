@@ -138,23 +138,23 @@ inline void __syncthreads() {
 }
 
 template <typename Value>
-Value __shfl_xor_sync(unsigned int lanes, Value value, int mask) {
+Value cuda_on_host_exchange(unsigned int lanes, Value value, unsigned int from) {
   static_assert(sizeof(Value) == sizeof(unsigned int));
   std::memcpy(&cuda_on_host::own().exchanged, &value, sizeof(Value));
   cuda_on_host::wait_for_lanes(lanes);
-  std::memcpy(&value, &cuda_on_host::threads[threadIdx.x ^ mask].exchanged, sizeof(Value));
+  std::memcpy(&value, &cuda_on_host::threads[from].exchanged, sizeof(Value));
   cuda_on_host::wait_for_lanes(lanes);
   return value;
 }
 
 template <typename Value>
+Value __shfl_xor_sync(unsigned int lanes, Value value, int mask) {
+  return cuda_on_host_exchange(lanes, value, threadIdx.x ^ mask);
+}
+
+template <typename Value>
 Value __shfl_sync(unsigned int lanes, Value value, int lane) {
-  static_assert(sizeof(Value) == sizeof(unsigned int));
-  std::memcpy(&cuda_on_host::own().exchanged, &value, sizeof(Value));
-  cuda_on_host::wait_for_lanes(lanes);
-  std::memcpy(&value, &cuda_on_host::threads[threadIdx.x / 32 * 32 + lane].exchanged, sizeof(Value));
-  cuda_on_host::wait_for_lanes(lanes);
-  return value;
+  return cuda_on_host_exchange(lanes, value, threadIdx.x / 32 * 32 + lane);
 }
 
 inline unsigned int __ballot_sync(unsigned int lanes, int is_set) {

@@ -122,28 +122,22 @@ def random_bits(count: int, seed: int) -> Tensor:
 
 def hostile_values(kind: str, count: int, seed: int) -> Tensor:
     """Return `count` float32 values of one hostile kind."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(count, generator=generator)
-    if kind == "any bits":
-        return random_bits(count, seed)
-    if kind == "finite bits":
-        bits = random_bits(count, seed)
-        return torch.where(bits.abs() < 2.0**126, bits, 1.0)
+    normal = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    bits = random_bits(count, seed)
     if kind == "one not finite":
         bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0**126, -(2.0**127)])[seed % 5]
         normal[seed % max(count, 1) :][:1] = bad
         return normal
-    if kind == "constant":
-        return random_bits(1, seed).nan_to_num().clamp(-1e37, 1e37).repeat(count)
-    if kind == "zeros":
-        return torch.where(normal > 0, 0.0, -0.0)
-    if kind == "subnormal":
-        return normal * 1e-39
-    if kind == "offset":
-        return 1e3 + normal * 1e-3
-    if kind == "one sign":
-        return normal.abs() + 1e-3
-    return normal * 10.0 ** ((seed % 77) - 38)  # "scaled": 1e-38 to 1e38
+    return {
+        "any bits": bits,
+        "finite bits": torch.where(bits.abs() < 2.0**126, bits, 1.0),
+        "constant": random_bits(1, seed).nan_to_num().clamp(-1e37, 1e37).repeat(count),
+        "zeros": torch.where(normal > 0, 0.0, -0.0),
+        "subnormal": normal * 1e-39,
+        "offset": 1e3 + normal * 1e-3,
+        "one sign": normal.abs() + 1e-3,
+        "scaled": normal * 10.0 ** ((seed % 77) - 38),  # 1e-38 to 1e38
+    }[kind]
 
 
 KINDS = ("scaled", "any bits", "finite bits", "one not finite", "constant", "zeros", "subnormal", "offset", "one sign")

@@ -1,6 +1,7 @@
 // A CUDA runtime that hands every launch to whoever has asked for it, and torch's word that CPU tensors are on a GPU:
 // linked with bind_cuda.cu they show what it launches where there is no GPU.
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <cstdint>
 #include <map>
@@ -105,12 +106,15 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 
 // Of torch.
 int32_t aoti_torch_device_type_cuda();
-int32_t aoti_torch_get_device_type(void*, int32_t* type) {
-  *type = aoti_torch_device_type_cuda();
-  return 0;
+int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_get_device_type(void* tensor, int32_t* type) {
+  const auto of_torch = reinterpret_cast<int32_t (*)(void*, int32_t*)>(dlsym(RTLD_NEXT, "aoti_torch_get_device_type"));
+  const int32_t error = of_torch(tensor, type);
+  *type = *type == aoti_torch_device_type_cpu() ? aoti_torch_device_type_cuda() : *type;
+  return error;
 }
 int32_t aoti_torch_get_device_index(void*, int32_t* index) {
-  *index = 3;
+  *index = 0;
   return 0;
 }
 int32_t aoti_torch_create_device_guard(int32_t device, void** guard) {

@@ -1,21 +1,23 @@
 """check_codec passes every codec of the package and of the docs, and finds codecs that break the contract."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import torchbagua as tb
 from documentation import names_in
 from test_codecs_everywhere import Sixteenths
 from test_compressors import COMPRESSORS
-from torchbagua.codecs import BlockCodec, Compressor, WireLayout
-from torchbagua.codecs.base import REGISTRY
+from torchbagua.codecs import BlockCodec, Compressor, WireLayout, register_compressor
+from torchbagua.codecs.base import REGISTRY, by_name
 from torchbagua.testing import CodecFault, check_codec
 
 FewLargest = names_in("extend/codec.md", "class FewLargest", module=__name__)["FewLargest"]
-del REGISTRY["few_largest"]  # other tests list the registered names
+REGISTERED = REGISTRY.pop("few_largest")  # other tests list the registered names
 
 
 @pytest.mark.parametrize("codec", [*COMPRESSORS, Sixteenths(), FewLargest(64, num_kept=5)], ids=repr)
@@ -39,14 +41,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Scaled(BlockCodec):
-    """Eight bits an element, scaled by the largest magnitude of a block; a subclass or an option breaks it."""
+    """Eight bits an element, scaled by the largest magnitude of a block; a change or an option breaks it."""
 
     block: int = 16
-    missing_bytes: int = 0
 
     @property
     def block_format(self) -> Sizes:
-        return Sizes(self.missing_bytes)
+        return Sizes(0)
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
         for start, length, header, payload in layout.table.tolist():
@@ -62,203 +63,110 @@ class Scaled(BlockCodec):
             x_N[start : start + length] = wire_W[payload : payload + length].view(torch.int8) * scale
 
 
-class WritesX(Scaled):
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        super().encode(x_N, layout, wire_W)
-        x_N.add_(1)
+def broken(**changes: Any) -> Compressor:
+    """Return a Scaled with other methods and attributes; a method gets the original as its first argument."""
+
+    def method(change: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda codec, *arguments: change(partial(original, codec), *arguments)
+
+    for key, change in changes.items():
+        changes[key] = method(change, getattr(Scaled, key)) if callable(change) else change
+    return type("Broken", (Scaled,), changes)()
 
 
-class WritesWireInDecode(Scaled):
-    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        super().decode(wire_W, layout, x_N)
-        wire_W.zero_()
+def encodes(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    return lambda encode, x_N, *rest: encode(change(x_N), *rest)
 
 
-class Draws(Scaled):
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        super().encode(x_N + torch.rand_like(x_N), layout, wire_W)
+def writes_x(encode: Any, x_N: torch.Tensor, *rest: Any) -> None:
+    encode(x_N, *rest)
+    x_N.add_(1)
 
 
-class AddsToMemory(Scaled):
-    """Accumulates into the memory that it gets."""
-
-    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        before = x_N.nan_to_num()
-        super().decode(wire_W, layout, x_N)
-        x_N += before
+def adds_to_memory(decode: Any, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+    before = x_N.nan_to_num()
+    decode(wire_W, layout, x_N)
+    x_N += before
 
 
-class LeavesShortBlocks(Scaled):
-    """Writes no payload of a block of one element."""
-
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        before = wire_W.clone()
-        super().encode(x_N, layout, wire_W)
-        for _, length, _, payload in layout.table.tolist():
-            if length == 1:
-                wire_W[payload] = before[payload]
+def leaves_short_blocks(encode: Any, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+    before = wire_W.clone()
+    encode(x_N, layout, wire_W)
+    for _, length, _, payload in layout.table.tolist():
+        if length == 1:
+            wire_W[payload] = before[payload]
 
 
-class BeyondTheWire(Scaled):
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        super().encode(x_N, layout, wire_W)
-        torch.as_strided(wire_W, (len(wire_W) + 1,), (1,))[-1] = 1
+def writes_beyond(method: Any, source: torch.Tensor, layout: WireLayout, target: torch.Tensor) -> None:
+    method(source, layout, target)
+    torch.as_strided(target, (len(target) + 1,), (1,))[-1] = 1
 
 
-class BeyondX(Scaled):
-    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        super().decode(wire_W, layout, x_N)
-        torch.as_strided(x_N, (len(x_N) + 1,), (1,))[-1] = 1
+def refuses_large(encode: Any, x_N: torch.Tensor, *rest: Any) -> None:
+    if (x_N.abs() > 1e5).any():
+        raise ValueError("too large")
+    encode(x_N, *rest)
 
 
-class Unpadded(Scaled):
-    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
-        return self.block_format.most_bytes(num_elements, num_blocks)
+def rounds_twice(decode: Any, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+    decode(wire_W, layout, decoded := torch.empty(x_N.shape))
+    x_N.copy_(decoded.bfloat16() if x_N.dtype == torch.float16 else decoded)
 
 
-class OtherLayout(Scaled):
-    """Lays out 32 bytes more than it promises."""
-
-    def layout(self, *arguments: Any, **named: Any) -> WireLayout:
-        layout = super().layout(*arguments, **named)
-        return replace(layout, byte_slices=tuple(slice(each.start, each.stop + 32) for each in layout.byte_slices))
+def keeps_old_residual(encode_feedback: Any, x_N: Any, residual_N: Any, *rest: Any) -> None:
+    encode_feedback(x_N, residual_N, *rest)
+    rest[-1].copy_(residual_N)
 
 
-class OverrunsItsMost(Scaled):
-    """Blocks take more bytes than the largest size that it promises."""
-
-    @property
-    def block_format(self) -> Sizes:
-        return Sizes(-16)
+def forgets_residual(mean: Any, wires_RW: Any, layout: Any, divisor: Any, residual_N: Any, *rest: Any) -> None:
+    mean(wires_RW, layout, divisor, residual_N * 0, *rest)
 
 
-class OneScale(Scaled):
-    """Scales all blocks of a chunk alike, but says that they are independent."""
-
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        super().encode((x_N.abs().max() * 0.1).clamp(max=2) + x_N, layout, wire_W)
-
-
-class CutsNaN(Scaled):
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        super().encode(x_N.nan_to_num(0.0, 0.0, 0.0), layout, wire_W)
-
-
-class RefusesLarge(Scaled):
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        if (x_N.abs() > 1e5).any():
-            raise ValueError("too large")
-        super().encode(x_N, layout, wire_W)
-
-
-class DividesByRows(Scaled):
-    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        super().decode_mean(wires_RW, layout, len(wires_RW), x_N)
-
-
-class SumsBackwards(Scaled):
-    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        super().decode_mean(wires_RW.flip(0), layout, divisor, x_N)
-
-
-class EncodesSum(Scaled):
-    def decode_mean_encode(
-        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
-    ) -> None:
-        super().decode_mean_encode(wires_RW, layout, 1.0, wire_W)
-
-
-class ForgetsResidual(Scaled):
-    def encode_feedback(self, x_N: Any, residual_N: Any, layout: Any, wire_W: Any, left_out_N: Any) -> None:
-        super().encode_feedback(x_N, residual_N * 0, layout, wire_W, left_out_N)
-
-
-class KeepsOldResidual(Scaled):
-    def encode_feedback(self, x_N: Any, residual_N: Any, layout: Any, wire_W: Any, left_out_N: Any) -> None:
-        super().encode_feedback(x_N, residual_N, layout, wire_W, left_out_N)
-        left_out_N.copy_(residual_N)
-
-
-class ForgetsResidualOfMean(Scaled):
-    def decode_mean_encode_feedback(
-        self, wires_RW: Any, layout: Any, divisor: Any, residual_N: Any, wire_W: Any, left_out_N: Any, memory_N: Any
-    ) -> None:
-        super().decode_mean_encode_feedback(wires_RW, layout, divisor, residual_N * 0, wire_W, left_out_N, memory_N)
-
-
-class RoundsTwice(Scaled):
-    """Rounds to bfloat16 on the way to float16."""
-
-    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        decoded = torch.empty(x_N.shape)
-        super().decode(wire_W, layout, decoded)
-        x_N.copy_(decoded.bfloat16() if x_N.dtype == torch.float16 else decoded)
-
-
-@dataclass(frozen=True)
-class UsesStart(Scaled):
-    """Adds the number of an element to it, counted in the chunk."""
-
-    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        super().encode(x_N + torch.arange(len(x_N)), layout, wire_W)
-
-
-class NotFrozen(Scaled):
-    __hash__ = None  # type: ignore[assignment]  # as of a dataclass that is not frozen
-
-
-@dataclass(frozen=True)
-class HasAnObject(Scaled):
-    made: object = field(default_factory=object)
-
-
-class EncodesNothing(Scaled):
-    def encodes(self, dtype: torch.dtype) -> bool:
-        return False
-
-
+DRAWS, CUTS_NAN = encodes(lambda x_N: x_N + torch.rand_like(x_N)), encodes(lambda x_N: x_N.nan_to_num(0.0, 0.0, 0.0))
+USES_START = encodes(lambda x_N: x_N + torch.arange(len(x_N)))
+ONE_SCALE = encodes(lambda x_N: (x_N.abs().max() * 0.1).clamp(max=2) + x_N)  # for all blocks of a chunk
 OVERLAP = "with other values in elements .* alone; if block_format.payload_bytes is too small"
 
 
 @pytest.mark.parametrize(
-    ("make", "check", "message"),
+    ("changes", "check", "message"),
     [
-        (HasAnObject, "description", "deepcopy: expected an equal codec .* frozen dataclass"),
-        (NotFrozen, "description", "hash: expected no error, got TypeError: unhashable type"),
-        (EncodesNothing, "description", "encodes: expected at least one of torch.float32, .* got none"),
-        (Unpadded, "sizes", r"wire_bytes\(1, 1, torch.float32\): expected a multiple of 32, got 5; round up"),
-        (OtherLayout, "sizes", r"layout: expected 32 bytes, as wire_bytes\(1, 1, torch.float32\) returns"),
-        (OverrunsItsMost, "sizes", "layout of .* got ValueError: OverrunsItsMost: block_format.most_bytes must be at"),
-        (WritesX, "same_values", "encode of parameters of .*: expected x_N not to change"),
-        (WritesWireInDecode, "same_values", "decode of .*: expected wire_W not to change"),
-        (Draws, "same_values", "encode of .*, again: expected the same wire"),
-        (AddsToMemory, "same_values", "again, into memory full of 0x5a"),
-        (LeavesShortBlocks, "same_values", "again, into memory full of 0xff"),
-        (BeyondTheWire, "same_values", "encode of .*: the memory around wire_W: expected it not to change"),
-        (BeyondX, "same_values", "decode of .*: the memory around x_N: expected it not to change"),
-        (lambda: Scaled(missing_bytes=1), "blocks", OVERLAP),
-        (OneScale, "blocks", OVERLAP),
-        (UsesStart, "chunks", "encoded alone and decoded alone: expected"),
-        (RoundsTwice, "dtypes", "into torch.float16: expected"),
-        (CutsNaN, "not_finite", r"with nan at element 0: expected NaN or Inf in elements 0 to 0, got none"),
-        (RefusesLarge, "not_finite", "encode of .*: expected no error, got ValueError: too large"),
-        (DividesByRows, "mean", "decode_mean of 4 wires of .*, divided by 1: expected"),
-        (SumsBackwards, "mean", "decode_mean of 3 wires of .*, divided by 3: expected"),
-        (EncodesSum, "mean", "decode_mean_encode of 2 wires of .*, divided by 2: expected"),
-        (ForgetsResidual, "feedback", "encode_feedback of .*: expected"),
-        (KeepsOldResidual, "feedback", "encode_feedback of .*: left_out_N: expected"),
-        (ForgetsResidualOfMean, "feedback", "decode_mean_encode_feedback of 2 wires of .*: expected"),
+        ({"__hash__": None}, "description", "hash: expected no error, got TypeError: unhashable type"),
+        ({"wire_bytes": lambda *_: 5}, "sizes", r"wire_bytes\(1, 1, torch.float32\): expected a multiple of 32, got 5"),
+        ({"block_format": Sizes(-16)}, "sizes", "layout of .* got ValueError: Broken: block_format.most_bytes must"),
+        ({"encode": writes_x}, "same_values", "encode of parameters of .*: expected x_N not to change"),
+        ({"encode": DRAWS}, "same_values", "encode of .*, again: expected the same wire"),
+        ({"decode": adds_to_memory}, "same_values", "again, into memory full of 0x5a"),
+        ({"encode": leaves_short_blocks}, "same_values", "again, into memory full of 0xff"),
+        ({"encode": writes_beyond}, "same_values", "encode of .*: the memory around wire_W: expected it not"),
+        ({"decode": writes_beyond}, "same_values", "decode of .*: the memory around x_N: expected it not"),
+        ({"block_format": Sizes(1)}, "blocks", OVERLAP),
+        ({"encode": ONE_SCALE}, "blocks", OVERLAP),
+        ({"encode": USES_START}, "chunks", "encoded alone and decoded alone: expected"),
+        ({"decode": rounds_twice}, "dtypes", "into torch.float16: expected"),
+        ({"encode": CUTS_NAN}, "not_finite", "with nan at element 0: expected NaN or Inf in elements 0 to 0, got none"),
+        ({"encode": refuses_large}, "not_finite", "encode of .*: expected no error, got ValueError: too large"),
+        ({"decode_mean": lambda mean, wires_RW, *rest: mean(wires_RW.flip(0), *rest)}, "mean", "of 3 wires of .* by 3"),
+        ({"encode_feedback": keeps_old_residual}, "feedback", "encode_feedback of .*: left_out_N: expected"),
+        ({"decode_mean_encode_feedback": forgets_residual}, "feedback", "decode_mean_encode_feedback of 2 wires of"),
     ],
 )
-def test_codecs_that_break_the_contract(make: Callable[[], Compressor], check: str, message: str) -> None:
+def test_codecs_that_break_the_contract(changes: dict[str, Any], check: str, message: str) -> None:
     with pytest.raises(CodecFault, match=f"^torchbagua: check '{check}' of .* failed: .*{message}"):
-        check_codec(make())
-
-
-def test_the_broken_codecs_are_broken_by_their_changes_alone() -> None:
-    check_codec(Scaled())
+        check_codec(broken(**changes))
 
 
 def test_only_codecs_are_checked() -> None:
+    check_codec(Scaled())  # the broken codecs are broken by their changes alone
     with pytest.raises(TypeError, match=r"check_codec: codec must be a torchbagua.codecs.Compressor, got 'topk'"):
         check_codec("topk")  # type: ignore[arg-type]
+
+
+def test_a_users_codec_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert REGISTERED is FewLargest
+    monkeypatch.setitem(REGISTRY, "few_largest", FewLargest)
+    assert by_name("few_largest", block=64, num_kept=5) == FewLargest(64, num_kept=5)
+    with pytest.raises(ValueError, match="a codec named 'few_largest' is already registered"):
+        register_compressor("few_largest", FewLargest)
+    with pytest.raises(ValueError, match="'few_largest' needs error_feedback=True"):
+        tb.CompressedAllReduceAlgorithm("few_largest")

@@ -13,7 +13,7 @@ import torchbagua as tb
 from averaging import Normed
 from averaging import train as train_averaging
 from q_adam_life import NUM_STEPS, Average, Life, Trainer, check_lives, initial_of
-from ranks import run_ranks
+from ranks import gloo_group, run_ranks
 from test_decentralized import check_low_precision
 from torchbagua.codecs import BlockK, Compressor, Identity, MinMaxUInt8, Sign1Bit, TopK, WireLayout
 from torchbagua.codecs.base import pad_bytes
@@ -113,27 +113,41 @@ def test_the_ring_of_nodes_keeps_its_shards_with_blocks_of_any_size() -> None:
             assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("compression", "message"),
-    [
-        ("topk", "must not be a codec that sends only part of the elements, .*got 'topk'"),
-        (BlockK(), r"must not be a codec that sends only part of the elements, .*got BlockK\(block=2048, ratio=0.01\)"),
-        (None, "must not be full precision, .*got None"),
-        (Identity(), r"must not be full precision, .*got Identity\(\)"),
-        ("int4", "must be None, a Compressor or one of .*got 'int4'"),
-        (Sign1Bit(8), r"Sign1Bit\(block=8\) needs error_feedback=True"),
-    ],
-)
-def test_codecs_that_qadam_refuses(compression: Any, message: str) -> None:
+def qadam(compression: Any, **options: Any) -> tb.QAdamAlgorithm:
     adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match=f"^QAdamAlgorithm: compression {message}"):
-        tb.QAdamAlgorithm(adam, compression=compression)
+    return tb.QAdamAlgorithm(adam, compression=compression, **options)
 
 
-def test_qadam_takes_the_block_size_from_its_codec() -> None:
-    adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'block'"):
-        tb.QAdamAlgorithm(adam, block=64)  # type: ignore[call-arg]
+def ring(compression: Any) -> BaguaBucket:
+    own, weight = tb.BaguaProcessGroup(gloo_group(dist.HashStore(), 0, 1)), torch.zeros(5)
+    bucket = BaguaBucket("bucket", [BaguaTensor("weight", weight)], own, weight)
+    return bucket.append_low_precision_decentralized_synchronous_op(*torch.zeros(3, 5), compression=compression)
+
+
+PART = "must not be a codec that sends only part of the elements, .*got "
+REFUSED = [
+    (qadam, "topk", f"QAdamAlgorithm: compression {PART}'topk'"),
+    (qadam, BlockK(), rf"QAdamAlgorithm: compression {PART}BlockK\(block=2048, ratio=0.01\)"),
+    (qadam, None, "QAdamAlgorithm: compression must not be full precision, .*got None"),
+    (qadam, Identity(), r"QAdamAlgorithm: compression must not be full precision, .*got Identity\(\)"),
+    (qadam, "int4", "QAdamAlgorithm: compression must be None, a Compressor or one of .*got 'int4'"),
+    (qadam, Sign1Bit(8), r"QAdamAlgorithm: compression Sign1Bit\(block=8\) needs error_feedback=True"),
+    *(
+        (construct, compression, f"{name}: compression must ")
+        for construct, name in {
+            tb.LowPrecisionDecentralizedAlgorithm: "LowPrecisionDecentralizedAlgorithm",
+            tb.AsyncModelAverageAlgorithm: "AsyncModelAverageAlgorithm",
+            ring: "append_low_precision_.*",
+        }.items()
+        for compression in ("sign1bit", "topk", Sign1Bit(8), TopK(), "blockk", "int4")
+    ),
+]
+
+
+def test_codecs_that_are_refused() -> None:
+    for construct, compression, message in REFUSED:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            construct(compression=compression)
 
 
 def test_ranks_that_spell_a_codec_differently_agree() -> None:
@@ -141,10 +155,9 @@ def test_ranks_that_spell_a_codec_differently_agree() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         spelling = ["MinMaxUInt8", "minmax_uint8"][group.rank()]
-        adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
         for algorithm in (
             tb.CompressedAllReduceAlgorithm(spelling, intra_compression=spelling),
-            tb.QAdamAlgorithm(adam, compression=spelling, error_feedback=True),
+            qadam(spelling, error_feedback=True),
             tb.LowPrecisionDecentralizedAlgorithm(compression=spelling),
             tb.AsyncModelAverageAlgorithm(compression=spelling),
             tb.DiLoCoAlgorithm(compression=spelling),
@@ -155,20 +168,3 @@ def test_ranks_that_spell_a_codec_differently_agree() -> None:
             impl.close()
 
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "blockk", "int4"])
-def test_codecs_that_weight_algorithms_refuse(compression: Any) -> None:
-    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm, tb.AsyncModelAverageAlgorithm):
-        with pytest.raises(ValueError, match=f"^{algorithm.__name__}: compression must "):
-            algorithm(compression=compression)
-
-    def body(group: dist.ProcessGroup) -> None:
-        weight = torch.zeros(5)
-        bucket = BaguaBucket("bucket", [BaguaTensor("weight", weight)], tb.BaguaProcessGroup(group), weight)
-        with pytest.raises(ValueError, match=r"^append_low_precision_.*: compression must "):
-            bucket.append_low_precision_decentralized_synchronous_op(
-                *torch.zeros(3, 5).unbind(), compression=compression
-            )
-
-    run_ranks(1, body)

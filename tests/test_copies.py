@@ -25,7 +25,6 @@ ALGORITHMS = {
     "diloco within nodes": tb.DiLoCoAlgorithm(2, hierarchical=True),
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=1),
 }
-FLAGS = ("require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers")
 
 
 class WithoutThisPackage(pickle.Unpickler):
@@ -49,16 +48,6 @@ def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch
     scaler.scale(module(torch.rand(4, 10)).square().sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-
-
-def pickled(module: nn.Module) -> nn.Module:
-    return WithoutThisPackage(io.BytesIO(pickle.dumps(module))).load()
-
-
-def saved(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +74,20 @@ def test_a_copy_trains_without_an_algorithm(default_groups: threading.local, nam
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         default_groups.group = group
         module: nn.Module = DistributedDataParallel(model(), process_group=group) if is_ddp else model()
-        flags = {name: vars(module)[name] for name in FLAGS} if is_ddp else {}
+        names = ("require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers")
+        flags = {name: vars(module)[name] for name in names} if is_ddp else {}
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         nodes = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1] if "nodes" in name else None)
         options: Any = {"observers": [tb.observe.Summary()], "grad_scaler": scaler, "process_group": nodes}
         with tb.attach(module, optimizer, algorithm, **options):
             take_step(module, optimizer, scaler)
-            copies = [make(module) for make in (copy.deepcopy, pickled, saved)]
+            torch.save(module, file := io.BytesIO())
+            copies = [
+                copy.deepcopy(module),
+                WithoutThisPackage(io.BytesIO(pickle.dumps(module))).load(),
+                torch.load(io.BytesIO(file.getvalue()), weights_only=False),
+            ]
             gradients = [gradient_of(copied, group.rank()) for copied in copies]
             for copied in copies:
                 assert all(vars(copied)[name] is flag for name, flag in flags.items())

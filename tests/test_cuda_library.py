@@ -1,5 +1,6 @@
 """The library of CUDA kernels without a GPU: it compiles, links, loads and refuses; nothing is launched."""
 
+import re
 import shutil
 import sys
 import zipfile
@@ -21,46 +22,19 @@ except Unavailable as why:
     pytest.skip(f"no CUDA toolkit to compile with: {why}", allow_module_level=True)
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"{COMPILER[0]} is not on PATH")
 
-# Prints how the CUDA kernels were loaded, then the refusals: no tensor here is on CUDA.
+# Prints how the CUDA kernels were loaded, then a refusal: no tensor here is on CUDA.
 LOAD_AND_CALL = """
 import torch
 from torchbagua import native
 native.load()
 print({row.path for row in native.status() if row.device == "cuda"})
 print(native.loader.loaded_library(native.loader.CUDA))
-
-def call(operation, *arguments, codec="minmax_uint8_", **numbers):
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    try:
-        getattr(torch.ops.torchbagua, codec + operation).default.redispatch(keys, *arguments, **numbers)
-    except ValueError as error:
-        print(error)
-
-x, table, wire = torch.zeros(16), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(32, dtype=torch.uint8)
-rows = torch.zeros(2, 32, dtype=torch.uint8)
-call("encode", x, table, wire)
-call("encode", x, table, wire.to("meta"))
-call("decode", wire, table, x.double())
-call("decode_mean", rows, table, 2.0, x)
-call("decode_mean_encode", rows, table, 2.0, wire)
-call("encode_feedback", x, x, table, wire, x)
-forms = {"codec": "qadam_form_", "beta1": 0.9, "share": 0.1}
-call("momenta", [x], [x], **forms)
-call("momenta", [x], [], **forms)
-numbers = "gradient_sign weight_decay shrink beta1 root_correction2 eps largest_ratio step_size"
-call("update", *[[x]] * 4, codec="qadam_", **dict.fromkeys(numbers.split(), 1.0))
-"""
-
-REFUSED = """\
-torchbagua::minmax_uint8_encode: x must be contiguous float32, bfloat16 or float16 [N] on cuda, got Float [16] on cpu
-torchbagua::minmax_uint8_encode: x must be contiguous float32, bfloat16 or float16 [N] on cuda, got Float [16] on cpu
-torchbagua::minmax_uint8_decode: wire must be contiguous uint8 [W] on cuda, got Byte [32] on cpu
-torchbagua::minmax_uint8_decode_mean: rows must be contiguous uint8 [R, W] on cuda, got Byte [2, 32] on cpu
-torchbagua::minmax_uint8_decode_mean_encode: rows must be contiguous uint8 [R, W] on cuda, got Byte [2, 32] on cpu
-torchbagua::minmax_uint8_encode_feedback: x must be contiguous float32 [N] on cuda, got Float [16] on cpu
-torchbagua::qadam_form_momenta: gradients must be contiguous float32 [N] on cuda, got Float [16] on cpu
-torchbagua::qadam_form_momenta: momenta must be a list of 1 tensors, got a list of 0
-torchbagua::qadam_update: weights must be contiguous float32, bfloat16 or float16 on cuda, got Float [16] on cpu
+arguments = torch.zeros(16), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(32, dtype=torch.uint8)
+keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+try:
+    torch.ops.torchbagua.minmax_uint8_encode.default.redispatch(keys, *arguments)
+except ValueError as error:
+    print(error)
 """
 
 
@@ -94,17 +68,15 @@ def test_bindings_compile_without_a_warning_and_launch_kernels_that_give_the_byt
     programs.run(command, cwd=tmp_path)
     script = Path(__file__).with_name("cuda_library_on_host.py")
     command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(host_kernels.library)]
-    called = programs.run(command)
-    *calls, old_gpu, other_gpu, old_driver, other_error = called.stdout.splitlines()
-    refused = [call for call in calls if call.startswith("refused ")]
-    assert len(calls) - len(refused) == 2 * 9 + 3 + 4
-    # Every argument of the codec's and the low-rank operations, and every list of QAdam's.
-    assert len(refused) == (3 + 3 + 4 + 4 + 5) + (3 + 3 + 3 + 5) + (4 + 2 + 2)
+    printed = programs.run(command, timeout_s=250).stdout
+    *_, old_gpu, other_gpu, old_driver, other_error = printed.splitlines()
+    (num_passed,) = re.findall(r"^(\d+) passed", printed, re.MULTILINE)
+    assert int(num_passed) > 50
     assert old_gpu == (
-        "torchbagua::minmax_uint8_encode: cuda:3 has compute capability 7.0, but the kernels need 7.5 or newer; "
+        "torchbagua::minmax_uint8_encode: cuda:0 has compute capability 7.0, but the kernels need 7.5 or newer; "
         "set TORCHBAGUA_NATIVE=reference to run without them"
     )
-    assert "cuda:3 has compute capability 10.3, for which this library was not built" in other_gpu
+    assert "cuda:0 has compute capability 10.3, for which this library was not built" in other_gpu
     assert "driver is too old: it supports CUDA 11.8, but this library was built with CUDA" in old_driver
     assert f"built with CUDA {TOOLKIT.version}" in old_driver
     assert "TORCHBAGUA_NATIVE=nvrtc" in old_driver
@@ -118,10 +90,11 @@ def test_library_compiled_at_first_use_loads_and_refuses_with_plain_torchs_messa
     environment["TORCHBAGUA_CACHE"] = str(tmp_path / "cache")
     status, out, err = run_python(LOAD_AND_CALL, tmp_path, **environment)
     assert status == 0, err
-    path, library, *refused = out.splitlines()
+    path, library, refused = out.splitlines()
     assert path == "{'jit'}"
     assert Path(library).is_relative_to(tmp_path / "cache")
-    assert [line + "\n" for line in refused] == REFUSED.splitlines(keepends=True)
+    form = "contiguous float32, bfloat16 or float16 [N] on cuda, got Float [16] on cpu"
+    assert refused == f"torchbagua::minmax_uint8_encode: x must be {form}"
     assert not needed_libraries(Path(library)) & {"libcudart", "libc10_cuda"}, "they would tie it to one CUDA version"
     assert "libtorch_cuda" in needed_libraries(Path(library))
 
@@ -158,30 +131,29 @@ def test_wheel_built_with_a_cuda_torch_contains_both_libraries(tmp_path: Path) -
     assert "libcudart" not in needed_libraries(library)
 
 
-class TestToolkit:
-    """`usable_toolkit`, and its reasons why a toolkit is not usable."""
+def test_the_toolkit_is_found_behind_a_script() -> None:
+    assert [folder for folder in TOOLKIT.library_folders() if (folder / "libcudart_static.a").exists()]
+    assert {80, 90, 100} <= set(TOOLKIT.architectures)
 
-    def test_it_is_found_behind_a_script(self) -> None:
-        assert [folder for folder in TOOLKIT.library_folders() if (folder / "libcudart_static.a").exists()]
-        assert {80, 90, 100} <= set(TOOLKIT.architectures)
 
-    def test_another_major_version_is_not_used(self) -> None:
-        with pytest.raises(Unavailable, match=f"CUDA {TOOLKIT.version}, but torch was built with CUDA 12.8$"):
-            cuda_toolkit.usable_toolkit("12.8")
-
-    def test_a_torch_without_cuda_needs_none(self) -> None:
-        with pytest.raises(Unavailable, match=r"^this torch is built without CUDA$"):
-            cuda_toolkit.usable_toolkit(None)
-
-    def test_folder_without_nvcc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("nvcc", "torch_cuda", "why"),
+    [
+        (None, "12.8", f"CUDA {TOOLKIT.version}, but torch was built with CUDA 12.8$"),
+        (None, None, r"^this torch is built without CUDA$"),
+        ("", "13.0", "nvcc was not found"),
+        ("#!/bin/sh\necho no\n", "13.0", "does not respond like nvcc"),
+    ],
+)
+def test_why_a_toolkit_is_not_usable(
+    nvcc: str | None, torch_cuda: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nvcc` is the file in a toolkit of CUDA_HOME; none if it is empty."""
+    if nvcc is not None:
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-        with pytest.raises(Unavailable, match="nvcc was not found"):
-            cuda_toolkit.usable_toolkit("13.0")
-
-    def test_something_else_called_nvcc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if nvcc:
         (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho no\n")
+        (tmp_path / "bin" / "nvcc").write_text(nvcc)
         (tmp_path / "bin" / "nvcc").chmod(0o755)
-        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-        with pytest.raises(Unavailable, match="does not respond like nvcc"):
-            cuda_toolkit.usable_toolkit("13.0")
+    with pytest.raises(Unavailable, match=why):
+        cuda_toolkit.usable_toolkit(torch_cuda)

@@ -27,18 +27,6 @@ ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
 LONGEST_S = 30.0
 
 
-class Training:
-    def __init__(self, group: dist.ProcessGroup, algorithm: str) -> None:
-        self.ddp = DistributedDataParallel(nn.Linear(4, 1), process_group=group)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
-        self.attachment = tb.attach(self.ddp, self.optimizer, ALGORITHMS[algorithm]())
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.ddp(torch.ones(2, 4)).square().mean().backward()
-        self.optimizer.step()
-
-
 def in_a_fork(body: Callable[[], None]) -> str:
     """Return "" once `body` has returned in a forked process, or else its error."""
     reading, writing = os.pipe()
@@ -65,14 +53,26 @@ def in_a_fork(body: Callable[[], None]) -> str:
         return pipe.read()
 
 
+def attach(group: dist.ProcessGroup, algorithm: str) -> tuple[Callable[[], None], tb.Attachment]:
+    """Return a function that takes a step of an attached DDP, and the attachment."""
+    ddp = DistributedDataParallel(nn.Linear(4, 1), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    return step, tb.attach(ddp, optimizer, ALGORITHMS[algorithm]())
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.filterwarnings("ignore:.*use of fork")
 def test_a_fork(algorithm: str) -> None:
     """Leaving the block, an exception in it and garbage collection have no effect there; communication raises."""
 
     def body(group: dist.ProcessGroup) -> list[str]:
-        training = Training(group, algorithm)
-        attachment = training.attachment
+        step, attachment = attach(group, algorithm)
         found = []
 
         def leave_the_block(error: Exception | None) -> None:
@@ -85,14 +85,14 @@ def test_a_fork(algorithm: str) -> None:
             attachment.runner.lane._close_at_exit()
 
         def drop() -> None:
-            nonlocal training, attachment
+            nonlocal step, attachment
             lane = weakref.ref(attachment.runner.lane)
-            del training, attachment
+            del step, attachment
             gc.collect()
             assert lane() is None or algorithm == "async"  # its thread, which does not exist there, refers to it
 
         def communicate() -> None:
-            calls = [training.step, attachment.detach]
+            calls = [step, attachment.detach]
             if algorithm != "bytegrad":
                 calls.append(lambda: attachment.averaged_weights().__enter__())
             for call in calls:
@@ -100,7 +100,7 @@ def test_a_fork(algorithm: str) -> None:
                     call()
 
         for _ in range(3):
-            training.step()
+            step()
         group.barrier().wait()
         if group.rank() == 0:
             # All threads share it: after forwards of two threads, it may refer to the DDP of this rank.
@@ -114,7 +114,7 @@ def test_a_fork(algorithm: str) -> None:
             leaving = (partial(leave_the_block, error) for error in (None, KeyError()))
             for child in (communicate, exit_interpreter, *leaving, drop):
                 found.append(in_a_fork(child))
-        training.step()
+        step()
         attachment.detach()
         return found
 

@@ -56,26 +56,21 @@ EXCHANGES = [
     *((MinMaxUInt8(), nodes) for nodes in NODES),
     (MinMaxUInt8(block=None), NODES[2]),
     (Cast("float16"), NODES[1]),
+    (Identity(), NODES[0]),
 ]
 
 
-@pytest.mark.parametrize(("compressor", "nodes"), [*EXCHANGES, (Identity(), NODES[0])], ids=str)
+@pytest.mark.parametrize(("compressor", "nodes"), EXCHANGES, ids=str)
 def test_exchanges_over_nccl_are_bitwise_equal(compressor: Any, nodes: list[int]) -> None:
     expected = mean_of_ranks(compressor, nodes)
     calls: list[str] = []
-    found = mean_of_ranks(compressor, nodes, functools.partial(PlayedNccl, calls=calls))
-    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
+    check_bitwise_equal(expected, mean_of_ranks(compressor, nodes, functools.partial(PlayedNccl, calls=calls)))
     assert calls.count("rank 0") == 2 * {1: 2, 2: 4}[len(set(nodes))], "an all-to-all for each phase"
 
 
 @pytest.mark.parametrize(
     ("compressor", "nodes"),
-    [
-        (MinMaxUInt8(), NODES[0]),
-        (MinMaxUInt8(block=None), NODES[2]),
-        (Cast("float16"), NODES[0]),
-        (Identity(), NODES[2]),
-    ],
+    [(MinMaxUInt8(), NODES[0]), (MinMaxUInt8(block=None), NODES[2]), (Identity(), NODES[2])],
     ids=str,
 )
 def test_chunks_coded_at_once_and_sent_by_gloo_are_bitwise_equal(
@@ -89,16 +84,20 @@ def test_chunks_coded_at_once_and_sent_by_gloo_are_bitwise_equal(
         rows.are_coded_at_once = True
 
     monkeypatch.setattr(RankChunks, "__init__", init_as_on_a_gpu)
-    found = mean_of_ranks(compressor, nodes)
-    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
+    check_bitwise_equal(expected, mean_of_ranks(compressor, nodes))
+
+
+def check_bitwise_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("nodes", [NODES[0], NODES[2]], ids=str)
 def test_error_feedback_over_nccl_is_bitwise_equal(nodes: list[int]) -> None:
     expected = mean_of_ranks(Sign1Bit(), nodes, has_feedback=True)
     assert not torch.equal(expected[0], mean_of_ranks(Sign1Bit(), nodes)[0])
-    found = mean_of_ranks(Sign1Bit(), nodes, functools.partial(PlayedNccl, calls=[]), has_feedback=True)
-    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
+    check_bitwise_equal(
+        expected, mean_of_ranks(Sign1Bit(), nodes, functools.partial(PlayedNccl, calls=[]), has_feedback=True)
+    )
 
 
 def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,13 +105,11 @@ def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch
     log: list[str] = []
     allocated: list[int] = []
     play_pinned_memory(monkeypatch, log, allocated)
-    found = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0], StagedOnCpu)
-    assert all(torch.equal(mean, wanted) for mean, wanted in zip(found, expected, strict=True))
+    check_bitwise_equal(expected, mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0], StagedOnCpu))
     messages = 4 * 3 * 2  # four ranks, three peers, two phases
     assert len(allocated) == 2 * messages, "one for each sent message, and one for each received message"
-    num_sent = 2 * messages
-    num_reused = messages  # in the second round a buffer waits until the first round's message was copied from it
-    assert len(log) == num_sent + num_reused
+    # In the second round a buffer waits until the first round's message was copied from it.
+    assert len(log) == 2 * messages + messages
 
 
 class PlayedSideStream:
@@ -160,18 +157,14 @@ def play_streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-@pytest.fixture
-def waited() -> list[str]:
-    """Return the marks of the GPU's stream that the lane of `played` has waited for."""
-    return []
+Played = tuple[Lane, list[str], Callable[[], torch.Tensor]]
 
 
 @pytest.fixture
-def played(
-    monkeypatch: pytest.MonkeyPatch, waited: list[str]
-) -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    """Return a lane of the first GPU, the log of its stream, and work for it, which the log shows too."""
     log = play_streams(monkeypatch)
-    group = pretend_group(wait_for_mark=lambda mark, check: waited.append(mark) or True)
+    group = pretend_group(wait_for_mark=lambda mark, check: log.append(f"waits for {mark}") or True)
     lane = Lane("lane", on_failure=lambda: None, group=group)
     lane.use_gpu(PlayedSideStream.device)
 
@@ -183,218 +176,133 @@ def played(
     lane.close()
 
 
-def test_a_job_runs_on_the_side_stream_after_its_submitters_work(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
-) -> None:
-    lane, log, run = played
-    own = threading.current_thread().name
-    job = lane.submit(run)
-    assert job.result().sum() == 3
-    assert torch.equal(lane.submit(run).future().wait(), torch.ones(3))
-    lane.close()
-    assert log[:4] == [f"marked on {own}", "bound lane", "begins after mark 1", "runs on lane"]
-    assert log.count("runs on lane") == log.count("ends") == 2
-    assert log[-1] == "joined", "memory that the lane writes to may be freed"
-
-
-def test_finish_waits_for_the_job_or_for_the_stream_of_a_reader(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]], waited: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lane, log, run = played
-    monkeypatch.setattr(lane_module, "has_reached", lambda mark: False)
-    job = lane.submit(run)
-    job.finish()
-    job.finish(reads=True)
-    places = [int(mark.removeprefix("mark ")) - 1 for mark in waited]
-    assert [log[place] for place in places] == ["marked on lane", f"marked on {threading.current_thread().name}"]
-    assert places == sorted(places)
-
-
 def test_the_lanes_thread_selects_the_gpu_before_it_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """So does a thread that runs before the GPU is known. Every thread begins on GPU 0, and returns there.
 
     Before it uses the GPU, it also allows itself to do so while another thread captures a CUDA graph.
     """
-    modes: dict[str, int] = {}
+    modes, here, used = dict[str, int](), threading.local(), list[tuple[str, int]]()
 
     def exchange(mode: Any) -> int:
         modes[threading.current_thread().name] = mode._obj.value
         return 0
 
-    monkeypatch.setattr(side_stream, "_exchange_capture_mode", lambda: exchange)
-    gpu = torch.device("cuda", 1)
-    here = threading.local()
-    used: list[tuple[str, torch.device]] = []
-
-    def note() -> None:
-        used.append((threading.current_thread().name, getattr(here, "device", torch.device("cuda", 0))))
-
     @contextmanager
     def within(stream: PlayedStream) -> Iterator[None]:
-        note()
+        used.append((threading.current_thread().name, getattr(here, "device", torch.device("cuda", 0)).index))
         yield
 
     class Played(PlayedStream):
-        def __init__(self, device: torch.device, priority: int = 0) -> None:
-            super().__init__([])
+        wait_event = wait_stream = lambda self, mark: None
 
-        def wait_event(self, mark: object) -> None:
-            pass
-
-        wait_stream = wait_event
-
-    class Torch:
-        class cuda:
-            Stream = Played
-            current_stream = staticmethod(Played)
-            stream = staticmethod(within)
-            set_device = staticmethod(functools.partial(setattr, here, "device"))
-
-        class futures:
-            Future = staticmethod(lambda devices: torch.futures.Future())
-
-        empty = staticmethod(lambda size, device: torch.empty(size))
-
-    monkeypatch.setattr(side_stream, "torch", Torch)
+    played = lambda device, priority=0: Played([])  # noqa: E731
+    set_device = functools.partial(setattr, here, "device")
+    cuda = SimpleNamespace(Stream=played, current_stream=played, stream=within, set_device=set_device)
+    futures = SimpleNamespace(Future=lambda devices: torch.futures.Future())
+    empty = lambda size, device: torch.empty(size)  # noqa: E731
+    monkeypatch.setattr(side_stream, "torch", SimpleNamespace(cuda=cuda, futures=futures, empty=empty))
+    monkeypatch.setattr(side_stream, "_exchange_capture_mode", lambda: exchange)
     lane = Lane("lane", on_failure=lambda: None, group=pretend_group())
     lane.submit(lambda: None).result()
-    lane.use_gpu(gpu)
+    lane.use_gpu(torch.device("cuda", 1))
     lane.submit(lambda: None).result()
     lane.launch(lambda: torch.ones(1))
     lane.close()
-    assert used == [("lane", gpu), (threading.current_thread().name, torch.device("cuda", 0))]
+    assert used == [("lane", 1), (threading.current_thread().name, 0)]
     assert modes == {"lane": 1}, "the mode of the training thread stays"
 
 
-def test_launched_work_runs_at_once_on_the_callers_thread(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
-) -> None:
+def test_jobs_and_launched_work_run_on_the_side_stream_after_their_callers_work(played: Played) -> None:
+    """Launched work runs at once on the caller's thread."""
     lane, log, run = played
     own = threading.current_thread().name
-    future = lane.launch(run)
+    assert torch.equal(lane.launch(run).value(), torch.ones(3))
     assert log == [f"marked on {own}", "begins after mark 1", f"runs on {own}", "ends"]
-    assert torch.equal(future.value(), torch.ones(3))
-    assert not [thread for thread in threading.enumerate() if thread.name == "lane"]
+    log.clear()
+    assert lane.submit(run).result().sum() == 3
+    assert torch.equal(lane.submit(run).future().wait(), torch.ones(3))
     lane.close()
+    assert log[:4] == [f"marked on {own}", "bound lane", "begins after mark 1", "runs on lane"]
+    assert log[-1] == "joined", "memory that the lane writes to may be freed"
     with pytest.raises(RuntimeError, match="lane is closed"):
         lane.launch(run)
 
 
-def test_work_that_fails_at_launch_ends_the_lane(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
-) -> None:
-    lane, _, run = played
+@pytest.mark.parametrize("fails_in", ["job", "launched work", "job while work is launched"])
+def test_a_failure_ends_the_lane(played: Played, fails_in: str) -> None:
+    lane, _, _ = played
 
     def fail() -> torch.Tensor:
         raise ValueError("no")
 
-    for work in (fail, run):
+    def notice() -> torch.Tensor:
+        """Notice only that the groups are closed, by a job that failed."""
         with pytest.raises(ValueError, match="no"):
-            lane.launch(work)
-
-
-def test_work_launched_while_a_job_fails_raises_the_jobs_error(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
-) -> None:
-    """The failed job has closed the groups; the launched work only notices that they are closed."""
-    lane, _, _ = played
-
-    def fail() -> None:
-        raise ValueError("why")
-
-    def run() -> torch.Tensor:
-        with pytest.raises(ValueError, match="why"):
             lane.submit(fail).result()
         raise RuntimeError("the group is closed")
 
-    with pytest.raises(ValueError, match="why"):
-        lane.launch(run)
-
-
-def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
-    lane, _, _ = played
-    lane.use_gpu(torch.device("cuda:0"))
-    with pytest.raises(ValueError, match="must be on one GPU, got some on cuda:1, others on cuda:0"):
-        lane.use_gpu(torch.device("cuda:1"))
-
-
-def test_a_failed_job_raises_its_error_in_its_waiter(
-    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
-) -> None:
-    lane, _, _ = played
-
-    def fail() -> None:
-        raise ValueError("no")
-
+    calls = {
+        "job": lambda: lane.submit(fail).result(),
+        "launched work": lambda: lane.launch(fail),
+        "job while work is launched": lambda: lane.launch(notice),
+    }
     with pytest.raises(ValueError, match="no"):
-        lane.submit(fail).result()
+        calls[fails_in]()
     with pytest.raises(ValueError, match="no"):
         lane.launch(lambda: pytest.fail("it runs behind a failure"))
+    with pytest.raises(ValueError, match="must be on one GPU, got some on cuda:1, others on cuda:0"):
+        lane.use_gpu(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(
     ("dtype", "average"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True), (torch.float64, True)]
 )
 def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: bool) -> None:
-    size = 4
+    size, recorder = 4, tb.observe.Recorder()
     whole = torch.randint(-40, 41, (size, 1000), generator=torch.Generator().manual_seed(0)).to(dtype) / 8
     if dtype == torch.float64:
         whole += 2.0**-40  # more bits than float32 has
-    expected = whole.double().sum(0) / (size if average else 1)
-    recorder = tb.observe.Recorder()
+    expected = (whole.double().sum(0) / (size if average else 1)).to(dtype)
 
-    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
-        divisor = float(size) if average else 1.0
-        mean = AllReduceMean(own.world, TensorSpec((1000,), dtype, torch.device("cpu"), "bucket 0"), divisor)
+        spec = TensorSpec((1000,), dtype, torch.device("cpu"), "bucket 0")
+        mean = AllReduceMean(own.world, spec, float(size) if average else 1.0)
         x, out = whole[group.rank()].clone(), torch.empty(1000, dtype=dtype)
         mean(x, out)
         assert torch.equal(x, whole[group.rank()])
         mean(x)
         own.close()
-        return x, out
+        assert torch.equal(x, expected)
+        assert torch.equal(out, expected)
 
-    for x, out in run_ranks(size, body):
-        assert torch.equal(x.double(), expected)
-        assert torch.equal(out.double(), expected)
+    run_ranks(size, body)
     messages = [(event.phase, event.operation, event.peers, event.wire_bytes) for event in recorder.events]
     ring_bytes = 1000 * dtype.itemsize * 3 // 2
     assert messages == [("send", "all_reduce", (1,), ring_bytes), ("receive", "all_reduce", (3,), ring_bytes)] * 2
 
 
-class CountingStream:
-    """A stream that records its calls."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.calls: list[str] = []
-
-    def record_event(self) -> str:
-        self.calls.append("mark")
-        return f"mark {len(self.calls)} of {self._name}"
-
-    def wait_event(self, mark: str) -> None:
-        self.calls.append(f"waits for {mark}")
-
-
 def test_tensors_pass_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, lane = CountingStream("training"), CountingStream("lane")
-    current = [training]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    """A stream waits for what was recorded before on another one; on a CPU there are no streams."""
+    calls: list[str] = []
+
+    def use(name: str) -> None:
+        stream = SimpleNamespace(
+            record_event=lambda: calls.append(f"{name} marks") or f"mark {len(calls)}",
+            wait_event=lambda mark: calls.append(f"{name} waits for {mark}"),
+        )
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
     handoff = StreamHandoff(torch.device("cuda"))
+    use("training")
     handoff.wait()
     handoff.record()
-    assert training.calls == ["mark"], "nothing had been recorded"
-    current[0] = lane
+    use("lane")
     handoff.record()
-    assert lane.calls == ["waits for mark 1 of training", "mark"], "after what was recorded before"
-    current[0] = training
+    use("training")
     handoff.wait()
-    assert training.calls[1:] == ["waits for mark 2 of lane"]
-
-
-def test_a_handoff_on_the_cpu_uses_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is none"))
-    handoff = StreamHandoff(torch.device("cpu"))
-    for use in (handoff.wait, handoff.record, handoff.wait):
-        use()
+    assert calls == ["training marks", "lane waits for mark 1", "lane marks", "training waits for mark 3"]
+    on_cpu = StreamHandoff(torch.device("cpu"))
+    on_cpu.record()
+    on_cpu.wait()
+    assert len(calls) == 4

@@ -1,10 +1,10 @@
 """The lane: order, errors, and threads that end."""
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 
@@ -25,17 +25,21 @@ def wait_until_gone(name: str) -> None:
         time.sleep(0.01)
 
 
-def test_jobs_run_in_order_on_one_thread() -> None:
+def test_jobs_run_in_order_on_one_thread_and_close_finishes_them() -> None:
     lane = Lane("order", on_failure=lambda: None)
     assert not threads_named("order"), "the thread starts with the first job"
-    seen: list[tuple[int, str]] = []
-    futures = [
-        lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i).future() for i in range(100)
-    ]
-    assert [future.wait() for future in futures] == list(range(100))
-    assert seen == [(i, "order") for i in range(100)]
+    seen, steps = list[tuple[int, str]](), list[str]()
+    jobs = [lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i) for i in range(100)]
+    overlapping = [lane.submit_overlapping(Steps(name, steps)) for name in "abcd"]
     lane.close()
+    assert [job.future().wait() for job in jobs] == list(range(100))
+    assert seen == [(i, "order") for i in range(100)]
+    assert [job.result() for job in overlapping] == list("abcd")
+    assert steps.count("d ends") == 1
     assert not threads_named("order")
+    lane.close()
+    with pytest.raises(RuntimeError, match="order is closed"):
+        lane.submit(lambda: None).future()
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
@@ -56,35 +60,40 @@ def test_a_failure_reaches_earlier_jobs_whose_work_is_under_way(
     lane.close()
 
 
-def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
-    closed = threading.Event()
-    lane = Lane("failing", on_failure=closed.set)
-    gate = threading.Event()
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("closes", [True, False])
+def test_failure_reaches_every_later_job_and_ends_the_thread(closes: bool) -> None:
+    """Also an error that is its own cause, and if on_failure raises."""
+    gate, ran = threading.Event(), list[str]()
+
+    def on_failure() -> None:
+        ran.append("on_failure")
+        if not closes:
+            raise OSError("cannot close")
 
     def fail() -> None:
         gate.wait()
-        raise ConnectionError("peer 3 is gone")
+        error = ConnectionError("peer 3 is gone")
+        raise error from error
 
-    ran: list[int] = []
-    futures = [lane.submit(fail).future(), lane.submit(lambda: ran.append(1)).future()]
+    lane = Lane("failing", on_failure=on_failure)
+    futures = [lane.submit(fail).future(), *([lane.submit(lambda: ran.append("queued")).future()] if closes else [])]
     gate.set()
     wait_until_gone("failing")
-    futures.append(lane.submit(lambda: ran.append(2)).future())
+    if closes:
+        futures.append(lane.submit(lambda: ran.append("late")).future())
     for future in futures:
         with pytest.raises(RuntimeError, match="ConnectionError: peer 3 is gone"):
             future.wait()
-    assert closed.is_set()
-    assert ran == []
+    assert ran == ["on_failure"]
     lane.close()
 
 
 @pytest.mark.parametrize("attempt", range(20))
 def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
     """A job that submit has accepted runs, even if another thread closes the lane; later jobs are refused."""
-    lane = Lane("racing", on_failure=lambda: None)
-    start = threading.Barrier(3)
-    accepted = []
-    refused = []
+    lane, start = Lane("racing", on_failure=lambda: None), threading.Barrier(3)
+    accepted, refused = [], []
 
     def submit() -> None:
         start.wait()
@@ -94,47 +103,14 @@ def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
             except RuntimeError as error:
                 refused.append(str(error))
 
-    threads = [threading.Thread(target=submit) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    lane.close()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(submit), threads.submit(submit)
+        start.wait()
+        lane.close()
     assert len(accepted) + len(refused) == 40
     assert all(future.wait() == 1 for future in accepted)
     assert all("racing is closed" in text for text in refused)
     assert not threads_named("racing")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failure_reaches_the_job_whatever_else_fails() -> None:
-    """An error that is its own cause, and an on_failure that raises."""
-
-    def fail_to_close() -> None:
-        raise OSError("cannot close")
-
-    def fail() -> None:
-        error = ValueError("a circle")
-        raise error from error
-
-    lane = Lane("unlucky", on_failure=fail_to_close)
-    with pytest.raises(RuntimeError, match="ValueError: a circle"):
-        lane.submit(fail).future().wait()
-    wait_until_gone("unlucky")
-    lane.close()
-
-
-def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
-    lane = Lane("closing", on_failure=lambda: None)
-    ran: list[int] = []
-    for i in range(10):
-        lane.submit(lambda i=i: (time.sleep(0.001), ran.append(i))).future()
-    lane.close()
-    assert ran == list(range(10))
-    lane.close()
-    with pytest.raises(RuntimeError, match="closing is closed"):
-        lane.submit(lambda: None).future()
 
 
 def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,34 +132,14 @@ def test_close_abandons_a_job_if_a_signal_handler_has_ended_a_wait_for_it(monkey
     assert not threads_named("interrupted")
 
 
-def test_a_deleted_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
-    class Kept:
-        def run(self) -> None:
-            pass
-
-    lane, kept = Lane("forgotten", on_failure=lambda: None), Kept()
-    lane.submit(kept.run).future().wait()
-    reference = weakref.ref(kept)
-    del kept
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while reference() is not None:  # the thread may still be leaving the job
-        assert time.monotonic() < deadline, "the idle thread keeps a finished job alive"
-        time.sleep(0.01)
-    assert threads_named("forgotten")
-    del lane
-    gc.collect()
-    wait_until_gone("forgotten")
-
-
+@dataclass
 class Steps:
     """Records its steps: begins, yields twice, and ends."""
 
-    def __init__(self, name: str, seen: list[str], may: bool = True, fails_at: str = "") -> None:
-        self.name = name
-        self.seen = seen
-        self.may = may
-        self.fails_at = fails_at
+    name: str
+    seen: list[str]
+    may: bool = True
+    fails_at: str = ""
 
     def may_begin(self) -> bool:
         return self.may
@@ -236,12 +192,3 @@ def test_a_failure_closes_the_jobs_that_have_begun(name: str, fails_at: str) -> 
     other_name = "b" if name == "a" else "a"
     assert f"{other_name} is closed" in seen
     assert "c begins" not in seen
-
-
-def test_close_ends_the_jobs_that_have_begun() -> None:
-    seen: list[str] = []
-    lane = Lane("closing", on_failure=lambda: None)
-    jobs = [lane.submit_overlapping(Steps(name, seen)) for name in "abcd"]
-    lane.close()
-    assert [job.result() for job in jobs] == list("abcd")
-    assert seen.count("d ends") == 1

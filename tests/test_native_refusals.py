@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,6 @@ from torchbagua.native import loader, recipe
 from torchbagua.native.build import instruction_set_flag
 from torchbagua.native.ops import NATIVE_OPS
 
-MEANS = ("decode_mean", "decode_mean_encode", "decode_mean_encode_feedback")
-OPERATIONS = ("encode", "decode", "encode_feedback", *MEANS)
-# The required form of each tensor, by its argument name; other lengths follow from these.
-ALLOWED = {
-    "x": r"contiguous float32(, bfloat16 or float16)? \[N\]",
-    "residual": r"contiguous float32 \[(N|16)\]",
-    "left_out": r"contiguous float32 \[16\]",
-    "wire": r"contiguous uint8 \[(W|\d+)\]",
-    "rows": r"contiguous uint8 \[R, W\]",
-    "table": r"contiguous int64 \[B, [45]\]",
-}
-
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
@@ -44,11 +32,21 @@ def codec(request: pytest.FixtureRequest) -> Codec:
     return request.param
 
 
+# The required form of each tensor, by its argument name; other lengths follow from these.
+ALLOWED = {
+    "x": r"contiguous float32(, bfloat16 or float16)? \[N\]",
+    "residual": r"contiguous float32 \[(N|16)\]",
+    "left_out": r"contiguous float32 \[16\]",
+    "wire": r"contiguous uint8 \[(W|\d+)\]",
+    "rows": r"contiguous uint8 \[R, W\]",
+    "table": r"contiguous int64 \[B, [45]\]",
+}
+
+
 def good_arguments(codec: Codec, operation: str) -> dict[str, Any]:
     """Return valid arguments: two blocks of 8 elements that fill x and the wire to the last byte."""
     header, payload = codec.header_bytes, codec.payload_bytes(8)
-    rows = codec.row(0, 8, 0, 2 * header), codec.row(8, 8, header, 2 * header + payload)
-    table = torch.tensor(rows)
+    table = torch.tensor([codec.row(0, 8, 0, 2 * header), codec.row(8, 8, header, 2 * header + payload)])
     wire = torch.full((2 * (header + payload),), 7, dtype=torch.uint8)
     x = torch.linspace(-1, 1, 16)
     available = {"x": x, "table": table, "wire": wire, "rows": wire.repeat(2, 1), "divisor": 2.0}
@@ -56,17 +54,53 @@ def good_arguments(codec: Codec, operation: str) -> dict[str, Any]:
     return {argument.name: available[argument.name] for argument in codec.native(operation)._schema.arguments}
 
 
-def spoiled(name: str, arguments: Mapping[str, Any]) -> list[Tensor]:
-    """Return invalid forms of the argument: other dtype, dimensions, strides, device, or length, one at a time."""
-    good, is_first = arguments[name], name == next(iter(arguments))
-    bad = [good.to(torch.int16), good[None], torch.stack((good, good), -1)[..., 0]]
-    if not is_first:
-        bad.append(good.to("meta"))
-    if name == "table":
-        bad += [good[:, :3].contiguous(), torch.cat((good, good), dim=1)]
-    if name == "left_out" or (name == "residual" and "x" in arguments):  # must be as long as an earlier argument
-        bad.append(good[:-1])
-    return bad
+def wrong_forms(good: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield an argument, an invalid value of it, and the message: one change of form, device or length at a time."""
+    for name, value in good.items():
+        if name == "divisor":
+            for bad in (0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60):
+                yield name, bad, "divisor must be a positive finite float32, got "
+            continue
+        forms = [value.to(torch.int16), value[None], torch.stack((value, value), -1)[..., 0]]
+        if name != next(iter(good)):
+            forms.append(value.to("meta"))
+        if name == "table":
+            forms += [value[:, :3].contiguous(), torch.cat((value, value), dim=1)]
+        if name == "left_out" or (name == "residual" and "x" in good):  # must be as long as an earlier argument
+            forms.append(value[:-1])
+        for bad in forms:
+            yield name, bad, f"{name} must be {ALLOWED[name]} on (cpu|cuda:0), got "
+    if "rows" in good:
+        yield "rows", good["rows"][:0], "rows must be a tensor of at least one row"
+    if {"rows", "wire"} <= good.keys():
+        yield "wire", good["wire"][:-1], rf"wire must be contiguous uint8 \[{len(good['wire'])}\] on .*, got "
+
+
+def check_refused(backend: Backend, name: str, message: str, arguments: dict[str, Any]) -> None:
+    """Check that a backend and plain torch raise the same ValueError, except for dtype spelling, and write nothing."""
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor) and value.device == CPU}
+    before, messages = {key: tensor.clone() for key, tensor in tensors.items()}, []
+    for kernel in (backend.kernel(name), NATIVE_OPS[name]):
+        with pytest.raises(ValueError, match=f"^torchbagua::{name}: {message}") as caught:
+            kernel(**arguments)
+        messages.append(str(caught.value).split(", got")[0])
+    assert messages[0].replace("cuda:0", "cpu") == messages[1]
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor.nan_to_num(7), before[key].nan_to_num(7))
+
+
+MEANS = ("decode_mean", "decode_mean_encode", "decode_mean_encode_feedback")
+OPERATIONS = pytest.mark.parametrize("operation", ["encode", "decode", "encode_feedback", *MEANS])
+
+
+@OPERATIONS
+def test_arguments_of_a_wrong_form_are_refused(backend: Backend, codec: Codec, operation: str) -> None:
+    name, good = f"{codec.name}_{operation}", good_arguments(codec, operation)
+    if not backend.has(name):
+        return
+    backend.kernel(name)(**good)
+    for argument, bad, message in wrong_forms(good):
+        check_refused(backend, name, message, {**good, argument: bad})
 
 
 def bad_rows(codec: Codec) -> list[tuple[int, ...]]:
@@ -84,43 +118,7 @@ def bad_rows(codec: Codec) -> list[tuple[int, ...]]:
     return [*(codec.row(*row) for row in rows), *kept]
 
 
-def check_refused(backend: Backend, name: str, message: str, arguments: Mapping[str, Any]) -> None:
-    """Check that a backend and plain torch raise the same ValueError, except for dtype spelling, and write nothing."""
-    before = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
-    messages = []
-    for kernel in (backend.kernel(name), NATIVE_OPS[name]):
-        with pytest.raises(ValueError, match=f"^torchbagua::{name}: {message}") as caught:
-            kernel(**arguments)
-        messages.append(str(caught.value).split(", got")[0])
-    assert messages[0].replace("cuda:0", "cpu") == messages[1]
-    for key, value in arguments.items():
-        if isinstance(value, Tensor) and value.device == CPU:
-            assert torch.equal(value.nan_to_num(7), before[key].nan_to_num(7))
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_arguments_of_a_wrong_form_are_refused(backend: Backend, codec: Codec, operation: str) -> None:
-    name, good = f"{codec.name}_{operation}", good_arguments(codec, operation)
-    if not backend.has(name):
-        return
-    backend.kernel(name)(**good)
-    for argument, tensor in good.items():
-        if isinstance(tensor, Tensor):
-            for bad in spoiled(argument, good):
-                message = f"{argument} must be {ALLOWED[argument]} on (cpu|cuda:0), got "
-                check_refused(backend, name, message, {**good, argument: bad})
-    if "rows" in good:
-        no_rows = {**good, "rows": good["rows"][:0]}
-        check_refused(backend, name, "rows must be a tensor of at least one row", no_rows)
-        for divisor in (0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60):
-            message = "divisor must be a positive finite float32, got "
-            check_refused(backend, name, message, {**good, "divisor": divisor})
-        if "wire" in good:
-            message = rf"wire must be contiguous uint8 \[{len(good['wire'])}\] on .*, got "
-            check_refused(backend, name, message, {**good, "wire": good["wire"][:-1]})
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
+@OPERATIONS
 def test_blocks_outside_the_tensors_are_refused(backend: Backend, codec: Codec, operation: str) -> None:
     """The rows of a table are on the device: on a GPU only a kernel can check them, and it ends itself."""
     name, good = f"{codec.name}_{operation}", good_arguments(codec, operation)

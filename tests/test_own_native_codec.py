@@ -1,26 +1,26 @@
 """A user's codec with native operations: it needs a file and a line each for plain torch, CPU and CUDA."""
 
+import importlib
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torch.utils.cpp_extension import include_paths
 
 import programs
-from host_kernels import find_kernels
 from source_tree import copy_sources, fork_python
 from torchbagua.native import nvrtc, recipe
 
 OWN = Path(__file__).with_name("own_codec")
 
-# `native_of` returns the CPU's native operation of a name.
+
+# `native_of` returns the native operation of a name: the CPU's, or the kernels for CUDA, compiled for the host and
+# launched as NVRTC's kernels are.
 OF_CPU = """
 def native_of(name):
     return getattr(torch.ops.torchbagua, name)
 """
-
-# The kernels for CUDA, compiled for the host and launched as NVRTC's kernels are.
 OF_CUDA = """
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,16 @@ from torchbagua import native
 from torchbagua.native.ops import NATIVE_OPS
 
 native.load()
-assert {row.path for row in native.status() if row.operation.startswith("largest_")} == {"PATH"}, native.status()
+assert {row.path for row in native.status() if row.operation.startswith("first_")} == {"PATH"}, native.status()
 lengths = torch.tensor([5, 1, 300, 64])
 starts = lengths.cumsum(0) - lengths
-table = torch.stack((starts, lengths, torch.zeros_like(lengths), 8 * torch.arange(4)), dim=1)
+table = torch.stack((starts, lengths, torch.zeros_like(lengths), 4 * torch.arange(4)), dim=1)
 generator = torch.Generator().manual_seed(0)
 xs = torch.randn(3, int(lengths.sum()), generator=generator)
 wires = []
 for x in xs:
-    wires.append(torch.zeros(32, dtype=torch.uint8))
-    torch.ops.torchbagua.largest_encode(x, table, wires[-1])
+    wires.append(torch.zeros(16, dtype=torch.uint8))
+    torch.ops.torchbagua.first_encode(x, table, wires[-1])
 rows = torch.stack(wires)
 
 def both(name, *arguments):
@@ -67,16 +67,16 @@ def both(name, *arguments):
         assert not isinstance(one, torch.Tensor) or torch.equal(one, other), name
     return results[0]
 
-x, _, wire = both("largest_encode", xs[0].bfloat16(), table, torch.zeros(32, dtype=torch.uint8))
-decoded = both("largest_decode", rows[0], table, torch.zeros_like(xs[0]))[2]
+x, _, wire = both("first_encode", xs[0].bfloat16(), table, torch.zeros(16, dtype=torch.uint8))
+decoded = both("first_decode", rows[0], table, torch.zeros_like(xs[0]))[2]
 assert (decoded != 0).sum() == 4 and torch.equal(decoded[decoded != 0], xs[0][decoded != 0])
-both("largest_decode_mean", rows, table, 3.0, torch.zeros_like(xs[0]))
-both("largest_decode_mean_encode", rows, table, 3.0, torch.zeros(32, dtype=torch.uint8))
-*_, left_out = both("largest_encode_feedback", xs[0], xs[1], table, wire, torch.zeros_like(xs[0]))
+both("first_decode_mean", rows, table, 3.0, torch.zeros_like(xs[0]))
+both("first_decode_mean_encode", rows, table, 3.0, torch.zeros(16, dtype=torch.uint8))
+*_, left_out = both("first_encode_feedback", xs[0], xs[1], table, wire, torch.zeros_like(xs[0]))
 assert (left_out == 0).sum() == 4
-both("largest_decode_mean_encode_feedback", rows, table, 3.0, xs[0], wire, torch.zeros_like(xs[0]))
+both("first_decode_mean_encode_feedback", rows, table, 3.0, xs[0], wire, torch.zeros_like(xs[0]))
 try:
-    torch.ops.torchbagua.largest_decode(rows[0][:-1], table, torch.zeros_like(xs[0]))
+    torch.ops.torchbagua.first_decode(rows[0][:-1], table, torch.zeros_like(xs[0]))
 except ValueError as error:
     print(error)
 
@@ -85,20 +85,20 @@ from dataclasses import dataclass
 from torchbagua.codecs import NativeBlockCodec, TensorSpec
 
 @dataclass(frozen=True)
-class Largest(NativeBlockCodec):
-    op_prefix = "largest"
+class First(NativeBlockCodec):
+    op_prefix = "first"
 
-layout = Largest(64).layout(TensorSpec((150,), torch.float32, torch.device("cpu"), "x"), [0, 128, 150])
+layout = First(64).layout(TensorSpec((150,), torch.float32, torch.device("cpu"), "x"), [0, 128, 150])
 print(layout.table.tolist())
 """
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Iterator[Path]:
+def checkout(tmp_path: Path) -> Path:
     """Copy the sources and add the codec in plain torch: a file, and a line in a list."""
     checkout = copy_sources(tmp_path / "checkout")
-    shutil.copy(OWN / "largest.py", checkout / "torchbagua" / "native")
-    add(checkout / "torchbagua" / "native" / "__init__.py", "import blockk, ", "import blockk, largest, ")
+    shutil.copy(OWN / "first.py", checkout / "torchbagua" / "native")
+    add(checkout / "torchbagua" / "native" / "__init__.py", "import blockk, ", "import blockk, first, ")
     return checkout
 
 
@@ -113,9 +113,9 @@ def check(checkout: Path, path: str, of_device: str = OF_CPU, **variables: str) 
     status, out, err = fork_python(of_device + COMPARE.replace("PATH", path), checkout, **variables)
     assert status == 0, err
     refused, table = out.splitlines()
-    assert refused.startswith("torchbagua::largest_decode: table must be rows (start, length >= 1, ")
-    assert refused.endswith("of blocks within 370 elements of x and 31 bytes of wire, got row 3 = (306, 64, 0, 24)")
-    assert table == str([[0, 64, 0, 0], [64, 64, 0, 8], [128, 22, 32, 32]])
+    assert refused.startswith("torchbagua::first_decode: table must be rows (start, length >= 1, ")
+    assert refused.endswith("of blocks within 370 elements of x and 15 bytes of wire, got row 3 = (306, 64, 0, 12)")
+    assert table == str([[0, 64, 0, 0], [64, 64, 0, 4], [128, 22, 32, 32]])
 
 
 def test_in_plain_torch_it_is_a_file_and_a_line(checkout: Path) -> None:
@@ -124,41 +124,31 @@ def test_in_plain_torch_it_is_a_file_and_a_line(checkout: Path) -> None:
 
 def add_cuda(checkout: Path) -> None:
     """Add its kernels for CUDA: a file, and a line among the others."""
-    shutil.copy(OWN / "largest.cuh", checkout / "csrc_cuda" / "kernels")
+    shutil.copy(OWN / "first.cuh", checkout / "csrc_cuda" / "kernels")
     line = '#include "minmax_uint8.cuh"\n'
-    add(checkout / "csrc_cuda" / "kernels" / "all.cuh", line, f'#include "largest.cuh"\n{line}')
+    add(checkout / "csrc_cuda" / "kernels" / "all.cuh", line, f'#include "first.cuh"\n{line}')
 
 
 @pytest.mark.release
 def test_kernels_for_the_cpu_are_one_more_file(checkout: Path, tmp_path: Path) -> None:
-    shutil.copy(OWN / "largest.cpp", checkout / "csrc_cuda" / "cpu")
+    shutil.copy(OWN / "first.cpp", checkout / "csrc_cuda" / "cpu")
     check(checkout, "jit", TORCHBAGUA_NATIVE="jit", TORCHBAGUA_CACHE=str(tmp_path / "cache"))
 
 
 @pytest.mark.release
 def test_with_kernels_for_cuda_it_is_one_more_of_each(checkout: Path) -> None:
+    """NVRTC compiles them with the others, and nvcc compiles their binding without a warning."""
     add_cuda(checkout)
+    csrc = checkout / "csrc_cuda"
+    with suppress(ImportError):
+        image = nvrtc.Compiler(importlib.import_module("cuda.bindings.nvrtc"), csrc).compile("sm_90")
+        assert b".text.torchbagua_first_encode_feedback_float32\0" in image
+    if shutil.which("nvcc") is not None:
+        command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), f"-I{csrc}"]
+        command += [*(f"-isystem={path}" for path in include_paths()), "-Xcompiler=-fPIC,-Wall", "-Werror"]
+        command += ["all-warnings", str(csrc / recipe.CUDA.sources), "-o", "bind.o"]
+        programs.run(command, cwd=checkout, timeout_s=200)
+        assert b"torchbagua_first_decode_mean_encode" in (checkout / "bind.o").read_bytes()
     shutil.copytree(OWN.parent, checkout / "tests", ignore=shutil.ignore_patterns("data", "__pycache__"))
     variables = {"TORCHBAGUA_NATIVE": "reference", "PYTHONPATH": f"{checkout}:{checkout / 'tests'}"}
     check(checkout, "reference", OF_CUDA, **variables)
-
-
-@pytest.mark.release
-def test_nvrtc_compiles_its_kernels_with_the_others(checkout: Path) -> None:
-    bindings = pytest.importorskip("cuda.bindings.nvrtc")
-    add_cuda(checkout)
-    image = nvrtc.Compiler(bindings, checkout / "csrc_cuda").compile("sm_90")
-    for name in find_kernels((OWN / "largest.cuh").read_text()):
-        assert f".text.{name}\0".encode() in image
-
-
-@pytest.mark.release
-def test_nvcc_compiles_its_binding_without_a_warning(checkout: Path) -> None:
-    if shutil.which("nvcc") is None:
-        pytest.skip("there is no nvcc")
-    add_cuda(checkout)
-    csrc = checkout / "csrc_cuda"
-    command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), f"-I{csrc}"]
-    command += [*(f"-isystem={path}" for path in include_paths()), "-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings"]
-    programs.run([*command, str(csrc / recipe.CUDA.sources), "-o", "bind.o"], cwd=checkout, timeout_s=200)
-    assert b"torchbagua_largest_decode_mean_encode" in (checkout / "bind.o").read_bytes()

@@ -28,16 +28,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "diloco": {"inner_steps": 2},
     "streaming_diloco": {"inner_steps": 2, "fragments": 2, "delay": 0},
 }
-# One of each way to communicate.
-NAMES = ["gradient_allreduce", "qadam", "powersgd", "low_precision_decentralized", "async", "streaming_diloco"]
 
 
 def train(
-    group: dist.ProcessGroup,
-    name: str,
-    transport: TransportMaker | None,
-    nodes: Sequence[int] | None = None,
-    **arguments: Any,
+    group: dist.ProcessGroup, name: str, transport: TransportMaker | None, nodes: Sequence[int] | None = None
 ) -> list[Weights]:
     """Return the weights after each step, and after detach."""
     module = copy.deepcopy(MODEL)
@@ -46,7 +40,7 @@ def train(
     optimizer = (
         tb.QAdamOptimizer(trained, lr=0.01, warmup_steps=1) if name == "qadam" else torch.optim.SGD(trained, lr=0.1)
     )
-    algorithm = init_for(name, [optimizer], **{**ARGUMENTS.get(name, {}), **arguments})
+    algorithm = init_for(name, [optimizer], **ARGUMENTS.get(name, {}))
     data = torch.Generator().manual_seed(1000 + group.rank())
     own, recorder, found = tb.BaguaProcessGroup(group, nodes=nodes, transport=transport), tb.observe.Recorder(), []
     with tb.attach(ddp, optimizer, algorithm, process_group=own, observers=[recorder]):
@@ -59,34 +53,25 @@ def train(
     return [*found, weights_of(module)]
 
 
-def check_same_bits(name: str, monkeypatch: pytest.MonkeyPatch, size: int, nodes: Sequence[int] | None = None) -> None:
+# One of each way to communicate.
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        *((name, None) for name in ("gradient_allreduce", "qadam", "powersgd", "low_precision_decentralized")),
+        *((name, None) for name in ("async", "streaming_diloco")),
+        *((name, [0, 0, 1, 1]) for name in ("bytegrad", "decentralized", "diloco")),
+    ],
+)
+def test_an_algorithm_is_bitwise_equal_to_the_default_transport(
+    name: str, nodes: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(nodes or "ab")
     expected = run_ranks(size, lambda group: train(group, name, None, nodes))
-    with monkeypatch.context() as patch:
-        patch.setattr(GlooTransport, "__init__", lambda transport, members: pytest.fail("gloo is opened"))
-        found = run_ranks(size, lambda group: train(group, name, QueueTransport, nodes))
+    monkeypatch.setattr(GlooTransport, "__init__", lambda transport, members: pytest.fail("gloo is opened"))
+    found = run_ranks(size, lambda group: train(group, name, QueueTransport, nodes))
     for rank in range(size):
         for expected_weights, found_weights in zip(expected[rank], found[rank], strict=True):
             assert_same_weights([expected_weights, found_weights])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_algorithm_is_bitwise_equal_to_the_default_transport(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_same_bits(name, monkeypatch, 2)
-
-
-@pytest.mark.parametrize("name", ["bytegrad", "decentralized", "diloco"])
-def test_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_same_bits(name, monkeypatch, 4, [0, 0, 1, 1])
-
-
-def test_asynchronous_averages() -> None:
-    """Results depend on timing, so they are only checked to be finite."""
-
-    def body(group: dist.ProcessGroup) -> list[Weights]:
-        return train(group, "async", QueueTransport, warmup_steps=0, sync_interval_ms=1)
-
-    for weights in run_ranks(2, body):
-        assert all(tensor.isfinite().all() for tensor in weights[-1].values())
 
 
 class Unplugged(QueueTransport):

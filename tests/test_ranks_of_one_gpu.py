@@ -52,9 +52,30 @@ def test_sharded_gradients_equal_the_oracle(gpu: torch.device, name: str) -> Non
     assert right(done.stdout) == [name], f"{done.stdout}\n{done.stderr}"
 
 
-def run_survivor(folder: Path, fault: str, algorithm: str, *more: str) -> tuple[str, int, float]:
-    """Run two ranks, of which the last misbehaves. Return the other's output, its status, and its seconds since."""
-    arguments = [str(folder / "store"), fault, algorithm, *more]
+@pytest.mark.parametrize(
+    ("backend", "fault", "algorithm"),
+    [
+        pytest.param("gloo", "between", "all", marks=pytest.mark.slow),  # tests the program
+        *(
+            pytest.param("nccl", fault, algorithm, marks=pytest.mark.gpu)
+            for fault, algorithms in {
+                "between": ("all", "low_precision", "diloco"),
+                "kill": ("all", "diloco", "async", "bytegrad"),
+                "raise": ("all", "bytegrad"),
+            }.items()
+            for algorithm in algorithms
+        ),
+    ],
+)
+def test_survivor_ends(backend: str, fault: str, algorithm: str, tmp_path: Path) -> None:
+    """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it.
+
+    "between": a rank is killed after all have compared their progress. What an aborted NCCL operation leaves is not
+    written to the survivor's weights.
+    """
+    if backend == "nccl":
+        require_gpu()
+    arguments = [str(tmp_path / "store"), fault, algorithm, *(["nccl"] * (backend == "nccl"))]
     with ExitStack() as stack:
         survivor, faulty = (
             stack.enter_context(
@@ -70,48 +91,13 @@ def run_survivor(folder: Path, fault: str, algorithm: str, *more: str) -> tuple[
         assert "fault" in output.splitlines(), output
         since_s = time.monotonic()
         output, _ = survivor.communicate(timeout=90)
-        return output, survivor.returncode, time.monotonic() - since_s
-
-
-@pytest.mark.parametrize(
-    ("backend", "algorithm"),
-    [
-        *(pytest.param("nccl", name, marks=pytest.mark.gpu) for name in ("all", "low_precision", "diloco")),
-        pytest.param("gloo", "all", marks=pytest.mark.slow),  # tests the program
-    ],
-)
-def test_survivor_keeps_its_weights(backend: str, algorithm: str, tmp_path: Path) -> None:
-    """A rank is killed after all have compared their progress: what an aborted NCCL operation leaves is not written."""
-    if backend == "nccl":
-        require_gpu()
-    output, returncode, seconds = run_survivor(tmp_path, "between", algorithm, *(["nccl"] * (backend == "nccl")))
-    print(f"{algorithm}: the survivor ended after {seconds:.1f} s, status {returncode}\n{output}")
-    assert returncode == 0
-    assert "raised on MainThread: CommunicationError" in output
-    assert "weights unchanged" in output.splitlines()
-    assert seconds < MOST_SECONDS
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("fault", "algorithm"),
-    [
-        ("kill", "all"),
-        ("raise", "all"),
-        ("kill", "diloco"),
-        ("kill", "async"),
-        ("kill", "bytegrad"),
-        ("raise", "bytegrad"),
-    ],
-)
-def test_survivor_ends(gpu: torch.device, fault: str, algorithm: str, tmp_path: Path) -> None:
-    """With averaged weights, the survivor raises; with averaged gradients, NCCL or its watchdog ends it."""
-    output, returncode, seconds = run_survivor(tmp_path, fault, algorithm, "nccl")
-    print(f"{fault}, {algorithm}: the survivor ended after {seconds:.1f} s, status {returncode}\n{output}")
-    if algorithm == "bytegrad" and returncode != 0:
-        assert returncode == -signal.SIGABRT
+        status, seconds = survivor.returncode, time.monotonic() - since_s
+    print(f"{fault}, {algorithm}: the survivor ended after {seconds:.1f} s, status {status}\n{output}")
+    if algorithm == "bytegrad" and status != 0:
+        assert status == -signal.SIGABRT
         assert seconds < MOST_SECONDS_OF_WATCHDOG
-    else:
-        assert returncode == 0
-        assert "raised on MainThread: CommunicationError" in output
-        assert seconds < MOST_SECONDS
+        return
+    assert status == 0
+    assert "raised on MainThread: CommunicationError" in output
+    assert fault != "between" or "weights unchanged" in output.splitlines()
+    assert seconds < MOST_SECONDS

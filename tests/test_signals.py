@@ -44,7 +44,7 @@ def run_two(slow: Callable[[dist.ProcessGroup], None], waiting: Callable[[dist.P
     """Run rank 0 on a thread, and rank 1, which waits for it, on the main thread. Return the error of rank 0."""
     init_default_group()
     store, errors = dist.HashStore(), list[Exception]()
-    groups: dict[int, dist.ProcessGroup] = {}
+    groups = dict.fromkeys(range(2), None)
 
     def run_slow() -> None:
         groups[0] = gloo_group(store, 0, 2)
@@ -118,44 +118,11 @@ def test_a_handler_that_raises_ends_the_attachment(algorithm: str, monkeypatch: 
             train(group, algorithm, alarm_soon, nothing)
         has_left.set()
 
-    def slow(group: dist.ProcessGroup) -> None:
-        train(group, algorithm, be_late, nothing)
-
     start_s = time.monotonic()
     with alarm_after(0, leave):
-        (error,) = run_two(slow, waiting)
+        (error,) = run_two(lambda group: train(group, algorithm, be_late, nothing), waiting)
     assert time.monotonic() < start_s + PATIENCE_S
     assert isinstance(error, RuntimeError)
-    named = "over the world group failed on rank 0" + (
-        "" if algorithm == "gradient_allreduce" else " receiving from rank 1"
-    )
-    assert named in str(error)
+    peer = "" if algorithm == "gradient_allreduce" else " receiving from rank 1"
+    assert f"over the world group failed on rank 0{peer}" in str(error)
     assert not [thread for thread in threading.enumerate() if "lane" in thread.name and thread not in others]
-
-
-def test_a_handler_that_raises_ends_attach() -> None:
-    """The rank raises at once, and the other one once it comes."""
-    has_left = threading.Event()
-
-    def attach(group: dist.ProcessGroup) -> None:
-        ddp = nn.Linear(4, 1)
-        tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "decentralized", process_group=group, timeout=LONG)
-
-    def leave() -> None:
-        raise Leaving
-
-    def waiting(group: dist.ProcessGroup) -> None:
-        alarm_soon()
-        with pytest.raises(Leaving):
-            attach(group)
-        has_left.set()
-
-    def slow(group: dist.ProcessGroup) -> None:
-        assert has_left.wait(PATIENCE_S)
-        attach(group)
-
-    start_s = time.monotonic()
-    with alarm_after(0, leave):
-        (error,) = run_two(slow, waiting)
-    assert time.monotonic() < start_s + PATIENCE_S
-    assert "rank 1 of 2 has left: Leaving" in str(error)

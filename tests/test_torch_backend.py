@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 import warm_python
-from ranks import init_default_group, run_ranks
+from ranks import run_ranks
 from test_faults import SIZE, TIMEOUT_S, check_raised_in_time, run_with_fault
 from torch_backend_rank import CASES
 from torchbagua.transport import torch_backend
@@ -63,9 +64,17 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, calls: str, tmp_pa
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
-def test_mpi_supports_only_groups_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_and_ranks_without_a_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has MPI only if it was built from source, so the test fakes the name of the backend."""
-    init_default_group()
+
+    def body(group: dist.ProcessGroup) -> None:
+        impl = tb.ByteGradAlgorithm().reify(group)
+        expected = "tensors must be on cpu or cuda, got a tensor on mps:0, for which the process group has no backend"
+        with pytest.raises(ValueError, match=expected):
+            impl.use_device(torch.device("mps:0"))
+        impl.close()
+
+    run_ranks(1, body)
     monkeypatch.setattr(torch_backend, "backend_names", lambda group: {"cpu": "mpi"})
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     world = dist.group.WORLD
@@ -77,42 +86,20 @@ def test_mpi_supports_only_groups_of_all_ranks(monkeypatch: pytest.MonkeyPatch) 
         torch_backend.TorchBackendTransport(members, "xpu")
 
 
-def test_a_device_without_a_backend_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        impl = tb.ByteGradAlgorithm().reify(group)
-        try:
-            expected = (
-                "tensors must be on cpu or cuda, got a tensor on mps:0, for which the process group has no backend"
-            )
-            with pytest.raises(ValueError, match=expected):
-                impl.use_device(torch.device("mps:0"))
-        finally:
-            impl.close()
-
-    run_ranks(2, body)
-
-
 def test_on_other_accelerators_jobs_run_after_earlier_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """No such accelerator is available here, so the test fakes its streams."""
-    calls: list[object] = []
-
-    class Stream:
-        def record_event(self) -> str:
-            calls.append("record")
-            return "mark"
-
-        def wait_event(self, event: str) -> None:
-            calls.append(("wait", event))
-
-    device = torch.device("meta:0")
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda of: calls.append(of) or Stream())
+    calls, device = list[object](), torch.device("meta:0")
+    stream = SimpleNamespace(
+        record_event=lambda: calls.append("record") or "mark", wait_event=lambda event: calls.append(("wait", event))
+    )
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda of: calls.append(of) or stream)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda of: calls.append(("set", of)))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda of: calls.append(("synchronize", of)))
-    stream = ThreadStream(device)
-    mark = stream.mark()
-    stream.bind_thread()
-    with stream.after(mark):
+    lane = ThreadStream(device)
+    mark = lane.mark()
+    lane.bind_thread()
+    with lane.after(mark):
         calls.append("job")
-    stream.join()
+    lane.join()
     expected = [device, "record", ("set", device), device, ("wait", "mark"), "job", ("synchronize", device)]
     assert calls == expected

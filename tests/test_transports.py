@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from torchbagua.testing.transports import TransportFault, check_transport
-from torchbagua.transport import Abilities, Members, TransportError, TransportMaker, gloo
+from torchbagua.transport import Abilities, Members, Transport, TransportError, TransportMaker, gloo
 from torchbagua.transport.gloo import GlooTransport
 from transports import PlayedNccl, QueueTransport, StagedOnCpu, StagedOverGloo, play_pinned_memory
 
@@ -21,61 +22,42 @@ MESSAGES = {"message_bits", "connect", "dtypes", "tags", "twin"}
 DEADLINES = {"missing_member", "deadline_of_messages", "abort_of_peer", "abort_by_another_thread"}
 ENDS = {"use_after_abort", "close", "threads"}
 COLLECTIVES = {"all_gather", "all_reduce"}
+ALL_TO_ALL = {"all_to_all", "all_to_all_single"}
+LIVES = MESSAGES | DEADLINES | ENDS
 
 
-def check(maker: TransportMaker, size: int = 3) -> set[str]:
-    return set(check_transport(maker, size, deadline=DEADLINE))
+class Endless(QueueTransport):
+    abilities = Abilities(frozenset({"cpu"}), has_deadline=False)
+
+
+@pytest.mark.parametrize(
+    ("maker", "size", "included", "excluded"),
+    [
+        pytest.param(GlooTransport, 2, LIVES, ALL_TO_ALL, marks=pytest.mark.release),
+        (GlooTransport, 3, LIVES | COLLECTIVES | {"deadline_of_collectives"}, ALL_TO_ALL),
+        (StagedOnCpu, 3, LIVES | {"all_reduce"}, {"all_gather"}),
+        pytest.param(StagedOverGloo, 3, LIVES, set(), marks=pytest.mark.gpu),
+        # A host that never waits has no deadlines.
+        (functools.partial(PlayedNccl, calls=[]), 3, ENDS | COLLECTIVES | ALL_TO_ALL, MESSAGES | DEADLINES),
+        (QueueTransport, 2, LIVES, COLLECTIVES),
+        pytest.param(QueueTransport, 4, LIVES, COLLECTIVES, marks=pytest.mark.release),
+        (Endless, 3, MESSAGES | ENDS, DEADLINES),
+    ],
+    ids=["gloo of 2", "gloo", "staged", "staged gpu", "in stream order", "of the docs", "of the docs of 4", "endless"],
+)
+def test_checks_of_transports(
+    maker: TransportMaker, size: int, included: set[str], excluded: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if maker is StagedOnCpu:
+        play_pinned_memory(monkeypatch, [], [])
+    if size == 2:  # connect when a message needs it
+        monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
+    ran = set(check_transport(maker, size, deadline=DEADLINE))
+    assert ran > included
+    assert not ran & excluded
 
 
 # Transports of the package
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.release), 3])
-def test_gloo(size: int) -> None:
-    ran = check(GlooTransport, size)
-    assert ran > MESSAGES | DEADLINES | ENDS | COLLECTIVES | {"deadline_of_collectives"}
-    assert "all_to_all" not in ran
-
-
-@pytest.mark.release
-def test_gloo_that_connects_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
-    check(GlooTransport)
-
-
-def test_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_pinned_memory(monkeypatch, [], [])
-    ran = check(StagedOnCpu)
-    assert ran > MESSAGES | DEADLINES | ENDS
-    assert ran & COLLECTIVES == {"all_reduce"}
-
-
-@pytest.mark.gpu
-def test_staging_of_a_gpu() -> None:
-    assert check(StagedOverGloo) > MESSAGES | DEADLINES | ENDS
-
-
-def test_collectives_in_stream_order() -> None:
-    """A host that never waits has no deadlines."""
-    ran = check(functools.partial(PlayedNccl, calls=[]))
-    assert ran > ENDS | COLLECTIVES | {"all_to_all", "all_to_all_single"}
-    assert not ran & (MESSAGES | DEADLINES)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.release)])
-def test_the_queue_transport_of_the_docs(size: int) -> None:
-    ran = check(QueueTransport, size)
-    assert ran > MESSAGES | DEADLINES | ENDS
-    assert not ran & COLLECTIVES
-
-
-def test_deadlines_that_are_not_claimed_are_not_tested() -> None:
-    class Endless(QueueTransport):
-        abilities = Abilities(frozenset({"cpu"}), has_deadline=False)
-
-    ran = check(Endless)
-    assert ran > MESSAGES | ENDS
-    assert not ran & DEADLINES
 
 
 @pytest.mark.parametrize(
@@ -113,13 +95,6 @@ class MixesTags(QueueTransport):
             super().wait_receive(peer, 0)
 
 
-class DropsLastByte(QueueTransport):
-    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        changed = tensor.clone()
-        changed.view(torch.uint8)[-1] ^= 1
-        super().post_send(peer, changed, tag)
-
-
 class WritesToSent(QueueTransport):
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         super().post_send(peer, tensor, tag)
@@ -135,11 +110,11 @@ class SendsLater(QueueTransport):
         messages[-1] = tensor
 
 
-class ReturnsEarly(QueueTransport):
-    def wait_receive(self, peer: int, tag: int) -> None:
-        self.timeout_s = 0.5
-        with suppress(TransportError):
-            super().wait_receive(peer, tag)
+class FailsInOneMember(QueueTransport):
+    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        if self.rank == 1:
+            raise OSError("cable cut")
+        super().post_send(peer, tensor, tag)
 
 
 class GivesUpEarly(QueueTransport):
@@ -148,10 +123,11 @@ class GivesUpEarly(QueueTransport):
         self.timeout_s *= 0.7
 
 
-class WaitsForever(QueueTransport):
-    def __init__(self, members: Members) -> None:
-        super().__init__(members)
-        self.timeout_s = None
+class ReturnsEarly(QueueTransport):
+    def wait_receive(self, peer: int, tag: int) -> None:
+        self.timeout_s = 0.5
+        with suppress(TransportError):
+            super().wait_receive(peer, tag)
 
 
 class ForgetsPeer(QueueTransport):
@@ -162,17 +138,13 @@ class ForgetsPeer(QueueTransport):
             raise TransportError(str(error)) from error
 
 
-class RaisesAnotherError(QueueTransport):
-    def wait_receive(self, peer: int, tag: int) -> None:
-        try:
-            super().wait_receive(peer, tag)
-        except TransportError as error:
-            raise OSError("cable cut") from error
+def broken(class_name: str, /, base: type[Transport] = QueueTransport, **changes: Any) -> type[Transport]:
+    """Return a transport with other attributes than those of `base`."""
+    return type(class_name, (base,), changes)
 
 
-class IgnoresAbort(QueueTransport):
-    def abort(self) -> None:
-        pass
+IGNORES_ABORT = broken("IgnoresAbort", abort=lambda transport: None)
+CLAIMS_GROUP = broken("ClaimsGroup", abilities=replace(QueueTransport.abilities, has_torch_group=True))
 
 
 class LeavesThread(QueueTransport):
@@ -181,27 +153,6 @@ class LeavesThread(QueueTransport):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         threading.Thread(target=self.over.wait, name="left behind", daemon=True).start()
-
-
-class Nameless(QueueTransport):
-    name = ""
-
-
-class ClaimsGroup(QueueTransport):
-    abilities = replace(QueueTransport.abilities, has_torch_group=True)
-
-
-class HasNoMethods:
-    name = "bare"
-    abilities = QueueTransport.abilities
-
-    def __init__(self, members: Members) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-    join = abort
 
 
 class SumsTwice(GlooTransport):
@@ -218,58 +169,31 @@ class GathersElsewhere(GlooTransport):
         super().all_gather_into_tensor(output, own)
 
 
-class FailsInOneMember(QueueTransport):
-    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        if self.rank == 1:
-            raise OSError("cable cut")
-        super().post_send(peer, tensor, tag)
-
-
 LONG = timedelta(seconds=2)
 
 
 @pytest.mark.parametrize(
-    ("maker", "deadline", "failed", "why"),
+    ("maker", "failed", "why"),
     [
-        (Nameless, DEADLINE, "protocol", "name: expected str, got ''"),
-        (HasNoMethods, DEADLINE, "protocol", "open: expected a method of this name, got none"),
-        (DropsLastByte, DEADLINE, "message_bits", r"message of 1 bytes from rank \d, .*: expected byte 3 of 9 to be"),
-        (
-            FailsInOneMember,
-            DEADLINE,
-            "message_bits",
-            r"rank 1: post_send\(2, uint8\[1\], 0\): .* OSError: cable cut",
-        ),
-        (WritesToSent, DEADLINE, "sent_tensor_stays", r"tensor sent to rank \d, after wait_send: expected byte"),
-        (SendsLater, DEADLINE, "sent_tensor_is_free", r"message from rank \d, which has overwritten .* got 0; "),
-        (ReturnsEarly, 3 * LONG, "late_send", r"message from rank 1, at the end of wait_receive: expected byte 0"),
-        (MixesTags, DEADLINE, "tags", r"message from rank \d with tag 4001 of \[0, 5, 1, 4001\]: expected byte"),
-        (SumsTwice, DEADLINE, "all_reduce", r"all_reduce of 1 elements of torch.float32: expected element 0"),
-        (GathersElsewhere, DEADLINE, "all_gather", r"all_gather_into_tensor in place: output of torch.uint8"),
-        (IgnoresAbort, DEADLINE, "use_after_abort", "post_send after abort: expected TransportError, got none"),
-        (ClaimsGroup, DEADLINE, "torch_group", "torch_group.*: expected no error, got LacksAbility: queues has no"),
-        (LeavesThread, DEADLINE, "threads", r"expected no new thread, got \['left behind', 'left behind'"),
-        pytest.param(
-            WaitsForever,
-            DEADLINE,
-            "deadline_of_messages",
-            r"rank 0: wait_receive\(2, 7\): expected an end within 8 s",
-            marks=pytest.mark.release,
-        ),
-        (GivesUpEarly, LONG, "deadline_of_messages", r"rank 0: .*: expected no error before 1.6 s, got one after 1.4"),
-        (ForgetsPeer, DEADLINE, "deadline_of_messages", "rank 0: .*: expected an error with peer 2, got peer None"),
-        (
-            RaisesAnotherError,
-            DEADLINE,
-            "use_after_abort",
-            "posted before abort: expected .*, got OSError: cable cut",
-        ),
+        (broken("Nameless", name=""), "protocol", "name: expected str, got ''"),
+        (broken("NoOpen", open=None), "protocol", "open: expected a method of this name, got none"),
+        (FailsInOneMember, "message_bits", r"rank 1: post_send\(2, uint8\[1\], 0\): .* OSError: cable cut"),
+        (WritesToSent, "sent_tensor_stays", r"tensor sent to rank \d, after wait_send: expected byte"),
+        (SendsLater, "sent_tensor_is_free", r"message from rank \d, which has overwritten .* got 0; "),
+        (ReturnsEarly, "late_send", r"message from rank 1, at the end of wait_receive: expected byte 0"),
+        (MixesTags, "tags", r"message from rank \d with tag 4001 of \[0, 5, 1, 4001\]: expected byte"),
+        (SumsTwice, "all_reduce", r"all_reduce of 1 elements of torch.float32: expected element 0"),
+        (GathersElsewhere, "all_gather", r"all_gather_into_tensor in place: output of torch.uint8"),
+        (IGNORES_ABORT, "use_after_abort", "post_send after abort: expected TransportError, got none"),
+        (CLAIMS_GROUP, "torch_group", "torch_group.*: expected no error, got LacksAbility: queues has no"),
+        (LeavesThread, "threads", r"expected no new thread, got \['left behind', 'left behind'"),
+        (GivesUpEarly, "deadline_of_messages", r"rank 0: .*: expected no error before 1.6 s, got one after 1.4"),
+        (ForgetsPeer, "deadline_of_messages", "rank 0: .*: expected an error with peer 2, got peer None"),
     ],
     ids=lambda argument: argument.__name__ if isinstance(argument, type) else "",
 )
-def test_a_broken_transport_fails_the_right_check(
-    maker: TransportMaker, deadline: timedelta, failed: str, why: str
-) -> None:
+def test_a_broken_transport_fails_the_right_check(maker: type[Transport], failed: str, why: str) -> None:
+    deadline = 3 * LONG if maker is ReturnsEarly else LONG if maker is GivesUpEarly else DEADLINE
     LeavesThread.over.clear()
     try:
         with pytest.raises(TransportFault, match=f"^torchbagua: check {failed!r} failed on .*{why}"):
