@@ -206,13 +206,14 @@ def test_broadcast(transport: TransportMaker | None) -> None:
     run_ranks(3, body)
 
 
-def test_a_row_mean_over_interleaved_nodes() -> None:
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1]])
+def test_a_row_mean_over_nodes(nodes: list[int]) -> None:
     """As of a layer of FSDP: each rank gets the mean of its own row."""
     values = torch.arange(4 * 4 * 138, dtype=torch.float32).view(4, -1)
     spec = TensorSpec((100, 1, 37), torch.float32, CPU, "layer 0")
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        own, out = tb.BaguaProcessGroup(group, nodes=[0, 1, 0, 1]), torch.full((138,), torch.nan)
+        own, out = tb.BaguaProcessGroup(group, nodes=nodes), torch.full((138,), torch.nan)
         RowMean(own, Identity(), spec, divisor=4.0, intra_compressor=Identity())(values[group.rank()].clone(), out)
         own.close()
         return out
