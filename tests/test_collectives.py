@@ -206,19 +206,33 @@ def test_broadcast(transport: TransportMaker | None) -> None:
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1]])
-def test_a_row_mean_over_nodes(nodes: list[int]) -> None:
-    """As of a layer of FSDP: each rank gets the mean of its own row."""
-    values = torch.arange(4 * 4 * 138, dtype=torch.float32).view(4, -1)
-    spec = TensorSpec((100, 1, 37), torch.float32, CPU, "layer 0")
+def test_a_row_mean_over_nodes(nodes: list[int], dtype: torch.dtype) -> None:
+    """As of a layer of FSDP: each rank gets the mean of its own row. Sums within nodes are in float32."""
+    values = torch.randn(4, 4 * 138, generator=torch.Generator().manual_seed(0)).to(dtype)
+    spec = TensorSpec((100, 1, 37), dtype, CPU, "layer 0")
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        own, out = tb.BaguaProcessGroup(group, nodes=nodes), torch.full((138,), torch.nan)
+        own, out = tb.BaguaProcessGroup(group, nodes=nodes), torch.full((138,), torch.nan, dtype=dtype)
         RowMean(own, Identity(), spec, divisor=4.0, intra_compressor=Identity())(values[group.rank()].clone(), out)
         own.close()
         return out
 
-    assert torch.equal(torch.cat(run_ranks(4, body)), values.mean(0))
+    first, second = (values[[rank for rank in range(4) if nodes[rank] == node]].float().sum(0) for node in (0, 1))
+    assert torch.equal(torch.cat(run_ranks(4, body)), ((first + second) / 4).to(dtype))
+
+
+def test_the_mean_of_large_float16_values_does_not_overflow() -> None:
+    """Their sum would: float16 ends at 65,504."""
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        own, x_N = tb.BaguaProcessGroup(group), torch.full((2,), 40_000.0, dtype=torch.float16)
+        AllReduceMean(own.world, TensorSpec((2,), torch.float16, CPU, "x"), 2.0)(x_N)
+        own.close()
+        return x_N.tolist()
+
+    assert run_ranks(2, body) == [[40_000.0] * 2] * 2
 
 
 def test_events_count_the_payload() -> None:

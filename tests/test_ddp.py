@@ -121,7 +121,7 @@ def test_numbers_of_ranks(size: int, algorithm: tb.Algorithm) -> None:
     ids=name_of,
 )
 def test_nodes(device: torch.device, nodes: list[int], algorithm: tb.Algorithm, hierarchical: bool) -> None:
-    model = build(Tower).to(device)
+    model = build(lambda: Tower(dtypes=(torch.float32, torch.bfloat16, torch.float16))).to(device)
     of_nodes = dataclasses.replace(algorithm, hierarchical=hierarchical)
 
     def body(group: torch.distributed.ProcessGroup) -> Run:

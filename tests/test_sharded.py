@@ -1,5 +1,6 @@
 """Modules on which fully_shard was called: equal to an oracle, on real ranks; refusals; one rank in this process."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,12 +19,14 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 import sharded_weights
 import torchbagua as tb
 import warm_python
-from ranks import init_default_group
+from ranks import init_default_group, run_ranks
 from sharded_checks import CHECKS
 from sharded_gradients import CASES, PLAIN, OwnAlgorithm
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit, TopK
 from torchbagua.fsdp._torch import fsdp_all_reduce_hook, fsdp_param_groups
+from torchbagua.fsdp.collectives import GatherRunner
+from torchbagua.fsdp.comm_runner import FirstFailure
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
@@ -390,3 +393,24 @@ def test_operations_of_the_replicas_are_tried_too(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="backend queues has no isend, which ByteGradAlgorithm needs"):
         tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=replicas, process_group=own)
     module.reshard()
+
+
+def test_a_gather_waits_for_the_one_that_runs_ahead() -> None:
+    """Their messages have the same tags."""
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        own, order, may_end = tb.BaguaProcessGroup(group), list[str](), threading.Event()
+        runner = GatherRunner(own, FirstFailure([own]))
+
+        def gather_ahead() -> None:
+            may_end.wait(10)
+            order.append("ahead")
+
+        runner.run(gather_ahead, async_op=True)
+        threading.Timer(0.05, may_end.set).start()
+        runner.run(lambda: order.append("now"), async_op=False)
+        runner.close()
+        own.close()
+        return order
+
+    assert run_ranks(1, body) == [["ahead", "now"]]
