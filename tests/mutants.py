@@ -290,10 +290,10 @@ COLLECTIVES = (
         "",
     ),
     Mutant(
-        "a_committed_matrix_still_continues_from_staged_values",
+        "a_skipped_step_continues_from_the_staged_matrix",
         "collectives/low_rank_mean.py",
-        "self.is_staged = self.is_continued = False",
-        "self.is_staged = False",
+        "matrix.is_continued = matrix.is_staged and _is_within(own, parts)",
+        "matrix.is_continued = matrix.is_staged",
     ),
     Mutant(
         "the_rank_with_the_highest_digest_sees_no_difference",
@@ -324,6 +324,24 @@ COLLECTIVES = (
         "collectives/row_mean.py",
         "x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1)",
         "x_N",
+    ),
+    Mutant(
+        "residuals_of_a_shard_begin_at_the_bucket",
+        "collectives/hierarchical.py",
+        "self._mean = TwoPhaseMean(owners, compressor, spec, divisor, residuals=residuals, start=start)",
+        "self._mean = TwoPhaseMean(owners, compressor, spec, divisor, residuals=residuals)",
+    ),
+    Mutant(
+        "rows_within_a_node_are_summed_in_their_dtype",
+        "collectives/row_mean.py",
+        "sums = replace(row, dtype=sum_dtype(row.dtype))",
+        "sums = row",
+    ),
+    Mutant(
+        "gradients_within_a_node_have_the_default_timeout",
+        "collectives/process_group.py",
+        "return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=within, global_ranks=members.global_ranks)",
+        "return BaguaProcessGroup(by_hand, transport=within, global_ranks=members.global_ranks)",
     ),
 )
 
@@ -751,6 +769,24 @@ ALGORITHMS = (
         'if described["version"] > FORMAT_VERSION:',
         'if described["version"] > FORMAT_VERSION + 1:',
     ),
+    Mutant(
+        "qadam_counts_updates_from_before_a_load_in_place",
+        "algorithms/qadam/optimizer.py",
+        "if known is None or known.step is not step or known.num_writes != num_writes(step):",
+        "if known is None or known.step is not step:",
+    ),
+    Mutant(
+        "arguments_of_a_function_are_not_compared",
+        "algorithms/saved_state.py",
+        "has_state = runner.parameter_state is not None or type(runner.impl).state_dict is not AlgorithmImpl.state_dict",
+        "has_state = type(runner.impl).state_dict is not AlgorithmImpl.state_dict",
+    ),
+    Mutant(
+        "diloco_applies_a_round_with_plus_inf",
+        "algorithms/weights/diloco.py",
+        "bool(low.isfinite() & high.isfinite())",
+        "bool(low.isfinite())",
+    ),
 )
 
 TRAINING = (
@@ -874,6 +910,30 @@ TRAINING = (
         "if not (is_near and cosine >= _LEAST_COSINE and cosine > of_gradient):",
         "if not (is_near or cosine >= _LEAST_COSINE):",
     ),
+    Mutant(
+        "detach_during_an_exception_meets_the_other_ranks",
+        "training/attach.py",
+        "            is_leaving = failed or sys.exc_info()[0] is not None",
+        "            is_leaving = failed",
+    ),
+    Mutant(
+        "a_skipped_optimizer_counts_as_not_done_after_resuming",
+        "training/steps.py",
+        "            progress.is_done, progress.num_steps = count is not None, count or 0",
+        "            progress.is_done, progress.num_steps = bool(count), count or 0",
+    ),
+    Mutant(
+        "grad_scaler_keeps_its_entry_after_detach",
+        "training/grad_scaler.py",
+        "            shared.undo()\n            del scaler.__dict__[_SHARED]",
+        "            shared.undo()",
+    ),
+    Mutant(
+        "large_bucket_lint_counts_frozen_parameters",
+        "training/lint/large_buckets.py",
+        "    return parameter.nbytes if parameter.requires_grad else 0",
+        "    return parameter.nbytes",
+    ),
 )
 
 FSDP = (
@@ -975,6 +1035,12 @@ OBSERVE = (
         "observe/tracer.py",
         "        if exception_type is None:\n            self.end()\n",
         "        self.end()\n",
+    ),
+    Mutant(
+        "residual_norm_has_one_entry_for_all_buckets",
+        "observe/figures.py",
+        "                self._residuals[event.bucket, name] = norm",
+        '                self._residuals["", name] = norm',
     ),
 )
 

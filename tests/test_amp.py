@@ -69,6 +69,7 @@ def test_all_ranks_skip_together(name: str, options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Weights, float]:
         loop = Loop(group, **options)
         find_inf = loop.scaler._unscale_grads_
+        tb.attach(loop.ddp, loop.optimizer, ALGORITHMS[name], grad_scaler=loop.scaler).detach()  # leaves no trace
         with tb.attach(loop.ddp, loop.optimizer, ALGORITHMS[name], grad_scaler=loop.scaler):
             for step in range(NUM_STEPS):
                 loop.step(step)

@@ -461,6 +461,11 @@ def large() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
 
 
+def half_frozen() -> nn.Module:
+    """Has 20 MiB of gradients too."""
+    return nn.Sequential(large().requires_grad_(False), large())
+
+
 TOPK, BLOCKS = tb.TopKAlgorithm(), tb.TopKAlgorithm(0.05, selection="block")
 SPARSE, POWERSGD = tb.CompressedAllReduceAlgorithm("topk", error_feedback=True), tb.PowerSGDAlgorithm()
 DIVERGES = "Algorithm with the momentum 0.9 of SGD may diverge.*Set that momentum to 0.*TopKAlgorithm.momentum=0.9"
@@ -499,6 +504,7 @@ TWO_LAYERS: dict[str, Any] = {"make_model": lambda: nn.Sequential(nn.Linear(4, 4
         (tb.ByteGradAlgorithm(error_feedback=True), momentum, {}, None),
         # Buckets with a large part of the gradients.
         ("bytegrad", optim.SGD, {"make_model": large, "bucket_cap_mb": 10}, HALF),
+        ("bytegrad", optim.SGD, {"make_model": half_frozen, "bucket_cap_mb": 10}, HALF),
         (tb.CompressedAllReduceAlgorithm(), optim.SGD, {"make_model": large, "bucket_cap_mb": 1000},
          "puts 100% of 20 MiB"),
         ("bytegrad", optim.SGD, {"make_model": large}, None),  # DDP's default has a small first bucket

@@ -32,6 +32,7 @@ def one_step(step: int = 0) -> list[CommEvent]:
         event("decode", 60, 70),
         event("bucket", 30, 70, bucket="gradient bucket 0"),
         event("measure", 70, 71, values={"encoded": 5.0, "left out": 3.0, "residual of what is sent": 4.0}),
+        event("measure", 71, 72, bucket="gradient bucket 1", values={"residual of what is sent": 3.0}),
         event("wait", 60, 70),
         event("step", 0, 100),
     ]
@@ -50,7 +51,7 @@ def test_figures_of_a_step() -> None:
     assert figures.gbit_per_s == pytest.approx(8 * 4000 / 0.04 / 1e9)
     assert figures.bucket_ns == [40 * 10**6] * 2
     assert figures.relative_error == pytest.approx(0.6)
-    assert figures.residual_norm == pytest.approx(4.0), "of a step, however many were sampled"
+    assert figures.residual_norm == pytest.approx(5.0), "of a step, however many were sampled"
 
 
 def test_figures_of_few_events() -> None:

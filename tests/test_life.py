@@ -326,6 +326,33 @@ def test_an_exception_leaves_ranks_apart(algorithm: tb.Algorithm, is_ddp: bool, 
     assert torch.equal(*weights) == bool(way)
 
 
+def test_detach_in_a_finally_does_not_wait_for_ranks_that_train() -> None:
+    """The user's exception stays, and the others notice that this rank has left."""
+    has_left = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+        attachment = tb.attach(ddp, torch.optim.SGD(ddp.parameters()), "bytegrad")
+
+        def raise_and_detach() -> None:
+            try:
+                raise ArithmeticError
+            finally:
+                attachment.detach()
+
+        if group.rank() == 1:
+            with pytest.raises(ArithmeticError):
+                raise_and_detach()
+            has_left.set()
+            return
+        assert has_left.wait(20)
+        with pytest.raises(tb.CommunicationError):
+            ddp(torch.ones(1, 2)).sum().backward()
+        leave_by_exception(attachment)
+
+    run_ranks(2, body)
+
+
 def test_the_exception_is_raised_if_warnings_are_errors(capfd: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -401,15 +428,22 @@ def test_an_unreferenced_attachment_works_and_is_freed(kind: str, algorithm: tb.
         barrier.wait()
 
     def body(group: dist.ProcessGroup) -> int:
-        descriptors = []
-        for _ in range(2):
+        for is_last in (False, True):
             train(group)
             barrier.wait()
             forget_active_ddp()  # shared by all ranks, which are threads here
             wait_for_lanes(0)
             barrier.wait()
-            descriptors.append(len(os.listdir("/proc/self/fd")))
-        return descriptors[-1] - descriptors[0]
+            time.sleep(0.1)  # gloo closes connections a little later
+            num_open = len(os.listdir("/proc/self/fd"))
+            if not is_last:
+                num_before = num_open
+            barrier.wait()
+        deadline_s = time.monotonic() + 10
+        while num_open - num_before >= 5 and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+            num_open = len(os.listdir("/proc/self/fd"))
+        return num_open - num_before
 
     assert min(run_ranks(2, body)) < 5  # a leaked group would leave five on each rank
 

@@ -21,6 +21,7 @@ from averaging import RARELY, Weights, assert_same_weights, batches, weights_of
 from caught import torchbagua_warnings
 from ranks import leave_by_exception, on_each_rank, run_ranks
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl
+from torchbagua.observe import Recorder
 from training import build
 
 MODEL = build(lambda: nn.Linear(10, 3))
@@ -634,6 +635,42 @@ def test_a_skipped_step_of_one_optimizer_does_not_shift_later_rounds(skipped: in
     assert all("Adam stepped after the training step had ended, because SGD, which ended it" in m for m in messages)
 
 
+def test_an_optimizer_that_is_often_late_warns_once() -> None:
+    @on_each_rank(2)
+    def train(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+        optimizers = [torch.optim.SGD([ddp.module.weight], lr=0.01), torch.optim.Adam([ddp.module.bias])]
+        with tb.attach(ddp, optimizers, tb.DiLoCoAlgorithm(3)):
+            for step in range(9):
+                backward(ddp)
+                for index, optimizer in enumerate(optimizers):
+                    if (step % 3, index) != (1, 0):
+                        optimizer.step()
+
+    with torchbagua_warnings() as messages:
+        train()
+    assert len(messages) == 2, "one on each rank"
+
+
+def test_a_backward_that_raised_does_not_hide_the_next() -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    @on_each_rank(1)
+    def train(group: dist.ProcessGroup) -> None:
+        layers, recorder = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), Recorder()
+        optimizer = torch.optim.SGD(layers.parameters())
+        with tb.attach(layers, optimizer, "decentralized", process_group=group, observers=[recorder]):
+            handle = layers[0].register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+            with pytest.raises(ArithmeticError):
+                layers(torch.ones(1, 2)).sum().backward()
+            handle.remove()
+            layers(torch.ones(1, 2)).sum().backward()
+        assert [event.phase for event in recorder.events].count("backward") == 1
+
+    train()
+
+
 @on_each_rank(2)
 def test_a_state_that_is_saved_between_the_steps_of_two_optimizers(group: dist.ProcessGroup) -> None:
     ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
@@ -650,3 +687,20 @@ def test_a_state_that_is_saved_between_the_steps_of_two_optimizers(group: dist.P
             for index, end in zip(order, ends, strict=True):
                 optimizers[index].step()
                 assert attachment.impl.rounds.step == end
+
+
+@on_each_rank(2)
+def test_a_state_that_is_saved_after_one_of_two_optimizers_was_skipped(group: dist.ProcessGroup) -> None:
+    """The skip counts: the step of the other optimizer ends the training step of the resumed run."""
+    ddp = DistributedDataParallel(copy.deepcopy(HALVES), process_group=group)
+    optimizers = [sgd(half.parameters()) for half in ddp.module]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with tb.attach(ddp, optimizers, RARELY["diloco"], grad_scaler=scaler) as attachment:
+        backward(ddp, scaler.scale(torch.ones(())))
+        ddp.module[0].weight.grad.fill_(torch.inf)
+        scaler.step(optimizers[0])
+        state = attachment.state_dict()
+    with tb.attach(ddp, optimizers, RARELY["diloco"]) as attachment:
+        attachment.load_state_dict(state)
+        optimizers[1].step()
+        assert attachment.impl.rounds.step == 1
