@@ -778,8 +778,8 @@ ALGORITHMS = (
     Mutant(
         "arguments_of_a_function_are_not_compared",
         "algorithms/saved_state.py",
-        "has_state = runner.parameter_state is not None or type(runner.impl).state_dict is not AlgorithmImpl.state_dict",
-        "has_state = type(runner.impl).state_dict is not AlgorithmImpl.state_dict",
+        "runner.parameter_state is not None or type(runner.impl)",
+        "type(runner.impl)",
     ),
     Mutant(
         "diloco_applies_a_round_with_plus_inf",

@@ -1,0 +1,532 @@
+"""elastic.run: a training that goes on with the ranks that are there.
+
+Execution order, on each rank:
+
+1. `Machine.meet` finds the first members, over the launcher's store. From then on nobody uses that store.
+2. A *generation* begins: the members open torch's default group over the mailbox of the first of them, and give all of
+   them the newest state (state.py). `run` wraps the model, attaches the algorithm, and calls `train`.
+3. `train` ends: it returns, and all ranks detach; or the user's own code raises, and this rank leaves; or communication
+   fails, or a rank wants a change. Then the rank closes all groups, so that the others notice.
+4. All agree on the members of the next generation (members.py), and continue at 2.
+"""
+
+import gc
+import json
+import os
+import secrets
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from torchbagua import _concurrency
+from torchbagua._torch import backend_of
+from torchbagua._warnings import warn_user
+from torchbagua.algorithms.base import Algorithm, init_for
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.elastic.members import (
+    SILENT_S,
+    WAITS,
+    Changes,
+    EvictedError,
+    Mailboxes,
+    Member,
+    Membership,
+    NoQuorumError,
+)
+from torchbagua.elastic.sampler import Sampler
+from torchbagua.elastic.state import Stateful, TrainingState, synchronize
+from torchbagua.training.attach import Attachment, attach
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError
+from torchbagua.transport.gloo import end_waits
+from torchbagua.transport.store_requests import StoreRequests
+
+# A connection without data is tested every second, and closed after three tests, or three seconds without an answer.
+_KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 1,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 3000,
+}
+
+# How often a rank looks for processes that want to join.
+_LOOK_EVERY_S = 0.2
+
+# Generations in a row without a finished step, after which the job ends.
+_MOST_BARREN = 5
+
+
+class Machine(Protocol):
+    """What a rank needs of its process and of torch; a simulation replaces it."""
+
+    def meet(self) -> tuple[Mailboxes, Membership | None, Sequence[Member]]:
+        """Open the mailbox of this process, and find the others.
+
+        Returns:
+            The mailboxes; the first members, or None if the training has begun without this process; and processes of
+            the training that it may ask to join.
+        """
+        ...
+
+    def open_group(self, membership: Membership, rank: int) -> dist.ProcessGroup | BaguaProcessGroup:
+        """Open torch's default group of a generation."""
+        ...
+
+    def store(self, membership: Membership) -> dist.Store:
+        """Return the store of a generation, in the mailbox of its first member."""
+        ...
+
+    def wrap(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> DistributedDataParallel:
+        """Wrap the model in a DDP over the group of the generation, and send nothing."""
+        ...
+
+    def watch_hosts(self) -> None:
+        """Have connections fail in a few seconds if the host at the other end has vanished."""
+        ...
+
+    def close_group(self) -> None:
+        """Close the group, so that ranks that wait there notice at once."""
+        ...
+
+
+class _Boundary(BaseException):
+    """Unwinds `train` at a boundary: no Exception, so that code that handles errors does not catch it."""
+
+
+class _Changes(_Boundary):
+    """A rank wants a change of the membership."""
+
+
+class _Leaves(_Boundary):
+    """This rank leaves, since it got SIGTERM."""
+
+
+class Run:
+    """One generation of a training, the argument of `train`.
+
+    Attributes:
+        module: the module to call: the DistributedDataParallel around the model, or the model itself if the algorithm
+            averages weights.
+        attachment: of the algorithm.
+        rank, size: of this process in the generation, and so in torch's default group.
+        generation: the number of changes of the membership so far.
+    """
+
+    def __init__(self, training: "_Training", membership: Membership, module: torch.nn.Module, attachment: Attachment):
+        self._training = training
+        self.module = module
+        self.attachment = attachment
+        self.rank = membership.members.index(training.mailboxes.own)
+        self.size = len(membership.members)
+        self.generation = membership.generation
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that the training has taken, over all generations."""
+        return self._training.state.num_steps
+
+    def boundary(self) -> None:
+        """Let ranks join and leave here, between two steps; for loops that do not use `batches`.
+
+        It does not return if the membership changes: `train` is called again.
+        """
+        self._training.check_boundary()
+
+    def batches(self, loader: "DataLoader[Any]") -> Iterator[Any]:
+        """Yield the batches of this rank until the end of the epoch; a boundary before each.
+
+        With `elastic.Sampler`, they continue where the training is in the epoch.
+
+        Args:
+            loader: with the sampler that `run` was given, and a batch size.
+
+        Raises:
+            ValueError: the loader has another sampler, or no batch size.
+        """
+        sampler = self._training.sampler
+        if sampler is not None and (loader.sampler is not sampler or loader.batch_size is None):
+            raise ValueError(
+                "Run.batches: loader must have the sampler of elastic.run and a batch_size, got a DataLoader with "
+                f"batch_size={loader.batch_size} and a sampler of the class {type(loader.sampler).__name__}"
+            )
+        num_left = 0 if sampler is None else len(sampler)
+        for batch in loader:
+            self.boundary()
+            if sampler is not None and loader.batch_size is not None:
+                sampler.fetch(min(loader.batch_size, num_left))
+                num_left -= loader.batch_size
+            yield batch
+        if sampler is not None:
+            sampler.end_epoch()
+
+
+class _Training:
+    """A call of `run` on one rank."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        objects: Mapping[str, Stateful],
+        sampler: Sampler | None,
+        timeout: timedelta,
+        needs_quorum: bool,
+        ddp_arguments: Mapping[str, Any],
+    ) -> None:
+        self._machine = machine
+        self._algorithm = algorithm
+        self._timeout = timeout
+        self._ddp_arguments = ddp_arguments
+        self.sampler = sampler
+        every = {**objects, **({} if sampler is None else {"the sampler": sampler})}
+        self.state = TrainingState(model, optimizers, every, algorithm.averages_weights)
+        self.mailboxes, membership, contacts = machine.meet()
+        self._changes = Changes(self.mailboxes, timeout, needs_quorum=needs_quorum)
+        if membership is None:
+            membership = self._changes.join(contacts)
+        else:
+            self.state.begin()
+        self._membership = membership
+        self._is_leaving = False
+        self._num_barren = 0
+        self._attachment: Attachment | None = None
+        self._stepped = set[int]()
+        self._looked_s = 0.0  # for candidates
+
+    def run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> None:
+        """Call `train` for each generation until it returns on all ranks."""
+        while True:
+            run: Run | None = None
+            try:
+                try:
+                    run = self._begin()
+                except TimeoutError as error:
+                    raise CommunicationError(str(error)) from error
+                if run is not None:
+                    train(run)
+                    run.attachment.detach()
+                    if self._changes.finish(self._membership):
+                        return
+            except _Leaves:
+                self._leave()
+                if on_leave is not None and run is not None:
+                    on_leave(run)
+                return
+            except _Changes:
+                pass
+            except BaseException as error:
+                if not is_of_communication(error):
+                    self._leave()
+                    raise
+                _release(error)
+            del run
+            self._close()
+            self._membership = self._changes.agree(self._membership)
+
+    def _begin(self) -> Run | None:
+        """Begin a generation. Return None if another member is lost meanwhile."""
+        membership = self._membership
+        self._changes.enter(membership)
+        if not self._changes.await_entries(membership):
+            return None
+        self._num_barren += 1
+        if self._num_barren > _MOST_BARREN:
+            position = "" if self.sampler is None else f", at sample {self.sampler.num_trained} of its epoch"
+            raise NoProgressError(
+                f"torchbagua: {_MOST_BARREN} generations in a row have not finished a step: the training ends after "
+                f"step {self.state.num_steps}{position}. The next batch may end each rank that gets it"
+            )
+        own, size = membership.members.index(self.mailboxes.own), len(membership.members)
+        group = self._machine.open_group(membership, own)
+        requests = StoreRequests(dist.PrefixStore("state", self._machine.store(membership)), self._timeout)
+
+        with ExitStack() as transfer:
+
+            def connect() -> Communicator:
+                connected = group if isinstance(group, BaguaProcessGroup) else BaguaProcessGroup(group)
+                connected.open()
+                transfer.callback(connected.close)
+                return connected.world
+
+            synchronize(self.state, requests, own, size, connect)
+        if self.sampler is not None:
+            self.sampler.begin(own, size)
+        module = self.state.model
+        if not self._algorithm.averages_weights:
+            module = self._machine.wrap(module, self._ddp_arguments)
+        arguments = module, self.state.optimizers, self._algorithm
+        self._attachment = attach(*arguments, process_group=group, timeout=self._timeout, init_sync=False)
+        self._machine.watch_hosts()
+        self._changes.train(membership)
+        return Run(self, membership, module, self._attachment)
+
+    def _close(self) -> None:
+        """Leave the generation, as after a failure."""
+        if self._attachment is not None:
+            self._attachment.abandon()
+            self._attachment = None
+        self._machine.close_group()
+        gc.collect()  # the old DDP
+
+    def _leave(self) -> None:
+        """Leave the training: the others decide on the next members with the vote of this rank, but without it."""
+        self._close()
+        with suppress(CommunicationError):
+            self._changes.leave(self._membership)
+
+    def leave_at_boundary(self) -> None:
+        """Have this rank leave at the next boundary."""
+        self._is_leaving = True
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step once every optimizer has stepped."""
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self.state.optimizers):
+            self._stepped.clear()
+            self._num_barren = 0
+            self.state.count_step()
+            if self.sampler is not None:
+                self.sampler.commit()
+
+    def check_boundary(self) -> None:
+        """Raise _Leaves or _Changes if this rank leaves, or wants another rank to join."""
+        if self._is_leaving:
+            raise _Leaves
+        if _concurrency.monotonic() > self._looked_s + _LOOK_EVERY_S:
+            self._looked_s = _concurrency.monotonic()
+            if self._changes.candidates():
+                raise _Changes
+
+
+class NoProgressError(CommunicationError):
+    """Generations follow each other, and none finishes a step."""
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Return whether an error is one of communication, and not of the user's code."""
+    seen = set[int]()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, EvictedError | NoQuorumError | NoProgressError):
+            return False
+        if isinstance(current, CommunicationError | dist.DistError):
+            return True
+        if isinstance(current, RuntimeError) and "gloo" in str(current):
+            return True
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+    return False
+
+
+def _release(error: BaseException) -> None:
+    """Drop what the frames of an error refer to, such as the DDP of the generation."""
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
+
+
+def run(
+    train: Callable[[Run], object],
+    model: torch.nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str,
+    *,
+    state: Mapping[str, Stateful] | None = None,
+    sampler: Sampler | None = None,
+    timeout: timedelta = timedelta(seconds=30),
+    quorum: Literal["majority", "any"] = "majority",
+    join: Sequence[str] = (),
+    on_leave: Callable[[Run], object] | None = None,
+    ddp: Mapping[str, Any] | None = None,
+) -> None:
+    """Train, and go on with the ranks that are left when some fail or leave. Collective at the start."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    described = init_for(algorithm, given)
+    training = _Training(
+        TorchMachine(timeout, join),
+        model,
+        given,
+        described,
+        state or {},
+        sampler,
+        timeout,
+        needs_quorum=quorum == "majority",
+        ddp_arguments=ddp or {},
+    )
+    hooks = [optimizer.register_step_post_hook(lambda stepped, *_: training.count_step(stepped)) for optimizer in given]
+    try:
+        with _leave_on_sigterm(training):
+            training.run(train, on_leave)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _leave_on_sigterm(training: _Training) -> Iterator[None]:
+    """Have SIGTERM end the training of this rank at the next boundary."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        training.leave_at_boundary()
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not on the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class TorchMachine:
+    """This process, with torch.distributed."""
+
+    def __init__(self, timeout: timedelta, join: Sequence[str] = ()) -> None:
+        self._timeout = timeout
+        self._join = join
+        self._launcher: dist.Store | None = None
+        self._own: Member | None = None
+        self._mailbox: dist.Store | None = None
+        self._has_warned = False
+        self._other_connections: Collection[str] = ()
+
+    def meet(self) -> tuple[Mailboxes, Membership | None, Sequence[Member]]:
+        port = int(os.environ.get("TORCHBAGUA_PORT", "0"))
+        self._mailbox = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        addresses = self._join or [each for each in os.environ.get("TORCHBAGUA_JOIN", "").split(",") if each]
+        is_alone = not addresses and "RANK" not in os.environ
+        reachable = addresses[0].rpartition(":")[0] if addresses else os.environ.get("MASTER_ADDR", "localhost")
+        own = self._own = Member(secrets.token_hex(8), own_address(reachable), self._mailbox.port)
+        self._mailbox.set("owner", json.dumps(asdict(own)))
+        store = dist.PrefixStore(own.id, self._mailbox)
+        store.set("status", f"0 {WAITS}")
+        mailboxes = Mailboxes(own, store, self._connect, _probe)
+        if addresses:
+            return mailboxes, None, self._owners(addresses)
+        if is_alone:
+            return mailboxes, Membership(0, (own,)), ()
+        self._launcher, rank, size = next(dist.rendezvous("env://", timeout=self._timeout))
+        launcher = StoreRequests(dist.PrefixStore("torchbagua/elastic", self._launcher), self._timeout)
+        if launcher.add(f"starts/{rank}", 1) > 1:
+            return mailboxes, None, [Member(**json.loads(text)) for text in _members_at(launcher, size)]
+        launcher.set(f"member/{rank}", json.dumps(asdict(own)))
+        texts = _members_at(launcher, size)
+        if launcher.add("have met", 1) == size:
+            launcher.set("all have met", "")
+        launcher.wait(["all have met"], self._timeout)  # the store may end with this process
+        return mailboxes, Membership(0, tuple(Member(**json.loads(text)) for text in texts)), ()
+
+    def _owners(self, addresses: Sequence[str]) -> list[Member]:
+        """Return the processes that have mailboxes at these addresses."""
+        found = []
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            at = Member("", host, int(port))
+            with suppress(OSError, RuntimeError):
+                _probe(at)
+                found.append(Member(**json.loads(self._client(at, timedelta(seconds=SILENT_S)).get("owner"))))
+        if not found:
+            raise ConnectionError(f"elastic.run: no process of the job to join answers at {', '.join(addresses)}")
+        return found
+
+    def _connect(self, member: Member) -> dist.Store:
+        return dist.PrefixStore(member.id, self._client(member, timedelta(seconds=SILENT_S)))
+
+    def _client(self, member: Member, timeout: timedelta) -> dist.Store:
+        return dist.TCPStore(member.host, member.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def store(self, membership: Membership) -> dist.Store:
+        first = membership.members[0]
+        assert self._mailbox is not None
+        client = self._mailbox if first == self._own else self._client(first, self._timeout)
+        client.set_timeout(self._timeout)
+        return dist.PrefixStore(f"{first.id}/generation/{membership.generation}", client)
+
+    def open_group(self, membership: Membership, rank: int) -> dist.ProcessGroup:
+        self._other_connections = connections().keys()  # of the user
+        store = dist.PrefixStore("group", self.store(membership))
+        size = len(membership.members)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=self._timeout)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def wrap(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> DistributedDataParallel:
+        return DistributedDataParallel(model, init_sync=False, **arguments)
+
+    def watch_hosts(self) -> None:
+        new = connections().keys() - self._other_connections
+        if not keep_alive(new) and dist.get_world_size() > 1 and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "torchbagua: the sockets of this process cannot be found in /proc/self/fd, so the loss of a host is "
+                f"noticed after timeout={self._timeout.total_seconds():g} s instead of 5 s"
+            )
+
+    def close_group(self) -> None:
+        if (group := dist.group.WORLD) is not None:
+            if group.size() > 1:
+                end_waits(backend_of(group), int(group.rank() == 0))
+            dist.destroy_process_group()
+
+
+def connections() -> dict[str, int]:
+    """Return the sockets of this process by their names, with their file descriptors."""
+    found = {}
+    with suppress(OSError):
+        for entry in os.scandir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile
+                name = os.readlink(entry.path)
+                if name.startswith("socket:"):
+                    found[name] = int(entry.name)
+    return found
+
+
+def keep_alive(names: Collection[str]) -> int:
+    """Have the kernel close these connections if the other host does not answer; return how many are over TCP.
+
+    gloo and TCPStore set no such option, so they would wait for as long as their timeout. The kernel of a host whose
+    process is slow, or stopped, does answer.
+    """
+    num = 0
+    for name, descriptor in connections().items():
+        with suppress(OSError):  # it is not connected, or closed meanwhile
+            if name in names:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.getpeername()
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                        for option, value in _KEEP_ALIVE.items():
+                            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+                        num += 1
+    return num
+
+
+def _probe(member: Member) -> None:
+    socket.create_connection((member.host, member.port), SILENT_S).close()
+
+
+def _members_at(launcher: StoreRequests, size: int) -> list[str]:
+    return launcher.read_texts([f"member/{number}" for number in range(size)])
+
+
+def own_address(host: str) -> str:
+    """Return the address of this machine that another host sees."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
