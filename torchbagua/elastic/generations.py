@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from torchbagua import _concurrency
 from torchbagua._torch import backend_of
@@ -46,6 +47,8 @@ from torchbagua.elastic.members import (
 )
 from torchbagua.elastic.sampler import Sampler
 from torchbagua.elastic.state import Stateful, TrainingState, synchronize
+from torchbagua.runtime.optimizer_steps import is_sharded
+from torchbagua.runtime.parameters import sharded_parts
 from torchbagua.training.attach import Attachment, attach
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
@@ -119,14 +122,16 @@ class Run:
         module: the module to call: the DistributedDataParallel around the model, or the model itself if the algorithm
             averages weights.
         attachment: of the algorithm.
+        members: the processes of the generation, in the order of their ranks.
         rank, size: of this process in the generation, and so in torch's default group.
         generation: the number of changes of the membership so far.
     """
 
-    def __init__(self, training: "_Training", membership: Membership, module: torch.nn.Module, attachment: Attachment):
+    def __init__(self, training: "Training", membership: Membership, module: torch.nn.Module, attachment: Attachment):
         self._training = training
         self.module = module
         self.attachment = attachment
+        self.members = membership.members
         self.rank = membership.members.index(training.mailboxes.own)
         self.size = len(membership.members)
         self.generation = membership.generation
@@ -171,7 +176,7 @@ class Run:
             sampler.end_epoch()
 
 
-class _Training:
+class Training:
     """A call of `run` on one rank."""
 
     def __init__(
@@ -183,13 +188,16 @@ class _Training:
         objects: Mapping[str, Stateful],
         sampler: Sampler | None,
         timeout: timedelta,
-        needs_quorum: bool,
-        ddp_arguments: Mapping[str, Any],
+        *,
+        min_ranks: int = 1,
+        needs_quorum: bool = True,
+        ddp_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._machine = machine
         self._algorithm = algorithm
         self._timeout = timeout
-        self._ddp_arguments = ddp_arguments
+        self._min_ranks = min_ranks
+        self._ddp_arguments = ddp_arguments or {}
         self.sampler = sampler
         every = {**objects, **({} if sampler is None else {"the sampler": sampler})}
         self.state = TrainingState(model, optimizers, every, algorithm.averages_weights)
@@ -203,11 +211,21 @@ class _Training:
         self._is_leaving = False
         self._num_barren = 0
         self._attachment: Attachment | None = None
+        self._hooks: list[RemovableHandle] = []
         self._stepped = set[int]()
         self._looked_s = 0.0  # for candidates
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(lambda stepped, *_: self.count_step(stepped)))
 
-    def run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> None:
-        """Call `train` for each generation until it returns on all ranks."""
+    def run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> bool:
+        """Call `train` for each generation until it returns on all ranks. Return False if this rank has left before."""
+        try:
+            return self._run(train, on_leave)
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+    def _run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> bool:
         while True:
             run: Run | None = None
             try:
@@ -219,12 +237,13 @@ class _Training:
                     train(run)
                     run.attachment.detach()
                     if self._changes.finish(self._membership):
-                        return
+                        self._machine.close_group()
+                        return True
             except _Leaves:
                 self._leave()
                 if on_leave is not None and run is not None:
                     on_leave(run)
-                return
+                return False
             except _Changes:
                 pass
             except BaseException as error:
@@ -250,6 +269,9 @@ class _Training:
                 f"step {self.state.num_steps}{position}. The next batch may end each rank that gets it"
             )
         own, size = membership.members.index(self.mailboxes.own), len(membership.members)
+        if size < self._min_ranks:
+            self._await_candidates(size)
+            return None
         group = self._machine.open_group(membership, own)
         requests = StoreRequests(dist.PrefixStore("state", self._machine.store(membership)), self._timeout)
 
@@ -272,6 +294,18 @@ class _Training:
         self._machine.watch_hosts()
         self._changes.train(membership)
         return Run(self, membership, module, self._attachment)
+
+    def _await_candidates(self, size: int) -> None:
+        """Wait for processes that want to join, since there are too few ranks."""
+        end_s = _concurrency.monotonic() + self._timeout.total_seconds()
+        while not self._changes.candidates():
+            if _concurrency.monotonic() > end_s:
+                raise NoQuorumError(
+                    f"torchbagua: {size} ranks are left, fewer than min_ranks={self._min_ranks}, and no other rank has "
+                    f"asked to join within {self._timeout.total_seconds():g} s: the training ends after step "
+                    f"{self.state.num_steps}"
+                )
+            _concurrency.sleep(_LOOK_EVERY_S)
 
     def _close(self) -> None:
         """Leave the generation, as after a failure."""
@@ -348,15 +382,47 @@ def run(
     state: Mapping[str, Stateful] | None = None,
     sampler: Sampler | None = None,
     timeout: timedelta = timedelta(seconds=30),
+    min_ranks: int = 1,
     quorum: Literal["majority", "any"] = "majority",
     join: Sequence[str] = (),
     on_leave: Callable[[Run], object] | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train, and go on with the ranks that are left when some fail or leave. Collective at the start."""
+    """Call `train` once for each membership of a job, until it returns on all ranks. Collective at the start.
+
+    If a rank fails, leaves or joins, the others agree on who goes on, open a new default group, give each other the
+    newest state, and call `train` again. `train` reads `run.step`, or `run.batches`, to continue where the training is.
+    An exception of your own code in `train` ends this rank alone, and is raised.
+
+    The processes find each other as with `init_process_group`, by the variables that torchrun sets. A process joins a
+    job that runs if it is given `join`, or the variable TORCHBAGUA_JOIN. Without any of these, it begins a job alone.
+
+    Args:
+        train: trains with `run.module` until the training ends.
+        model: on the CPU, the same on all ranks, not wrapped.
+        optimizers: of its parameters.
+        algorithm: to attach, or its registered name.
+        state: further objects of the training, by name, such as schedulers: new ranks receive their states.
+        sampler: of the DataLoader that `run.batches` is given.
+        timeout: the longest wait for a rank that is busy.
+        min_ranks: with fewer ranks, the training waits for others to join, for at most the timeout.
+        quorum: "majority": only more than half of the ranks, or half with rank 0, may go on, so that there are never
+            two trainings. With "any", every part of the ranks that is cut off goes on by itself.
+        join: addresses of ranks of a job, "host:port", of which one must live.
+        on_leave: called with the last `run` if this rank leaves since it got SIGTERM; it may save the model.
+        ddp: arguments of DistributedDataParallel.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+        EvictedError: the others go on without this rank.
+        NoQuorumError: too few ranks are left, or fewer than `min_ranks`.
+        NoProgressError: five generations in a row have not finished a step.
+        ConnectionError, TimeoutError: no rank of the job to join answers.
+    """
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     described = init_for(algorithm, given)
-    training = _Training(
+    check_arguments(model, given, described, state or {}, sampler, timeout, min_ranks, quorum)
+    training = Training(
         TorchMachine(timeout, join),
         model,
         given,
@@ -364,20 +430,55 @@ def run(
         state or {},
         sampler,
         timeout,
+        min_ranks=min_ranks,
         needs_quorum=quorum == "majority",
-        ddp_arguments=ddp or {},
+        ddp_arguments=ddp,
     )
-    hooks = [optimizer.register_step_post_hook(lambda stepped, *_: training.count_step(stepped)) for optimizer in given]
-    try:
-        with _leave_on_sigterm(training):
-            training.run(train, on_leave)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _leave_on_sigterm(training):
+        training.run(train, on_leave)
+
+
+def check_arguments(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    state: Mapping[str, Stateful],
+    sampler: Sampler | None,
+    timeout: timedelta,
+    min_ranks: int,
+    quorum: str,
+) -> None:
+    """Raise TypeError or ValueError if an argument of `run` does not fit."""
+    if not isinstance(model, torch.nn.Module) or isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"elastic.run: model must be a module without DistributedDataParallel, got {type(model).__name__}"
+        )
+    if sharded_parts(model) or any(map(is_sharded, optimizers)):
+        raise ValueError("elastic.run: model and optimizers must be whole on every rank, got sharded ones")
+    if not all(parameter.is_cpu for parameter in model.parameters()):
+        raise ValueError("elastic.run: model must be on the CPU: GPUs are not supported yet")
+    if getattr(algorithm, "peer_selection_mode", "all") == "shift_one":
+        raise ValueError(
+            'elastic.run: peer_selection_mode must be "all": "shift_one" needs an even number of ranks, which a change '
+            "of the membership does not keep"
+        )
+    for name, each in state.items():
+        if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
+            raise TypeError(
+                f"elastic.run: state[{name!r}] must have state_dict and load_state_dict, got {type(each).__name__}"
+            )
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise TypeError(f"elastic.run: sampler must be an elastic.Sampler, got {type(sampler).__name__}")
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ValueError(f"elastic.run: timeout must be a positive datetime.timedelta, got {timeout!r}")
+    if not isinstance(min_ranks, int) or min_ranks < 1:
+        raise ValueError(f"elastic.run: min_ranks must be at least 1, got {min_ranks!r}")
+    if quorum not in ("majority", "any"):
+        raise ValueError(f'elastic.run: quorum must be "majority" or "any", got {quorum!r}')
 
 
 @contextmanager
-def _leave_on_sigterm(training: _Training) -> Iterator[None]:
+def _leave_on_sigterm(training: Training) -> Iterator[None]:
     """Have SIGTERM end the training of this rank at the next boundary."""
 
     def leave(number: int, frame: FrameType | None) -> None:
