@@ -108,6 +108,7 @@ def test_the_survivors_of_a_killed_rank_train_on(algorithm: str) -> None:
         assert first_line == "generation 0: 3 ranks from step 0"
         # With averaged weights, the others may finish the step without rank 0.
         assert re.fullmatch("generation 1: 2 ranks from step 2[01]", second_line)
+    assert re.search(r"generation 1: 3 to 2 ranks \(lost rank 0 on 127.0.0.1\), step 2[01], \d+\.\d s", texts[1][1])
     assert texts[1][0].splitlines()[-1] == texts[2][0].splitlines()[-1]
 
 

@@ -12,6 +12,7 @@ Execution order, on each rank:
 
 import gc
 import json
+import logging
 import os
 import secrets
 import signal
@@ -62,6 +63,8 @@ _KEEP_ALIVE = {
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 3000,
 }
+
+_LOG = logging.getLogger("torchbagua.elastic")
 
 # How often a rank looks for processes that want to join.
 _LOOK_EVERY_S = 0.2
@@ -226,6 +229,7 @@ class Training:
                 hook.remove()
 
     def _run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> bool:
+        before, failed_s = self._membership, _concurrency.monotonic()
         while True:
             run: Run | None = None
             try:
@@ -234,6 +238,10 @@ class Training:
                 except TimeoutError as error:
                     raise CommunicationError(str(error)) from error
                 if run is not None:
+                    if run.rank == 0 and before != self._membership:
+                        seconds = _concurrency.monotonic() - failed_s
+                        _LOG.warning("%s", describe_change(before, self._membership, self.state.num_steps, seconds))
+                    before = self._membership
                     train(run)
                     run.attachment.detach()
                     if self._changes.finish(self._membership):
@@ -251,6 +259,8 @@ class Training:
                     self._leave()
                     raise
                 _release(error)
+            if run is not None:
+                failed_s = _concurrency.monotonic()
             del run
             self._close()
             self._membership = self._changes.agree(self._membership)
@@ -343,6 +353,21 @@ class Training:
             self._looked_s = _concurrency.monotonic()
             if self._changes.candidates():
                 raise _Changes
+
+
+def describe_change(before: Membership, after: Membership, num_steps: int, seconds: float) -> str:
+    """Return a line about a change of the membership."""
+    lost = [
+        f"rank {number} on {member.host}" for number, member in enumerate(before.members) if member not in after.members
+    ]
+    new = [
+        f"rank {number} on {member.host}" for number, member in enumerate(after.members) if member not in before.members
+    ]
+    who = [f"{word} {', '.join(ranks)}" for word, ranks in (("lost", lost), ("with new", new)) if ranks]
+    return (
+        f"torchbagua: generation {after.generation}: {len(before.members)} to {len(after.members)} ranks"
+        f"{' (' + '; '.join(who) + ')' if who else ''}, step {num_steps:,}, {seconds:.1f} s"
+    )
 
 
 class NoProgressError(CommunicationError):
