@@ -295,6 +295,24 @@ def randomk(model: nn.Module, group: dist.ProcessGroup) -> SparsifiedAggregation
     return sparsified(model, group, compression="randomk")
 
 
+def test_nan_in_an_element_that_is_not_drawn_reaches_all_ranks() -> None:
+    """Otherwise it would stay in the residual of its rank."""
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        found = []
+        for index in range(3):  # one element of ten is drawn
+            model = nn.Linear(10, 1, bias=False)
+            model.weight.grad = torch.ones(1, 10)
+            if group.rank() == 1:
+                model.weight.grad[0, index] = torch.nan
+            with randomk(model, group) as aggregation:
+                aggregation.agg_grad()(model, op_of(aggregation))
+            found.append(bool(model.weight.grad.isnan().all()))
+        return found
+
+    assert run_ranks(2, body) == [[True] * 3] * 2
+
+
 def power(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> PowerAggregation:
     return PowerAggregation(model, world_size=group.size(), rank=2, process_group=group, **options)
 

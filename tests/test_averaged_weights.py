@@ -83,6 +83,8 @@ def test_layers_that_are_unfrozen_frozen_and_replaced(name: str) -> None:
         trainer.optimizer.add_param_group({"params": [*module.frozen.parameters()]})
         with tb.attach(module, trainer.optimizer, ALGORITHMS[name], process_group=own) as attachment:
             trainer.step()
+            attachment.load_state_dict(attachment.state_dict())  # determines what is averaged until the next step only
+            trainer.step()
             module.frozen.requires_grad_(True)
             trainer.step()
             module.first.requires_grad_(False)

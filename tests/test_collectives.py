@@ -19,7 +19,7 @@ import torchbagua as tb
 from devices import CPU
 from ranks import run_ranks
 from torchbagua.codecs import Identity, MinMaxUInt8, TensorSpec
-from torchbagua.collectives.agreement import Introduction, Verdict, agree_over_store
+from torchbagua.collectives.agreement import Introduction, Verdict, agree_over_store, all_reduce_max
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.exchange import Exchange, Pipeline
@@ -473,16 +473,21 @@ class CountingTransport(GlooTransport):
 
 
 def test_a_twin_is_a_single_transport_that_ends_with_the_communicator() -> None:
-    """The host's transport also serves GPUs, but a twin does not send their tensors. A device is prepared once."""
+    """The host's transport also serves GPUs, but a twin does not send their tensors. A device is prepared once.
+
+    No observer is notified of the twin's messages, which have no common order with the communicator's.
+    """
 
     def body(group: dist.ProcessGroup) -> list[str]:
         counts: list[str] = []
-        own = tb.BaguaProcessGroup(group, timeout=2 * SHORT, transport=partial(CountingTransport, counts=counts))
+        recorder, transport = tb.observe.Recorder(), partial(CountingTransport, counts=counts)
+        own = tb.BaguaProcessGroup(group, timeout=2 * SHORT, transport=transport, observers=[recorder])
         own.open()
         for _ in range(2):
             own.world.use_device(CPU)
-        own.world.silent_twin()
+        all_reduce_max(own.world.silent_twin(), [group.rank()], "a test")
         own.close()
+        assert not recorder.events
         return counts
 
     for counts in run_ranks(2, body):

@@ -113,6 +113,17 @@ def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last
             np.testing.assert_array_equal(optimizer.state[parameter]["exp_avg_sq"].numpy(), moments[1])
 
 
+def test_float64_steps_after_the_warm_up_are_computed_in_float64() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = tb.QAdamOptimizer([weight], lr=1e-12, warmup_steps=1)
+    server = Server()
+    optimizer.attach_averager(server)
+    for _ in range(4):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert bool((weight < 1).all())  # float32 would round to 1
+
+
 def test_steps_past_the_warm_up_require_an_algorithm() -> None:
     model = small_model()
     optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)

@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 import sharded_weights
 import torchbagua as tb
 import warm_python
-from ranks import init_default_group, run_ranks
+from ranks import gloo_group, init_default_group, run_ranks
 from sharded_checks import CHECKS
 from sharded_gradients import CASES, PLAIN, OwnAlgorithm
 from torchbagua.algorithms import base
@@ -27,6 +28,7 @@ from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit, TopK
 from torchbagua.fsdp._torch import fsdp_all_reduce_hook, fsdp_param_groups
 from torchbagua.fsdp.collectives import GatherRunner
 from torchbagua.fsdp.comm_runner import FirstFailure
+from torchbagua.fsdp.replicas import open_replicas
 from torchbagua.transport.base import Members, MissingOperation
 from transports import QueueTransport
 
@@ -39,6 +41,7 @@ def run(ranks: int, names: Iterable[str]) -> None:
 
 
 OF_TWO_RANKS = [
+    "overlapped",
     "bytegrad",
     "own algorithm",
     "premultiplied sum",
@@ -61,7 +64,7 @@ OF_THREE_RANKS = ["bytegrad", "weights in 4 bits, accumulated after", "not a num
 OF_SIX_RANKS = ["replicas by hook: bytegrad", "replicas by backend: bytegrad"]
 ELSEWHERE = {*OF_TWO_RANKS, *OF_SIX_RANKS} - {"gathered", "branches"}
 OF_FOUR_RANKS = {
-    "gradients": [name for name in [*PLAIN, "overlapped", "gathered", "branches"] if name not in ELSEWHERE],
+    "gradients": [name for name in [*PLAIN, "gathered", "branches"] if name not in ELSEWHERE],
     "replicas": [name for name in [*CASES, *CHECKS] if name.startswith("replicas") and name not in ELSEWHERE],
     "weights": list(sharded_weights.CHECKS),
 }
@@ -393,6 +396,18 @@ def test_operations_of_the_replicas_are_tried_too(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="backend queues has no isend, which ByteGradAlgorithm needs"):
         tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=replicas, process_group=own)
     module.reshard()
+
+
+def test_replicas_have_the_timeout_of_attach() -> None:
+    def body(group: dist.ProcessGroup) -> timedelta:
+        shards = tb.BaguaProcessGroup(gloo_group(dist.HashStore(), 0, 1), timeout=timedelta(seconds=7))
+        runner = tb.ByteGradAlgorithm().reify(shards)
+        with open_replicas(runner, group, {}) as replicas:
+            timeout = replicas.timeout
+        runner.close()
+        return timeout
+
+    assert run_ranks(2, body) == [timedelta(seconds=7)] * 2
 
 
 def test_a_gather_waits_for_the_one_that_runs_ahead() -> None:

@@ -130,3 +130,11 @@ def test_the_error_of_a_request_is_raised() -> None:
     assert requests.read_texts(["a", "b"]) == ["text", "text"]
     requests.announce("is here", 1)
     assert requests.missing_ranks("is here", 3) == [0, 2]
+
+
+def test_a_text_that_a_rank_leaves_does_not_replace_another() -> None:
+    """The first reason of a failure stays, and so does a verdict that others read."""
+    requests = StoreRequests(dist.HashStore(), timedelta(seconds=2))
+    requests.leave("reason", "the first")
+    requests.leave("reason", "a later one")
+    assert requests.get("reason") == "the first"
