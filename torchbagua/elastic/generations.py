@@ -264,6 +264,7 @@ class Training:
             del run
             self._close()
             self._membership = self._changes.agree(self._membership)
+            self.mailboxes.forget(self._membership.members)
 
     def _begin(self) -> Run | None:
         """Begin a generation. Return None if another member is lost meanwhile."""

@@ -45,6 +45,7 @@ SILENT_S = 3.0
 # A mailbox is read after a short while first, and then less and less often.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.5
 _NEXT_PROPOSES_S = 1.0
+_ASK_AGAIN_S = 5.0
 _BACK_OFF_S = 0.1
 
 OPENS, TRAINS, IS_DONE = "opens", "trains", "is done"
@@ -316,18 +317,17 @@ class Changes:
         self.mailboxes = mailboxes
         self.timeout_s = timeout.total_seconds()
         self.needs_quorum = needs_quorum
+        self._num_requests = 0  # to join, that were read
         self._candidates: list[Member] = []  # in the order of their requests
-        self._gone = set[Member]()  # of these
 
     def candidates(self) -> list[Member]:
         """Return the processes that have asked this one to join, and still wait."""
-        store = self.mailboxes.store
-        while (text := _read(store, f"candidate/{len(self._candidates)}")) is not None:
+        while (text := _read(self.mailboxes.store, f"candidate/{self._num_requests}")) is not None:
             self._candidates.append(Member(**json.loads(text)))
-        joined = self._candidates
-        views = self.mailboxes.ask([member for member in joined if member not in self._gone], lambda s: _view(s, 0))
-        self._gone |= {member for member in joined if member not in views.values}
-        return [member for member, view in views.values.items() if view.phase == JOINS]
+            self._num_requests += 1
+        views = self.mailboxes.ask(self._candidates, lambda store: _view(store, 0)).values
+        self._candidates = [each for each in self._candidates if each in views and views[each].phase == JOINS]
+        return [*self._candidates]
 
     def join(self, contacts: Collection[Member]) -> Membership:
         """Ask the members of a job to join, and return the first membership that contains this process.
@@ -343,9 +343,12 @@ class Changes:
         self.mailboxes.store.set("status", f"0 {JOINS}")
         asked = set[Member]()
         known = {*contacts}
-        last_s = _concurrency.monotonic()
+        last_s = asked_s = _concurrency.monotonic()
         pauses_s = _pauses_s()
         while True:
+            if _concurrency.monotonic() > asked_s + _ASK_AGAIN_S:  # a member may have taken this process for lost
+                asked_s = _concurrency.monotonic()
+                asked.clear()
             texts = self.mailboxes.ask(known, lambda store: _read(store, "membership")).values.values()
             memberships = [Membership.of(text) for text in texts if text is not None]
             if memberships:
