@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import gloo_group, run_ranks
+from ranks import run_ranks
 from torchbagua.algorithms.base import Algorithm
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -24,22 +24,15 @@ def take_steps(module: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: 
         optimizer.step()
 
 
-def fail_in_backward(module: torch.nn.Module) -> None:
-    output = module(torch.ones(4, 8))
-    output.register_hook(lambda gradient: 1 / 0)
-    output.sum().backward()
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [tb.ByteGradAlgorithm(), tb.DecentralizedAlgorithm(), tb.DiLoCoAlgorithm(2)],
     ids=lambda a: type(a).__name__,
 )
-def test_survivors_train_on_over_a_new_group(algorithm: Algorithm) -> None:
-    """Rank 2 leaves in the middle of a training. Its peers notice at once, and wrap the same module again."""
-    store = dist.HashStore()
+def test_peers_of_a_rank_that_abandons_notice_at_once(algorithm: Algorithm) -> None:
+    """Rank 2 leaves in the middle of a training."""
 
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor] | None:
+    def body(group: dist.ProcessGroup) -> None:
         rank = group.rank()
         module = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -51,32 +44,14 @@ def test_survivors_train_on_over_a_new_group(algorithm: Algorithm) -> None:
             attachment.abandon()
             with pytest.raises(RuntimeError, match="was abandoned, since a rank failed; wrap its module again"):
                 ddp(torch.ones(4, 8))
-            return None
+            return
         begin_s = time.monotonic()
         with pytest.raises(tb.CommunicationError):
             take_steps(ddp, optimizer, rank, range(3, 9))
-        with pytest.raises(ZeroDivisionError):
-            fail_in_backward(ddp)
         attachment.abandon()
         assert time.monotonic() - begin_s < 20  # the timeout is 60 s
-        take_steps(module, optimizer, rank, range(1))  # the old DDP expects the rest of its last backward
-        survivors = gloo_group(dist.PrefixStore("survivors", store), rank, 2)
-        for parameter in module.parameters():  # as of one of them
-            dist.broadcast(parameter.detach(), group=survivors, group_src=0)
-        new = DistributedDataParallel(module, process_group=survivors, init_sync=False)
-        holder = [ddp]
-        del ddp
-        with pytest.raises(RuntimeError, match="is still referenced by an object of the class list; delete the"):
-            new(torch.ones(4, 8))
-        del holder
-        with tb.attach(new, optimizer, algorithm):
-            take_steps(new, optimizer, rank, range(2))
-        return [parameter.detach().clone() for parameter in module.parameters()]
 
-    first, second, _ = run_ranks(3, body)
-    assert first is not None
-    assert second is not None
-    assert all(map(torch.equal, first, second))
+    run_ranks(3, body)
 
 
 def test_without_init_sync_a_plain_module_keeps_its_weights() -> None:
