@@ -398,28 +398,27 @@ class Changes:
         """Wait until all other members have finished too, or are lost. Return False if one of them wants to go on."""
         generation = membership.generation
         self.mailboxes.store.set("status", f"{generation} {IS_DONE}")
-        others = {member for member in membership.members if member != self.mailboxes.own}
-        pauses_s = _pauses_s()
-        end_s = _concurrency.monotonic() + self.timeout_s
-        while others and _concurrency.monotonic() < end_s:
-            views = self.mailboxes.ask(others, lambda store: _view(store, generation)).values
-            if any(view.waits_for(generation + 1) for view in views.values()):
-                return False
-            others = {member for member, view in views.items() if view.phase == TRAINS}
-            if others:
-                _concurrency.sleep(next(pauses_s))
-        return True
+        looks = self._look_while(membership, generation, lambda view: view.phase == TRAINS)
+        return not any(view.waits_for(generation + 1) for views in looks for view in views)
 
     def leave(self, base: Membership) -> None:
         """Take part in the decision on the next generation, without being in it; for at most the timeout."""
         generation = base.generation + 1
         self.mailboxes.store.set("status", f"{generation} {LEAVES}")
-        others = {member for member in base.members if member != self.mailboxes.own}
+        for _ in self._look_while(base, generation, lambda view: view.decided is None and view.phase != LEAVES):
+            pass
+
+    def _look_while(
+        self, membership: Membership, generation: int, is_pending: Callable[[View], bool]
+    ) -> Iterator[Collection[View]]:
+        """Yield the views of the other members that are pending and not lost, until none is, or until the timeout."""
+        others = {member for member in membership.members if member != self.mailboxes.own}
         pauses_s = _pauses_s()
         end_s = _concurrency.monotonic() + self.timeout_s
         while others and _concurrency.monotonic() < end_s:
             views = self.mailboxes.ask(others, lambda store: _view(store, generation)).values
-            others = {member for member, view in views.items() if view.decided is None and view.phase != LEAVES}
+            yield views.values()
+            others = {member for member, view in views.items() if is_pending(view)}
             if others:
                 _concurrency.sleep(next(pauses_s))
 

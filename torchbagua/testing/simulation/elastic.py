@@ -13,13 +13,13 @@ from torchbagua._torch import group_without_effect
 from torchbagua.elastic.members import WAITS, Mailboxes, Member, Membership
 from torchbagua.testing.simulation.ddp import SimulatedDdp
 from torchbagua.testing.simulation.run import Rank, Simulation
+from torchbagua.testing.simulation.store import DEFAULT_TIMEOUT, as_bytes
 from torchbagua.testing.simulation.transport import transports_over
 
 T = TypeVar("T")
 
 _RESEND_S = 0.2
 _LOOK_EVERY_S = 0.01
-_DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class SimulatedMailbox(dist.Store):
@@ -36,7 +36,7 @@ class SimulatedMailbox(dist.Store):
         self._asking, self._owner = asking, owner
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._request(lambda: self._values.__setitem__(key, _as_bytes(value)))
+        self._request(lambda: self._values.__setitem__(key, as_bytes(value)))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -53,7 +53,7 @@ class SimulatedMailbox(dist.Store):
 
         return self._request(add)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         end_s = _concurrency.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if _concurrency.monotonic() > end_s:
@@ -68,9 +68,9 @@ class SimulatedMailbox(dist.Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         def replace() -> bytes:
-            if self._values.get(key, b"") == _as_bytes(expected):
-                self._values[key] = _as_bytes(desired)
-            return self._values.get(key, _as_bytes(expected))
+            if self._values.get(key, b"") == as_bytes(expected):
+                self._values[key] = as_bytes(desired)
+            return self._values.get(key, as_bytes(expected))
 
         return self._request(replace)
 
@@ -186,7 +186,3 @@ class SimulatedMachine:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchbagua.testing.simulation.scheduler import Scheduler
 
-_DEFAULT_TIMEOUT = timedelta(seconds=300)
+DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class SimulatedStore(dist.Store):
@@ -39,7 +39,7 @@ class SimulatedStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         self._round_trip()
-        self._values[key] = _as_bytes(value)
+        self._values[key] = as_bytes(value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -53,15 +53,15 @@ class SimulatedStore(dist.Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         self._round_trip()
-        if self._values.get(key, b"") == _as_bytes(expected):
-            self._values[key] = _as_bytes(desired)
-        return self._values.get(key, _as_bytes(expected))
+        if self._values.get(key, b"") == as_bytes(expected):
+            self._values[key] = as_bytes(desired)
+        return self._values.get(key, as_bytes(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
         self._round_trip()
         return self._values.keys() >= {*keys}
 
-    def wait(self, keys: Sequence[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self._round_trip()
 
         def has_answer() -> bool:
@@ -78,7 +78,7 @@ class SimulatedStore(dist.Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._round_trip()
-        self._values |= {key: _as_bytes(value) for key, value in zip(keys, values, strict=True)}
+        self._values |= {key: as_bytes(value) for key, value in zip(keys, values, strict=True)}
 
     def has_extended_api(self) -> bool:
         return True
@@ -101,5 +101,6 @@ class SimulatedStore(dist.Store):
             raise dist.DistNetworkError("the store has closed the connection")
 
 
-def _as_bytes(value: str | bytes) -> bytes:
+def as_bytes(value: str | bytes) -> bytes:
+    """Return the bytes of a value, as a store keeps it."""
     return value.encode() if isinstance(value, str) else bytes(value)
