@@ -516,3 +516,16 @@ def test_a_failed_collective_closes_the_group_and_later_errors_repeat_the_first(
                 own.world.connect(None, purpose)
 
     run_ranks(1, body)
+
+
+def test_errors_name_a_rank_by_its_numbers_in_the_group_and_in_the_job() -> None:
+    """Also within a node, where it has a third number."""
+
+    def body(group: dist.ProcessGroup) -> str:
+        own = tb.BaguaProcessGroup(group, nodes=[0, 1, 1], global_ranks=[4, 5, 6])
+        own.open()
+        name = own.intra_node.name_of(own.intra_node.size - 1)
+        own.close()
+        return name
+
+    assert run_ranks(3, body) == ["rank 0 (global rank 4)", *2 * ["rank 2 (global rank 6)"]]

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from caught import torchbagua_warnings
 from ranks import run_ranks
 from training import Tower, build
 
@@ -122,17 +123,19 @@ def test_joined_ranks_take_part_with_zeros(algorithm: tb.Algorithm, options: dic
 
 
 def test_ranks_that_have_joined_train_another_epoch() -> None:
-    """They have taken fewer steps, which remains no mistake."""
+    """They have taken fewer steps, and hold older weights until its end, which remain no mistakes."""
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, tb.ByteGradAlgorithm(), is_attached=True)
         with trainer.attachment:
-            for _ in range(2):
+            for num_more in (10, 0):  # ranks compare their weights in the tenth backward
                 with Join([trainer.ddp]):
-                    for batch in range(num_batches(trainer.rank)):
+                    for batch in range(num_batches(trainer.rank) + num_more * trainer.rank):
                         trainer.step(batch)
 
-    run_ranks(SIZE, body)
+    with torchbagua_warnings() as messages:
+        run_ranks(SIZE, body)
+    assert messages == []
 
 
 @pytest.mark.parametrize("divides_by_all", [True, False])
