@@ -22,11 +22,18 @@ from torchbagua.testing.simulation.elastic import PostOffice, SimulatedMachine
 
 TIMEOUT = timedelta(seconds=10)
 EXACT = tb.GradientAllReduceAlgorithm(in_rank_order=True)
+QADAM = "qadam"
 ALGORITHMS = (
     EXACT,
-    tb.ByteGradAlgorithm(),
+    EXACT,
     tb.ByteGradAlgorithm(error_feedback=True),
+    tb.TopKAlgorithm(ratio=0.2, momentum=0.5, warmup_steps=4),
+    tb.PowerSGDAlgorithm(rank=1, start_step=2, min_rate=1),
+    QADAM,
     tb.DecentralizedAlgorithm(),
+    tb.LowPrecisionDecentralizedAlgorithm(),
+    tb.DiLoCoAlgorithm(inner_steps=3, delay=1),
+    tb.AsyncModelAverageAlgorithm(sync_interval_ms=100, warmup_steps=2),
 )
 KINDS = ("death", "stop", "cut link", "cut network", "leave", "raise")
 NUM_SAMPLES = 60
@@ -56,7 +63,7 @@ class ElasticTrial:
     seed: int
     size: int
     joins_s: Sequence[float]
-    algorithm: tb.Algorithm
+    algorithm: tb.Algorithm | str
     num_steps: int
     batch_size: int
     jitter_s: float
@@ -106,11 +113,15 @@ class Log:
     num_steps: int = 0
 
 
-def make_training() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_training(algorithm: tb.Algorithm | str) -> tuple[nn.Module, torch.optim.Optimizer, tb.Algorithm]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    if isinstance(algorithm, str):
+        q_adam = tb.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=3)
+        return model, q_adam, tb.QAdamAlgorithm(q_adam, error_feedback=True)
+    momentum = 0.0 if isinstance(algorithm, tb.TopKAlgorithm) else 0.5
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum), algorithm
 
 
 def loss_of(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
@@ -145,7 +156,7 @@ def _train(rank: Rank, trial: ElasticTrial, office: PostOffice, log: Log) -> str
     number = rank.number
     if number >= trial.size:
         _concurrency.sleep(trial.joins_s[number - trial.size])
-    model, optimizer = make_training()
+    model, optimizer, algorithm = make_training(trial.algorithm)
     sampler = Sampler(range(NUM_SAMPLES), seed=1)
     loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), trial.batch_size, sampler=sampler)
 
@@ -171,7 +182,7 @@ def _train(rank: Rank, trial: ElasticTrial, office: PostOffice, log: Log) -> str
 
     try:
         machine = SimulatedMachine(rank, office, range(trial.size))
-        training = Training(machine, model, [optimizer], trial.algorithm, {}, sampler, TIMEOUT)
+        training = Training(machine, model, [optimizer], algorithm, {}, sampler, TIMEOUT)
         if not training.run(train, None):
             return "left"
     except (EvictedError, NoQuorumError, NoProgressError, UserError, TimeoutError) as error:
@@ -193,10 +204,11 @@ def _violations(
     for generation, memberships in log.memberships.items():
         if len(memberships) > 1:
             yield f"generation {generation} has the members {memberships}"
-    if log.weights and not trial.algorithm.averages_weights:
+    if log.weights and not isinstance(trial.algorithm, tb.AsyncModelAverageAlgorithm):
         first = next(iter(log.weights.values()))
         if not all(_are_equal(weights, first) for weights in log.weights.values()):
             yield "weights differ between ranks after the end"
+    if log.weights and (trial.algorithm == QADAM or not trial.algorithm.averages_weights):
         expected, counts = _oracle(trial, log)
         if trial.algorithm == EXACT and not _are_equal(first, expected):
             yield "weights differ from those of one process that trains the kept steps"
@@ -215,7 +227,7 @@ def _oracle(trial: ElasticTrial, log: Log) -> tuple[list[torch.Tensor], dict[int
 
     Return the weights, and how often each sample of an epoch was trained.
     """
-    model, optimizer = make_training()
+    model, optimizer, _ = make_training(EXACT)
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     samplers: list[Sampler] = []
     batches: list[Iterator[list[int]]] = []

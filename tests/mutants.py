@@ -589,8 +589,8 @@ RUNTIME = (
     Mutant(
         "a_rank_loads_the_state_of_another",
         "runtime/rank_state.py",
-        "if given != own:",
-        'if given["num_ranks"] != own["num_ranks"]:',
+        'if state["num_ranks"] == own["num_ranks"] and state["rank"] != own["rank"]:',
+        "if False:",
     ),
 )
 

@@ -421,8 +421,7 @@ def test_a_state_of_another_rank_or_of_other_weights_is_refused() -> None:
         without = {key: value for key, value in own.items() if key != "buffer_snapshots"}
         fewer = {**own, "differences": {"weight": own["differences"]["weight"]}}
         for state, message in (
-            (states[1 - rank], rf"be from rank {rank} of 2, got a state from rank {1 - rank} of 2"),
-            ({**own, "num_ranks": 3}, rf"be from rank {rank} of 2, got a state from rank {rank} of 3"),
+            (states[1 - rank], rf"be from rank {rank} of 2, got a state from rank {1 - rank}"),
             (without, r"must have the keys \[.*'buffer_snapshots'.*\], got \['differences'"),
             (fewer, r"weights of this module, 4 tensors, got 1; they differ in \['bias'"),
         ):

@@ -159,7 +159,7 @@ def test_a_loaded_round_is_applied_before_another_begins() -> None:
 
 
 def test_a_state_of_another_world_size() -> None:
-    """The shared state is loaded, and each rank loads a worker's weights; residuals are dropped with a warning."""
+    """The shared state is loaded, and each rank loads a worker's weights."""
     algorithm = DiLoCo(3, delay=2)
     saved = states_of(2, algorithm)
 
@@ -167,8 +167,8 @@ def test_a_state_of_another_world_size() -> None:
         rank = group.rank()
         with training(group, algorithm, 0) as (trainer, attachment):
             mismatched, before = copy.deepcopy(saved[0]), weights_of(trainer.module)
-            mismatched["attachment"]["impl"]["residuals"] |= {"rank": 1 - rank % 2, "num_ranks": 3}
-            with pytest.raises(ValueError, match=rf"from rank {rank} of 3, got a state from rank {1 - rank % 2} of 3"):
+            mismatched["attachment"]["impl"]["residuals"] |= {"rank": 3, "num_ranks": 3}
+            with pytest.raises(ValueError, match=rf"from rank {rank} of 3, got a state from rank 3"):
                 attachment.load_rank_state_dict(mismatched)
             assert_same_weights([before, weights_of(trainer.module)])
             attachment.load_rank_state_dict(saved[rank % 2])
@@ -177,7 +177,9 @@ def test_a_state_of_another_world_size() -> None:
             take_steps(trainer, 2)
             return theta_of(attachment)
 
-    with pytest.warns(RuntimeWarning, match="saved by 2 ranks on the nodes None, but 3 ranks on the nodes None"):
+    with pytest.warns(
+        RuntimeWarning, match="start anew on rank 2: the state was saved by rank 0 of 2, and 3 ranks are"
+    ):
         assert_same_weights(run_ranks(3, load))
 
 

@@ -747,8 +747,8 @@ def test_states_that_do_not_fit_are_refused() -> None:
             loop.step()
             state, before = runner.state_dict(), loop.everything()
             for changes, message in (
-                ({"rank": 7}, "got a state from rank 7 of 2; every rank saves and loads its own state"),
-                ({"rank": 1 - loop.rank}, f"from rank {loop.rank} of 2, got a state from rank {1 - loop.rank} of 2"),
+                ({"rank": 7}, "got a state from rank 7; every rank saves and loads its own state"),
+                ({"rank": 1 - loop.rank}, f"from rank {loop.rank} of 2, got a state from rank {1 - loop.rank}"),
                 ({"sent": {"nobody": number}, "mean": {"nobody": number}}, others + r": \['nobody'\]"),
                 ({"sent": {"layers.0.weight": number}, "mean": zeros}, others + r": \['layers.0.weight'\]"),
                 ({"sent": zeros, "mean": {}}, others),

@@ -11,6 +11,7 @@ Execution order, on each rank:
 """
 
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -50,11 +51,13 @@ from torchbagua.elastic.sampler import Sampler
 from torchbagua.elastic.state import Stateful, TrainingState, synchronize
 from torchbagua.runtime.optimizer_steps import is_sharded
 from torchbagua.runtime.parameters import sharded_parts
+from torchbagua.runtime.rank_state import remaining, with_remaining
 from torchbagua.training.attach import Attachment, attach
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.gloo import end_waits
 from torchbagua.transport.store_requests import StoreRequests
+from torchbagua.version import __version__
 
 # A connection without data is tested every second, and closed after three tests, or three seconds without an answer.
 _KEEP_ALIVE = {
@@ -71,6 +74,9 @@ _LOOK_EVERY_S = 0.2
 
 # Generations in a row without a finished step, after which the job ends.
 _MOST_BARREN = 5
+
+# A process that is lost so soon after it has joined has to wait before it joins again.
+_FEW_STEPS = 10
 
 
 class Machine(Protocol):
@@ -194,26 +200,36 @@ class Training:
         *,
         min_ranks: int = 1,
         needs_quorum: bool = True,
+        joins_again: bool = False,
         ddp_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._machine = machine
         self._algorithm = algorithm
         self._timeout = timeout
         self._min_ranks = min_ranks
+        self._joins_again = joins_again
         self._ddp_arguments = ddp_arguments or {}
         self.sampler = sampler
         every = {**objects, **({} if sampler is None else {"the sampler": sampler})}
         self.state = TrainingState(model, optimizers, every, algorithm.averages_weights)
         self.mailboxes, membership, contacts = machine.meet()
-        self._changes = Changes(self.mailboxes, timeout, needs_quorum=needs_quorum)
+        training = describe(model, optimizers, algorithm)
+        self._changes = Changes(self.mailboxes, timeout, needs_quorum=needs_quorum, training=training)
         if membership is None:
             membership = self._changes.join(contacts)
+        elif len(membership.members) < min_ranks:
+            raise ValueError(
+                f"elastic.run: min_ranks must be at most the number of ranks at the start, {len(membership.members)}, "
+                f"got {min_ranks}"
+            )
         else:
             self.state.begin()
         self._membership = membership
         self._is_leaving = False
         self._num_barren = 0
+        self._joined = dict[Member, int]()  # after how many steps
         self._attachment: Attachment | None = None
+        self._has_begun = False  # the generation, and the algorithm has its state
         self._hooks: list[RemovableHandle] = []
         self._stepped = set[int]()
         self._looked_s = 0.0  # for candidates
@@ -263,12 +279,27 @@ class Training:
                 failed_s = _concurrency.monotonic()
             del run
             self._close()
-            self._membership = self._changes.agree(self._membership)
+            try:
+                self._membership = self._changes.agree(before)
+            except EvictedError as error:
+                if not self._joins_again:
+                    raise
+                self.state.forget()
+                self._membership = self._changes.join(error.members)
+            self._note_change(before, self._membership)
             self.mailboxes.forget(self._membership.members)
+
+    def _note_change(self, before: Membership, after: Membership) -> None:
+        num_steps = self.state.num_steps
+        for member in {*before.members} - {*after.members}:
+            joined = self._joined.pop(member, None)
+            self._changes.note_loss(member, was_new=joined is not None and num_steps < joined + _FEW_STEPS)
+        self._joined |= dict.fromkeys({*after.members} - {*before.members}, num_steps)
 
     def _begin(self) -> Run | None:
         """Begin a generation. Return None if another member is lost meanwhile."""
         membership = self._membership
+        self._has_begun = False
         self._changes.enter(membership)
         if not self._changes.await_entries(membership):
             return None
@@ -302,9 +333,19 @@ class Training:
             module = self._machine.wrap(module, self._ddp_arguments)
         arguments = module, self.state.optimizers, self._algorithm
         self._attachment = attach(*arguments, process_group=group, timeout=self._timeout, init_sync=False)
+        if membership.generation > 0:
+            self._continue_algorithm(self._attachment)
         self._machine.watch_hosts()
+        self._has_begun = True
         self._changes.train(membership)
         return Run(self, membership, module, self._attachment)
+
+    def _continue_algorithm(self, attachment: Attachment) -> None:
+        """Give the algorithm what remains of its state. Collective."""
+        fresh = attachment.state_dict()
+        if fresh["impl"]:
+            remains = self.state.algorithm or {}
+            attachment.load_state_dict({**fresh, "impl": with_remaining(fresh["impl"], remains)})
 
     def _await_candidates(self, size: int) -> None:
         """Wait for processes that want to join, since there are too few ranks."""
@@ -322,6 +363,8 @@ class Training:
         """Leave the generation, as after a failure."""
         if self._attachment is not None:
             self._attachment.abandon()
+            if self._has_begun:
+                self.state.algorithm = remaining(self._attachment.state_dict()["impl"])
             self._attachment = None
         self._machine.close_group()
         gc.collect()  # the old DDP
@@ -375,6 +418,21 @@ class NoProgressError(CommunicationError):
     """Generations follow each other, and none finishes a step."""
 
 
+def describe(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm
+) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name."""
+    tensors = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.state_dict().items()]
+    num = sum(parameter.numel() for parameter in model.parameters())
+    layout = hashlib.blake2b(repr(tensors).encode(), digest_size=4).hexdigest()
+    return {
+        "torchbagua": __version__,
+        "the model": f"{type(model).__name__} of {num:,} parameters (layout {layout})",
+        "the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+        "the algorithm": str(algorithm),
+    }
+
+
 def is_of_communication(error: BaseException) -> bool:
     """Return whether an error is one of communication, and not of the user's code."""
     seen = set[int]()
@@ -412,6 +470,7 @@ def run(
     quorum: Literal["majority", "any"] = "majority",
     join: Sequence[str] = (),
     on_leave: Callable[[Run], object] | None = None,
+    on_evicted: Literal["raise", "join"] = "raise",
     ddp: Mapping[str, Any] | None = None,
 ) -> None:
     """Call `train` once for each membership of a job, until it returns on all ranks. Collective at the start.
@@ -436,18 +495,19 @@ def run(
             two trainings. With "any", every part of the ranks that is cut off goes on by itself.
         join: addresses of ranks of a job, "host:port", of which one must live.
         on_leave: called with the last `run` if this rank leaves since it got SIGTERM; it may save the model.
+        on_evicted: with "join", a rank without which the others have gone on joins them again, and gets their state.
         ddp: arguments of DistributedDataParallel.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
-        EvictedError: the others go on without this rank.
+        EvictedError: the others go on without this rank, and `on_evicted` is "raise".
         NoQuorumError: too few ranks are left, or fewer than `min_ranks`.
         NoProgressError: five generations in a row have not finished a step.
         ConnectionError, TimeoutError: no rank of the job to join answers.
     """
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     described = init_for(algorithm, given)
-    check_arguments(model, given, described, state or {}, sampler, timeout, min_ranks, quorum)
+    check_arguments(model, given, described, state or {}, sampler, timeout, min_ranks, quorum, on_evicted)
     training = Training(
         TorchMachine(timeout, join),
         model,
@@ -458,6 +518,7 @@ def run(
         timeout,
         min_ranks=min_ranks,
         needs_quorum=quorum == "majority",
+        joins_again=on_evicted == "join",
         ddp_arguments=ddp,
     )
     with _leave_on_sigterm(training):
@@ -473,6 +534,7 @@ def check_arguments(
     timeout: timedelta,
     min_ranks: int,
     quorum: str,
+    on_evicted: str,
 ) -> None:
     """Raise TypeError or ValueError if an argument of `run` does not fit."""
     if not isinstance(model, torch.nn.Module) or isinstance(model, DistributedDataParallel):
@@ -501,6 +563,13 @@ def check_arguments(
         raise ValueError(f"elastic.run: min_ranks must be at least 1, got {min_ranks!r}")
     if quorum not in ("majority", "any"):
         raise ValueError(f'elastic.run: quorum must be "majority" or "any", got {quorum!r}')
+    if on_evicted not in ("raise", "join"):
+        raise ValueError(f'elastic.run: on_evicted must be "raise" or "join", got {on_evicted!r}')
+    if dist.is_initialized():
+        raise ValueError(
+            "elastic.run: torch's default group must not be open: elastic.run opens it for each membership; create "
+            "groups of your own in train"
+        )
 
 
 @contextmanager
@@ -539,7 +608,9 @@ class TorchMachine:
         addresses = self._join or [each for each in os.environ.get("TORCHBAGUA_JOIN", "").split(",") if each]
         is_alone = not addresses and "RANK" not in os.environ
         reachable = addresses[0].rpartition(":")[0] if addresses else os.environ.get("MASTER_ADDR", "localhost")
-        own = self._own = Member(secrets.token_hex(8), own_address(reachable), self._mailbox.port)
+        host = own_address(reachable)
+        place = f"{host} {os.environ.get('RANK', self._mailbox.port)}"
+        own = self._own = Member(secrets.token_hex(8), host, self._mailbox.port, place)
         self._mailbox.set("owner", json.dumps(asdict(own)))
         store = dist.PrefixStore(own.id, self._mailbox)
         store.set("status", f"0 {WAITS}")

@@ -7,7 +7,8 @@ ends with the process. No other process keeps anything for it, so the loss of no
 - `register/g`: the owner's vote on the members of generation g, from the time at which it is a member of g - 1.
 - `decided/g`: the members of generation g. Whoever knows them writes them.
 - `membership`: the generation of its owner with its members, for processes that want to join.
-- `candidate/n`: the n-th process that has asked the owner to join.
+- `candidate/n`: the n-th process that has asked the owner to join, with a description of its training.
+- `refused`: why the owner may not join.
 
 Execution order of a change, `Changes.agree`, of each rank that has noticed a failure and closed its groups:
 
@@ -25,7 +26,7 @@ D. Rystsov, "CASPaxos", 2018.
 
 import json
 import queue
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -57,9 +58,20 @@ WAITS, LEAVES = "waits", "leaves"
 JOINS = "joins"
 """The phase of a process that is in no generation yet."""
 
+# The pauses before a process joins again that was lost soon after it had joined: after the first time, the second, ...
+_FLAPPING_PAUSES_S = (60.0, 120.0, 240.0)
+
 
 class EvictedError(CommunicationError):
-    """The other ranks go on without this one: it did not answer in time."""
+    """The other ranks go on without this one: it did not answer in time.
+
+    Attributes:
+        members: the other ranks.
+    """
+
+    def __init__(self, message: str, members: Sequence["Member"] = ()) -> None:
+        super().__init__(message)
+        self.members = tuple(members)
 
 
 class NoQuorumError(CommunicationError):
@@ -73,11 +85,13 @@ class Member:
     Attributes:
         id: no other process has it, not even one that has the same address later.
         host, port: the address of its mailbox.
+        place: what a process that replaces it has too: the host and the number there, see `Changes.note_loss`.
     """
 
     id: str
     host: str
     port: int
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -311,23 +325,51 @@ class Changes:
         timeout: the longest wait for a rank that is busy.
         needs_quorum: whether only a quorum of a generation decides on the next. Otherwise every part that is cut off
             goes on by itself.
+        training: describes the training, by what must be the same on all ranks.
     """
 
-    def __init__(self, mailboxes: Mailboxes, timeout: timedelta, *, needs_quorum: bool = True) -> None:
+    def __init__(
+        self,
+        mailboxes: Mailboxes,
+        timeout: timedelta,
+        *,
+        needs_quorum: bool = True,
+        training: Mapping[str, str] | None = None,
+    ) -> None:
         self.mailboxes = mailboxes
         self.timeout_s = timeout.total_seconds()
         self.needs_quorum = needs_quorum
+        self._training = dict(training or {})
         self._num_requests = 0  # to join, that were read
         self._candidates: list[Member] = []  # in the order of their requests
+        self._losses: dict[str, tuple[int, float]] = {}  # by place: how many in a row, and when it may join again
 
     def candidates(self) -> list[Member]:
-        """Return the processes that have asked this one to join, and still wait."""
+        """Return the processes that have asked this one to join, still wait, and may join now."""
         while (text := _read(self.mailboxes.store, f"candidate/{self._num_requests}")) is not None:
-            self._candidates.append(Member(**json.loads(text)))
+            request = json.loads(text)
+            candidate = Member(**request["member"])
+            if request["training"] == self._training:
+                self._candidates.append(candidate)
+            else:
+                self._refuse(candidate, request["training"])
             self._num_requests += 1
         views = self.mailboxes.ask(self._candidates, lambda store: _view(store, 0)).values
         self._candidates = [each for each in self._candidates if each in views and views[each].phase == JOINS]
-        return [*self._candidates]
+        now_s = _concurrency.monotonic()
+        return [each for each in self._candidates if self._losses.get(each.place, (0, now_s))[1] <= now_s]
+
+    def _refuse(self, candidate: Member, training: Mapping[str, str]) -> None:
+        names = [name for name, own in self._training.items() if training.get(name) != own]
+        own, theirs = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (self._training, training))
+        reason = f"elastic.run: this process cannot join a training with {own}, since it has {theirs}"
+        self.mailboxes.ask([candidate], lambda store: store.set("refused", reason))
+
+    def note_loss(self, member: Member, *, was_new: bool) -> None:
+        """Have the process at the place of a lost member wait before it joins, if the member was new."""
+        num = self._losses.get(member.place, (0, 0.0))[0] + 1 if was_new else 0
+        pause_s = _FLAPPING_PAUSES_S[min(num, len(_FLAPPING_PAUSES_S)) - 1] if was_new else 0.0
+        self._losses[member.place] = num, _concurrency.monotonic() + pause_s
 
     def join(self, contacts: Collection[Member]) -> Membership:
         """Ask the members of a job to join, and return the first membership that contains this process.
@@ -337,9 +379,10 @@ class Changes:
 
         Raises:
             TimeoutError: no member answers within the timeout.
+            ValueError: this process trains something else.
         """
         own = self.mailboxes.own
-        request = json.dumps(asdict(own))
+        request = json.dumps({"member": asdict(own), "training": self._training})
         self.mailboxes.store.set("status", f"0 {JOINS}")
         asked = set[Member]()
         known = {*contacts}
@@ -349,6 +392,8 @@ class Changes:
             if _concurrency.monotonic() > asked_s + _ASK_AGAIN_S:  # a member may have taken this process for lost
                 asked_s = _concurrency.monotonic()
                 asked.clear()
+            if (reason := _read(self.mailboxes.store, "refused")) is not None:
+                raise ValueError(reason.decode())
             texts = self.mailboxes.ask(known, lambda store: _read(store, "membership")).values.values()
             memberships = [Membership.of(text) for text in texts if text is not None]
             if memberships:
@@ -437,7 +482,8 @@ class Changes:
             raise EvictedError(
                 f"torchbagua: the other ranks go on without this one, as generation {generation} of {len(decided)} "
                 f"ranks, at {addresses}. This rank did not answer for {SILENT_S:g} s, or it did not notice a failure "
-                f"within {self.timeout_s:g} s"
+                f"within {self.timeout_s:g} s",
+                decided,
             )
         return Membership(generation, decided)
 

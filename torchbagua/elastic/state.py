@@ -2,11 +2,12 @@
 
 Execution order of `synchronize`, on all ranks:
 
-1. Each rank writes its number of steps, a digest of its weights and optimizers, and a digest of its buffers to the
-   store of the generation, and reads the others'.
+1. Each rank writes its number of steps and digests of its state to the store of the generation, and reads the others'.
 2. The lowest of the ranks that have taken the most steps is the *source*.
 3. The source sends its state to the ranks whose steps or digest differ, and its buffers to those whose buffers differ.
    Ranks that a weight algorithm trains keep their own weights, except those that have none yet. Nobody else sends.
+
+Of the algorithm's state, ranks compare and send what is equal on all of them, see torchbagua.runtime.rank_state.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torchbagua.runtime.rank_state import OF_WEIGHTS, of_all_ranks
 from torchbagua.transport.base import bytes_of
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.store_requests import StoreRequests
@@ -41,8 +43,9 @@ class TrainingState:
         model: without a DDP.
         optimizers: of its parameters.
         objects: by name, of the user, and the sampler.
-        num_steps: the optimizer steps that this rank has taken; -1 before it has the state of the job.
         averages_weights: whether ranks have different weights.
+        num_steps: the optimizer steps that this rank has taken; -1 before it has the state of the job.
+        algorithm: what remains of the algorithm's state on this rank after its last generation; None before.
     """
 
     model: torch.nn.Module
@@ -50,6 +53,11 @@ class TrainingState:
     objects: Mapping[str, Stateful]
     averages_weights: bool
     num_steps: int = -1
+    algorithm: Mapping[str, Any] | None = None
+
+    def forget(self) -> None:
+        """Receive the state of the job instead of continuing from this one."""
+        self.num_steps, self.algorithm = -1, None
 
     def begin(self) -> None:
         """Begin a training, instead of receiving the state of one."""
@@ -66,6 +74,7 @@ class TrainingState:
             self.num_steps,
             "" if self.averages_weights else digest([*self.model.parameters(), *_tensors_of(optimizers)]),
             "" if self.averages_weights else digest(self.model.buffers()),
+            "" if self.algorithm is None else digest_of_tree(of_all_ranks(self.algorithm)),
         )
 
     def save(self) -> dict[str, Any]:
@@ -73,6 +82,7 @@ class TrainingState:
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "of weights": {name: value for name, value in (self.algorithm or {}).items() if name in OF_WEIGHTS},
             **self.save_objects(),
         }
 
@@ -80,6 +90,7 @@ class TrainingState:
         """Return the state without weights, buffers and optimizers."""
         return {
             "objects": {name: each.state_dict() for name, each in self.objects.items()},
+            "algorithm": None if self.algorithm is None else of_all_ranks(self.algorithm),
             "num_steps": self.num_steps,
         }
 
@@ -91,16 +102,21 @@ class TrainingState:
                 optimizer.load_state_dict(saved)
         for name, each in self.objects.items():
             each.load_state_dict(state["objects"][name])
+        if state["algorithm"] is None:
+            self.algorithm = None
+        else:
+            self.algorithm = {**(self.algorithm or {}), **state.get("of weights", {}), **state["algorithm"]}
         self.num_steps = state["num_steps"]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What ranks compare of their states: the steps, and digests of weights with optimizers, and of buffers."""
+    """What ranks compare of their states: the steps, and digests of weights with optimizers, buffers and algorithm."""
 
     num_steps: int
     weights: str
     buffers: str
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -131,8 +147,11 @@ class Plan:
                 of_all.append(rank)
             elif summary.num_steps != newest:
                 (of_objects if not best.weights else of_all).append(rank)
-            elif summary.buffers != best.buffers:
-                of_buffers.append(rank)
+            else:
+                if summary.algorithm != best.algorithm:
+                    of_objects.append(rank)
+                if summary.buffers != best.buffers:
+                    of_buffers.append(rank)
         return cls(source, tuple(of_all), tuple(of_objects), tuple(of_buffers))
 
 
@@ -143,6 +162,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         values: Any = bytes_of(tensor.detach().contiguous()).numpy()
         hashed.update(values)
     return hashed.hexdigest()
+
+
+def digest_of_tree(tree: Any) -> str:
+    """Return a digest of a tree of tensors and other values."""
+    shape = _map_leaves(tree, torch.Tensor, lambda tensor: _Place(tuple(tensor.shape), tensor.dtype))
+    return digest([torch.tensor(list(repr(shape).encode()), dtype=torch.uint8), *_tensors_of(tree)])
 
 
 def synchronize(

@@ -18,7 +18,7 @@ from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
 from torchbagua.runtime.parameters import BaguaTensor
-from torchbagua.runtime.rank_state import check_rank_state, owner_of
+from torchbagua.runtime.rank_state import check_rank_state, continued, owner_of
 
 S = TypeVar("S", bound=ParameterState[Any])
 
@@ -185,7 +185,7 @@ class Runner:
         check_rank_state(self.name, state, kept.names, self.process_group)
         known = {*owner_of(self.process_group), *kept.names}
         self.impl.load_state_dict({key: value for key, value in state.items() if key not in known})
-        kept.load_state_dict(self.name, state, self._named_parameters())
+        kept.load_state_dict(self.name, continued(self.name, state, self.process_group), self._named_parameters())
         # Whether ranks sum the state in the next backward depends on the state, so all ranks must load the same names.
         names = list(state[kept.names[0]])
         own = Progress("loading the state", {"a digest of the names in the state": fingerprint(names)})
@@ -424,6 +424,12 @@ class AlgorithmImpl:
 
         Args:
             values: copies of the loaded values, by the names in `WeightRunner.buckets`, of some weights or all.
+        """
+
+    def forget_in_flight(self) -> None:
+        """Forget the round in flight, which has failed, so that `state_dict` returns the state without it.
+
+        Called by `Attachment.abandon`, after the lane has ended. Does nothing by default.
         """
 
     @contextmanager

@@ -169,7 +169,9 @@ class Attachment:
         While there is a reference, the forward of the new one raises RuntimeError, which names what refers to it.
         Destroy the process group of the module too: other ranks may wait there, if DDP broadcasts buffers.
 
-        Call it on the training thread. After `detach`, it does nothing.
+        `state_dict` still returns the algorithm's state, without what was in flight.
+
+        Call it on the training thread. After `detach`, it does nothing else.
 
         Raises:
             RuntimeError: it was called within `averaged_weights`.
@@ -181,8 +183,10 @@ class Attachment:
             for ddp in self._setup.ddps:
                 abandon_ddp(ddp)
             self._setup = replace(self._setup, modules=self._setup.inners)  # refers to no DDP
-            self._weights = self._clock = None
-            self.runner.lane.clear_failure()
+        # After a detach that has failed too.
+        self._weights = self._clock = None
+        self.runner.impl.forget_in_flight()
+        self.runner.lane.clear_failure()
 
     def _end(self, *, failed: bool, is_abandoned: bool = False) -> None:
         if self._is_detached or self.runner.lane.is_of_other_process:

@@ -354,6 +354,9 @@ class AsyncModelAverageAlgorithmImpl(WeightImpl):
         if was_running:
             self._start()
 
+    def forget_in_flight(self) -> None:
+        self._rounds = None
+
     def finish(self) -> bool:
         """Stop averaging together with all ranks, as `abort` does."""
         rounds = self._rounds

@@ -165,6 +165,9 @@ class DecentralizedAlgorithmImpl(WeightImpl):
                 self._wait_for(bucket)
                 bucket.clear(bucket.difference, names)
 
+    def forget_in_flight(self) -> None:
+        self._in_flight = {}
+
     def finish_round(self) -> None:
         """Wait for the round in flight, apply it to the weights, and notify observers of it."""
         self._apply_round(starts_next=False)

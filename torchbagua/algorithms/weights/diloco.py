@@ -37,7 +37,7 @@ from torchbagua.runtime.gradient_runner import GradientRunner
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.parameter_state import ParameterState, residual_state
 from torchbagua.runtime.parameters import BaguaTensor
-from torchbagua.runtime.rank_state import check_keys, check_rank_state, owner_of
+from torchbagua.runtime.rank_state import check_keys, check_rank_state, continued, is_of_other_ranks, owner_of
 from torchbagua.runtime.sub_buckets import sub_bucket_of
 from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket, WeightBuckets
 from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
@@ -161,10 +161,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         super().check_state(saved, state, process_group)
         owner = type(self).__name__
         check_keys(owner, state, _STATE_KEYS)
-        residuals = state["residuals"]
-        check_keys(owner, residuals, sorted(_OWNER_KEYS))
-        if residuals["num_ranks"] == process_group.size:
-            check_rank_state(owner, residuals, (), process_group)
+        check_rank_state(owner, state["residuals"], ["nodes"], process_group)
 
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
@@ -408,6 +405,9 @@ class DiLoCoAlgorithmImpl(WeightImpl):
             for bucket in self._buckets:
                 bucket.clear(self._difference(bucket), names)
 
+    def forget_in_flight(self) -> None:
+        self._job = None
+
     def finish_round(self) -> None:
         """Wait for the round in flight, apply it to the weights, and notify observers of it."""
         self._apply_round()
@@ -477,18 +477,19 @@ class DiLoCoAlgorithmImpl(WeightImpl):
         return state if self._residuals is None else state | self._residuals.state_dict(self._parameters_by_name())
 
     def _load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Load residuals of the same number of ranks on the same nodes. Drop others, with a RuntimeWarning."""
-        name, size = self.runner.name, self.runner.process_group.size
+        """Load residuals. Drop those of the same number of ranks on other nodes, with a RuntimeWarning."""
+        name, group = self.runner.name, self.runner.process_group
         self._residuals = self._new_residuals()
         if not any(state[kind] for kind in state.keys() - _OWNER_KEYS):  # full precision has no residuals
             return
-        if self._residuals is not None and (state["num_ranks"], state["nodes"]) == (size, repr(self._nodes)):
-            self._residuals.load_state_dict(name, state, self._parameters_by_name())
+        is_on_other_nodes = state["nodes"] != repr(self._nodes) and not is_of_other_ranks(state, group)
+        if self._residuals is not None and not is_on_other_nodes:
+            self._residuals.load_state_dict(name, continued(name, state, group), self._parameters_by_name())
             return
         warn_user(
             f"torchbagua: {name}.load_state_dict: residuals of error feedback are dropped: the state was saved by "
-            f"{state['num_ranks']} ranks on the nodes {state['nodes']}, but {size} ranks on the nodes {self._nodes} "
-            f"are attached, with compression={self.algorithm.compression!r}"
+            f"{state['num_ranks']} ranks on the nodes {state['nodes']}, but {group.size} ranks on the nodes "
+            f"{self._nodes} are attached, with compression={self.algorithm.compression!r}"
         )
 
     def _parameters_by_name(self) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from torchbagua.collectives.low_precision_ring import check_ring_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.lane import Job
-from torchbagua.runtime.rank_state import check_rank_state, owner_of
+from torchbagua.runtime.rank_state import check_rank_state, is_of_other_ranks, owner_of
 from torchbagua.runtime.weight_buckets import FlatOf, WeightBucket
 from torchbagua.runtime.weight_runner import WeightImpl, WeightRunner
 
@@ -89,6 +89,12 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
             return arguments | {"hierarchical": False, "nodes": None}
         shards = {"nodes": process_group.nodes, "bucket_cap_mb": self.bucket_cap_mb}
         return arguments | {"hierarchical": True, **shards}
+
+    def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
+        """Raise ValueError if arguments differ; the ring may be another if the number of ranks has changed."""
+        if "num_ranks" in state and is_of_other_ranks(state, process_group):
+            saved = {name: value for name, value in saved.items() if name != "nodes"}
+        super().check_state(saved, state, process_group)
 
 
 _REPLICAS: dict[str, FlatOf] = {name: attrgetter(f"replicas.{name}") for name in ("weight", "left", "right")}
@@ -197,6 +203,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightImpl):
                         part.copy_(values[name])
         super().weights_loaded(values)
 
+    def forget_in_flight(self) -> None:
+        self._exchange = None
+
     def finish_round(self) -> None:
         """Wait until the replicas of the neighbors are up to date, and notify observers of the round."""
         self._receive()
@@ -216,8 +225,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightImpl):
         """Load the state that `state_dict` returned. Collective."""
         check_rank_state(self.runner.name, state, ("step", *_REPLICAS), self.runner.process_group)
         self._receive()
-        for name, replica in _REPLICAS.items():
-            self._weights.load_by_name(replica, state[name])
+        if is_of_other_ranks(state, self.runner.process_group):
+            self.reset()
+        else:
+            for name, replica in _REPLICAS.items():
+                self._weights.load_by_name(replica, state[name])
         self._weights.lockstep.loads.forget()
         self.rounds.load(state["step"], self.rounds.num_rounds)
 
