@@ -233,6 +233,7 @@ class Training:
         self._hooks: list[RemovableHandle] = []
         self._stepped = set[int]()
         self._looked_s = 0.0  # for candidates
+        self.num_state_bytes = 0  # that this rank has sent to others
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(lambda stepped, *_: self.count_step(stepped)))
 
@@ -279,15 +280,20 @@ class Training:
                 failed_s = _concurrency.monotonic()
             del run
             self._close()
-            try:
-                self._membership = self._changes.agree(before)
-            except EvictedError as error:
-                if not self._joins_again:
-                    raise
-                self.state.forget()
-                self._membership = self._changes.join(error.members)
-            self._note_change(before, self._membership)
-            self.mailboxes.forget(self._membership.members)
+            self._change()
+
+    def _change(self) -> None:
+        """Agree on the next members, or join them."""
+        base = self._membership
+        try:
+            self._membership = self._changes.agree(base)
+        except EvictedError as error:
+            if not self._joins_again:
+                raise
+            self.state.forget()
+            self._membership = self._changes.join(error.members)
+        self._note_change(base, self._membership)
+        self.mailboxes.forget(self._membership.members)
 
     def _note_change(self, before: Membership, after: Membership) -> None:
         num_steps = self.state.num_steps
@@ -325,7 +331,7 @@ class Training:
                 transfer.callback(connected.close)
                 return connected.world
 
-            synchronize(self.state, requests, own, size, connect)
+            self.num_state_bytes += synchronize(self.state, requests, own, size, connect)
         if self.sampler is not None:
             self.sampler.begin(own, size)
         module = self.state.model

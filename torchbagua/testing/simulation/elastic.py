@@ -1,5 +1,6 @@
 """Elastic training in a simulation: a mailbox for each process, whose requests cross links, and groups over them."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,8 +30,16 @@ class SimulatedMailbox(dist.Store):
     waits while the other process is stopped. It fails if that process has ended, and so does the wait for the answer.
     """
 
-    def __init__(self, simulation: Simulation, values: dict[str, bytes], asking: int, owner: int) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        values: dict[str, bytes],
+        asking: int,
+        owner: int,
+        count: Callable[[int], None],
+    ) -> None:
         super().__init__()
+        self._count = count
         self._simulation = simulation
         self._values = values
         self._asking, self._owner = asking, owner
@@ -77,6 +86,7 @@ class SimulatedMailbox(dist.Store):
     def _request(self, effect: Callable[[], T]) -> T:
         if self._asking == self._owner:
             return effect()
+        self._count(self._asking)
         values, answers = list[T](), list[bool]()
 
         def arrive(is_up: bool) -> None:
@@ -106,15 +116,23 @@ class SimulatedMailbox(dist.Store):
 
 
 class PostOffice:
-    """The mailboxes of all processes of a simulation."""
+    """The mailboxes of all processes of a simulation.
 
-    def __init__(self) -> None:
+    Args:
+        replaces: of a process that is started in place of another, the number of that process.
+        failing: the number of a process, and that of its request to another mailbox that fails.
+    """
+
+    def __init__(self, replaces: Mapping[int, int] | None = None, failing: tuple[int, int] = (-1, 0)) -> None:
+        self.num_requests = Counter[int]()
+        self.failing = failing
+        self._replaces = replaces or {}
         self.values: dict[Member, dict[str, bytes]] = {}
         self._connections: list[SimulatedMailbox] = []  # torch does not keep the Python part of a store
 
     def member(self, number: int) -> Member:
         """Return the member of a process."""
-        return Member(f"process{number}", "simulated", number)
+        return Member(f"process{number}", "simulated", number, f"place {self._replaces.get(number, number)}")
 
     def open(self, rank: Rank) -> Mailboxes:
         """Return the mailboxes for a process, whose own is new."""
@@ -124,8 +142,15 @@ class PostOffice:
 
     def connection(self, rank: Rank, member: Member) -> SimulatedMailbox:
         """Return a connection to a mailbox."""
-        self._connections.append(SimulatedMailbox(rank.simulation, self.values[member], rank.number, member.port))
+        values = self.values[member]
+        self._connections.append(SimulatedMailbox(rank.simulation, values, rank.number, member.port, self._count))
         return self._connections[-1]
+
+    def _count(self, asking: int) -> None:
+        """Count a request of a process to another, and fail it if it is to fail."""
+        self.num_requests[asking] += 1
+        if self.failing == (asking, self.num_requests[asking]):
+            raise dist.DistNetworkError("the connection was reset")
 
     def _connect(self, rank: Rank, member: Member) -> dist.Store:
         store = self.connection(rank, member)
