@@ -96,6 +96,13 @@ class ElasticTrial:
         kinds = {event.kind for event in self.events}
         return "several" if len(kinds) > 1 else next(iter(kinds), "none" if self.failing[0] < 0 else "failed request")
 
+    @property
+    def has_healthy_quorum(self) -> bool:
+        """Whether processes to which nothing happens are a quorum of every generation."""
+        touched = {event.process for event in self.events}
+        is_cut = any(event.kind.startswith("cut") for event in self.events)
+        return not is_cut and 2 * len({*range(self.size)} - touched) > self.num_processes
+
     @classmethod
     def drawn(cls, seed: int) -> "ElasticTrial":
         """Return the trial of a seed."""
@@ -302,10 +309,8 @@ def _wrong_memberships(trial: ElasticTrial, log: Log) -> Iterator[str]:
 def _wrong_ends(trial: ElasticTrial, outcomes: Sequence[Outcome[str]]) -> Iterator[str]:
     """Yield the processes that should have trained to the end: to which nothing happens, while they are a quorum."""
     touched = {event.process for event in trial.events}
-    healthy = [number for number in range(trial.size) if number not in touched]
-    is_connected = not any(event.kind.startswith("cut") for event in trial.events)
-    if is_connected and 2 * len(healthy) > trial.num_processes:
-        for number in healthy:
+    if trial.has_healthy_quorum:
+        for number in {*range(trial.size)} - touched:
             if outcomes[number].value != "done":
                 yield f"process {number} ended as {outcomes[number].value}, though a quorum was healthy"
     for number, joiner in enumerate(trial.joiners, trial.size):
@@ -320,7 +325,7 @@ def _wrong_ends(trial: ElasticTrial, outcomes: Sequence[Outcome[str]]) -> Iterat
 def _wrong_pauses(trial: ElasticTrial, log: Log) -> Iterator[str]:
     """Yield pauses of a training that are longer than the timeout and 5 s for each change in them."""
     stopped = {event.process for event in trial.events if event.kind in ("stop", "death")}
-    if any(event.kind.startswith("cut") for event in trial.events):
+    if not trial.has_healthy_quorum:
         return
     for number in {number for steps in log.steps.values() for number in steps} - stopped:
         own = [(s, generation) for generation, steps in log.steps.items() for _, s in steps.get(number, [])]

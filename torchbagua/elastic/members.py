@@ -262,8 +262,8 @@ class View:
 
     generation: int
     phase: str
-    decided: tuple[Member, ...] | None
-    register: Register | None
+    decided: tuple[Member, ...] | None = None
+    register: Register | None = None
 
     def waits_for(self, generation: int) -> bool:
         """Return whether the owner waits for a generation."""
@@ -293,13 +293,19 @@ def _append(store: dist.Store, key: str, text: str) -> None:
         number += 1
 
 
-def _view(store: dist.Store, generation: int, register: Register | None = None) -> View:
+def _status(store: dist.Store) -> View:
     status = _read(store, "status")
     if status is None:  # another process has taken over the port
         raise ConnectionRefusedError
     number, phase = status.decode().split(" ", 1)
+    return View(int(number), phase)
+
+
+def _view(store: dist.Store, generation: int, register: Register | None = None) -> View:
     decided = _read(store, f"decided/{generation}")
-    return View(int(number), phase, None if decided is None else _members_of(json.loads(decided)), register)
+    return replace(
+        _status(store), decided=None if decided is None else _members_of(json.loads(decided)), register=register
+    )
 
 
 def _update(store: dist.Store, generation: int, change: Callable[[Register], Register | None]) -> View:
@@ -354,7 +360,7 @@ class Changes:
             else:
                 self._refuse(candidate, request["training"])
             self._num_requests += 1
-        views = self.mailboxes.ask(self._candidates, lambda store: _view(store, 0)).values
+        views = self.mailboxes.ask(self._candidates, _status).values
         self._candidates = [each for each in self._candidates if each in views and views[each].phase == JOINS]
         now_s = _concurrency.monotonic()
         return [each for each in self._candidates if self._losses.get(each.place, (0, now_s))[1] <= now_s]
@@ -429,7 +435,7 @@ class Changes:
         pauses_s = _pauses_s()
         end_s = _concurrency.monotonic() + self.timeout_s
         while others and _concurrency.monotonic() < end_s:
-            answers = self.mailboxes.ask(others, lambda store: _view(store, membership.generation))
+            answers = self.mailboxes.ask(others, _status)
             if answers.gone or any(view.generation > membership.generation for view in answers.values.values()):
                 return False
             for member, view in answers.values.items():
