@@ -98,10 +98,11 @@ class ElasticTrial:
 
     @property
     def has_healthy_quorum(self) -> bool:
-        """Whether processes to which nothing happens are a quorum of every generation."""
+        """Whether those of the first processes to which nothing happens are always more than those that are lost."""
+        lost = {event.process for event in self.events if event.kind in ("death", "stop")}
         touched = {event.process for event in self.events}
         is_cut = any(event.kind.startswith("cut") for event in self.events)
-        return not is_cut and 2 * len({*range(self.size)} - touched) > self.num_processes
+        return not is_cut and len({*range(self.size)} - touched) > len(lost)
 
     @classmethod
     def drawn(cls, seed: int) -> "ElasticTrial":
@@ -343,7 +344,8 @@ def _wrong_steps(trial: ElasticTrial, log: Log) -> Iterator[str]:
                 if any(s > first_s for _, s in log.steps[earlier].get(member.port, [])):
                     yield f"{member.id} has finished a step in generation {earlier} after one in {generation}"
         sent = log.sent[generation]
-        if len({num_steps for num_steps, _ in sent.values()}) == 1 and any(num for _, num in sent.values()):
+        are_old = {*next(iter(memberships))} <= {*itertools.chain(*log.memberships.get(generation - 1, ()))}
+        if are_old and len({num_steps for num_steps, _ in sent.values()}) == 1 and any(num for _, num in sent.values()):
             yield f"equal ranks have sent {sent} in generation {generation}"
     if not log.weights:
         return

@@ -116,6 +116,7 @@ def test_losses_that_disagree_are_reported() -> None:
     shown = describe(Comparison(plain, bytegrad), settings)
     assert "differ by 5.26%, NOT less than 1%" in shown
     assert "10.00 times fewer bytes, and its steps are 3.0 times faster at 50 Mbit/s" in shown
+    assert "differ by 5.00%, NOT less than 1%" in describe(Comparison(bytegrad, plain), settings)
     assert plain.sent_bytes == [600, 1200]  # 2 (n-1)/n x 4 bytes x elements, n = 4
 
 

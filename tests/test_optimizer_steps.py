@@ -221,7 +221,7 @@ BOTH = [(3, 10), (3,)]
         (lambda parameters: OwnScaling(parameters, lr=0.1), True, 3),
     ],
 )
-@on_each_rank(1)
+@on_each_rank(2)
 def test_algorithms_are_notified_once_of_each_step_that_is_taken(
     group: dist.ProcessGroup, make: Callable[[Any], Any], is_scaled: bool, num_steps: int, is_attached: bool
 ) -> None:

@@ -107,6 +107,7 @@ def test_earlier_rounds_do_not_change_loaded_weights(name: str, evaluates: bool)
     [
         *((ALGORITHMS[name], 0) for name in SYNCHRONOUS),
         (DiLoCo(3, compression=None, outer_optimizer=torch.optim.Adagrad), 6),  # it has state before its first step
+        (DiLoCo(3, compression=None, outer_optimizer=torch.optim.Adam), 6),
         (DiLoCo(3), 6),
     ],
     ids=str,

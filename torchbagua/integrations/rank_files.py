@@ -26,7 +26,7 @@ def gather_rank_states(attachment: Attachment) -> list[dict[str, Any]]:
 
 
 def load_gathered_rank_state(attachment: Attachment, states: Sequence[dict[str, Any]] | None) -> None:
-    """Load this rank's state from the result of `gather_rank_states`; rank 0's if the number of ranks has changed.
+    """Load this rank's state from the result of `gather_rank_states`; rank 0's on a rank that did not save.
 
     Gives a RuntimeWarning if `states` is None: no algorithm was attached when the checkpoint was written.
 
@@ -36,7 +36,8 @@ def load_gathered_rank_state(attachment: Attachment, states: Sequence[dict[str, 
     if states is None:
         warn_user("torchbagua: the checkpoint has no state of the ranks: all ranks continue from the weights in it")
         return
-    attachment.load_rank_state_dict(states[dist.get_rank() if len(states) == dist.get_world_size() else 0])
+    rank = dist.get_rank()
+    attachment.load_rank_state_dict(states[rank if rank < len(states) else 0])
 
 
 def save_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
