@@ -21,6 +21,7 @@ MODULES = (
     "torchbagua.compat.mlbench",
     "torchbagua.codecs",
     "torchbagua.collectives.topology",
+    "torchbagua.elastic",
     "torchbagua.extend",
     "torchbagua.fsdp",
     "torchbagua.observe",

@@ -3,11 +3,12 @@
 python docs_build/errors.py    # takes a few seconds; `make tables` runs it
 """
 
+import json
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from markers import fill
+from torchbagua import elastic
 from torchbagua.codecs import MinMaxUInt8, WireLayout
+from torchbagua.elastic.members import Changes, Mailboxes, Member, Membership
 from torchbagua.observe.events import Run, TraceError
 from torchbagua.observe.perfetto import RankFileWriter
 from torchbagua.testing import check_algorithm, check_codec, check_transport
@@ -209,6 +212,42 @@ def _two_traces_of_one_file() -> None:
             raise TraceError(str(error).replace(folder, "traces")) from error
 
 
+def _refuse(member: Member) -> dist.Store:
+    raise ConnectionRefusedError
+
+
+def _elastic_rank() -> tuple[Changes, Membership]:
+    """Return rank 0 of three, of which the others have ended."""
+    members = [Member(str(rank), f"10.0.0.{rank + 1}", 29400) for rank in range(3)]
+    changes = Changes(Mailboxes(members[0], dist.HashStore(), _refuse), timedelta(seconds=30))
+    changes.enter(Membership(3, tuple(members)))
+    return changes, Membership(3, tuple(members))
+
+
+def _too_few_ranks_are_left() -> None:
+    changes, membership = _elastic_rank()
+    changes.agree(membership)
+
+
+def _the_others_continue() -> None:
+    changes, membership = _elastic_rank()
+    others = json.dumps([asdict(member) for member in membership.members[1:]])
+    changes.mailboxes.store.set("decided/4", others)
+    changes.agree(membership)
+
+
+def _no_step_is_finished() -> None:
+    def train(run: elastic.Run) -> None:
+        raise tb.CommunicationError("a rank has failed")
+
+    dist.destroy_process_group()  # `elastic.run` opens the default group
+    try:
+        model = torch.nn.Linear(2, 1)
+        elastic.run(train, model, torch.optim.SGD(model.parameters()), "bytegrad", sampler=elastic.Sampler(range(100)))
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 EXAMPLES: Sequence[Example] = (
     Example(
         "ValueError",
@@ -239,6 +278,24 @@ EXAMPLES: Sequence[Example] = (
         "Communication failed after the start: a rank died, closed its group, or took longer than the timeout.",
         "Restart from a checkpoint; see [Restarts](../guides/restarts.md).",
         _peer_does_not_take_part,
+    ),
+    Example(
+        "torchbagua.elastic.EvictedError",
+        "The other ranks of an [elastic training](../guides/elastic.md) continue without this one.",
+        "Start the rank again, so that it joins them.",
+        _the_others_continue,
+    ),
+    Example(
+        "torchbagua.elastic.NoQuorumError",
+        "Too few ranks of an elastic training are left to continue.",
+        "Restart from a checkpoint.",
+        _too_few_ranks_are_left,
+    ),
+    Example(
+        "torchbagua.elastic.NoProgressError",
+        "Five memberships of an elastic training in a row have not finished a step.",
+        "Look at the errors of the ranks that have ended, and at the batch at this position.",
+        _no_step_is_finished,
     ),
     Example(
         "torchbagua.transport.TransportError",

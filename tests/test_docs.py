@@ -109,7 +109,7 @@ def check_command(program: str, *arguments: str) -> None:
     elif (program, *arguments[:1]) == ("pip", "install"):
         dry = ["--dry-run", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
         programs.run([sys.executable, "-m", "pip", *arguments, *dry], timeout_s=200, cwd=ROOT)
-    elif program == ".venv/bin/python":
+    elif program in ("python", ".venv/bin/python"):
         assert (ROOT / arguments[0]).is_file()
     else:  # other programs; tests/test_tutorials.py runs the unshare commands
         assert program in ("export", "tensorboard", "unshare"), program

@@ -441,6 +441,7 @@ def test_an_unreferenced_attachment_works_and_is_freed(kind: str, algorithm: tb.
         deadline_s = time.monotonic() + 10
         while num_open - num_before >= 5 and time.monotonic() < deadline_s:
             time.sleep(0.02)
+            gc.collect()
             num_open = len(os.listdir("/proc/self/fd"))
         return num_open - num_before
 

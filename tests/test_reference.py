@@ -37,6 +37,7 @@ PUBLIC_MODULES = (
     ".codecs",
     ".collectives",
     ".compat.mlbench",
+    ".elastic",
     ".extend",
     ".fsdp",
     ".observe",

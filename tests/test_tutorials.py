@@ -223,6 +223,26 @@ def check_fsdp(output: str, rate_mbit: float | None) -> None:
             assert rows["float32"][2] - rows[name][2] > 0.5 * saved_ms
 
 
+def check_elastic(output: str, rate_mbit: float | None) -> None:
+    assert re.findall(r": (generation \d, \d ranks)", output) == [
+        "generation 0, 4 ranks",
+        "generation 1, 3 ranks",
+        "generation 2, 4 ranks",
+    ]
+    rows = [
+        (int(step), int(ranks), float(loss))
+        for step, ranks, loss in re.findall(r"step +(\d+), (\d) ranks, loss (\S+),", output)
+    ]
+    steps, ranks, losses = zip(*rows, strict=True)
+    assert sorted(steps) == list(steps), "no step is lost"
+    assert [size for size, before in zip(ranks, (0, *ranks), strict=False) if size != before] == [4, 3, 4]
+    # Guessing all bytes equally gives ln 256 = 5.55 nats; 3.2 is the entropy of single bytes of source code.
+    assert losses[-1] < 3.2
+    weights = re.findall("the sum of the weights is (.*)", output)
+    assert len(weights) == 4
+    assert len(set(weights)) == 1
+
+
 CHECKS = {
     "00_your_own_loop": check_your_own_loop,
     "01_ddp_to_bytegrad": check_ddp_to_bytegrad,
@@ -234,6 +254,7 @@ CHECKS = {
     "07_diloco": check_diloco,
     "08_fsdp": check_fsdp,
     "09_muon_diloco": check_muon_diloco,
+    "10_elastic": check_elastic,
 }
 # Of the networks that `unshare` commands emulate.
 RATES_MBIT = {"00_your_own_loop": 1000, "03_async_on_a_slow_network": 100, "05_read_a_trace": 1000}
@@ -244,7 +265,7 @@ def commands() -> Iterator[object]:
     """Yield the commands in tutorials' docstrings."""
     for tutorial in sorted((ROOT / "tutorials").glob("*.py")):
         docstring = ast.get_docstring(ast.parse(tutorial.read_text(encoding="utf-8"))) or ""
-        for command in re.findall(r"^    ((?:torchrun|unshare) .*(?:\n {5,}.*)*)", docstring, re.MULTILINE):
+        for command in re.findall(r"^    ((?:torchrun|unshare|python) .*(?:\n {5,}.*)*)", docstring, re.MULTILINE):
             is_emulated = command.startswith("unshare")
             # Claims about times hold only if nothing else runs.
             is_timed = is_emulated or tutorial.stem == "03_async_on_a_slow_network"
@@ -268,7 +289,8 @@ def skip_without_namespaces() -> None:
 def test_tutorial(name: str, command: str, is_emulated: bool) -> None:
     if is_emulated:
         skip_without_namespaces()
-    command = command.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run")
+    python = shlex.quote(sys.executable)
+    command = re.sub("^python", python, command.replace("torchrun", f"{python} -m torch.distributed.run"))
     run = programs.run(shlex.split(command), cwd=ROOT, timeout_s=200)
     CHECKS[name](run.stdout, RATES_MBIT[name] if is_emulated else None)
 

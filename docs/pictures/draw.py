@@ -159,7 +159,33 @@ def muon_diloco() -> Figure:
     return figure
 
 
-DRAWN = (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam, diloco, fsdp, muon_diloco)
+def elastic() -> Figure:
+    output = output_of("10_elastic")
+    events = [float(second) for second in re.findall(r"([\d.]+) s: generation [12]", output)]
+    rows = re.findall(r"([\d.]+) s: step.*loss ([\d.]+), +([\d.]+) steps/s", output)
+    seconds, losses, speeds = ([float(value) for value in column] for column in zip(*rows, strict=True))
+    figure, both = panels("held-out loss", "steps a second")
+    for axes, values in zip(both, (losses, speeds), strict=True):
+        axes.plot(seconds, values, color=COLOURS[1], linewidth=2, marker="o", markersize=3)
+        axes.set_xlabel("seconds")
+        axes.set_ylim(bottom=0)
+        for second, colour, text in zip(events, COLOURS[2:], ("three train on", "a rank has joined"), strict=True):
+            axes.axvline(second, color=colour, linestyle="--", label=text)
+    both[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
+DRAWN = (
+    your_own_loop,
+    ddp_to_bytegrad,
+    decentralized,
+    async_on_a_slow_network,
+    qadam,
+    diloco,
+    fsdp,
+    muon_diloco,
+    elastic,
+)
 
 if __name__ == "__main__":
     for draw in DRAWN:

@@ -82,7 +82,7 @@ _FEW_STEPS = 10
 class Machine(Protocol):
     """What a rank needs of its process and of torch; a simulation replaces it."""
 
-    def meet(self) -> tuple[Mailboxes, Membership | None, Sequence[Member]]:
+    def meet(self) -> tuple[Mailboxes, Membership | None, Collection[Member]]:
         """Open the mailbox of this process, and find the others.
 
         Returns:
@@ -509,7 +509,7 @@ def run(
         EvictedError: the others go on without this rank, and `on_evicted` is "raise".
         NoQuorumError: too few ranks are left, or fewer than `min_ranks`.
         NoProgressError: five generations in a row have not finished a step.
-        ConnectionError, TimeoutError: no rank of the job to join answers.
+        ConnectionError, TimeoutError: no rank of the job to join answers, or the ranks do not meet at the start.
     """
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     described = init_for(algorithm, given)
@@ -608,7 +608,13 @@ class TorchMachine:
         self._has_warned = False
         self._other_connections: Collection[str] = ()
 
-    def meet(self) -> tuple[Mailboxes, Membership | None, Sequence[Member]]:
+    def meet(self) -> tuple[Mailboxes, Membership | None, Collection[Member]]:
+        num_local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        if dist.is_torchelastic_launched() and num_local != "1" and os.environ["LOCAL_RANK"] == "0":
+            warn_user(
+                f"elastic.run: this agent of torchrun has {num_local} ranks, and ends all of them when one dies. Start "
+                "an agent for each rank, with --nproc-per-node=1"
+            )
         port = int(os.environ.get("TORCHBAGUA_PORT", "0"))
         self._mailbox = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=self._timeout)
         addresses = self._join or [each for each in os.environ.get("TORCHBAGUA_JOIN", "").split(",") if each]
@@ -622,35 +628,53 @@ class TorchMachine:
         store.set("status", f"0 {WAITS}")
         mailboxes = Mailboxes(own, store, self._connect, _probe)
         if addresses:
-            return mailboxes, None, self._owners(addresses)
+            return mailboxes, None, self._owners(mailboxes, addresses)
         if is_alone:
             return mailboxes, Membership(0, (own,)), ()
+        try:
+            return mailboxes, *self._meet_at_launcher(own)
+        except RuntimeError as error:
+            raise ConnectionError(
+                "elastic.run: the ranks have not met at the launcher's store, "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, within {self._timeout.total_seconds():g} s. "
+                "A process that joins a job whose launcher's store has ended needs the address of a rank that lives, "
+                "as join or as TORCHBAGUA_JOIN"
+            ) from error
+
+    def _meet_at_launcher(self, own: Member) -> tuple[Membership | None, Collection[Member]]:
         self._launcher, rank, size = next(dist.rendezvous("env://", timeout=self._timeout))
         launcher = StoreRequests(dist.PrefixStore("torchbagua/elastic", self._launcher), self._timeout)
+        text = json.dumps(asdict(own))
         if launcher.add(f"starts/{rank}", 1) > 1:
-            return mailboxes, None, [Member(**json.loads(text)) for text in _members_at(launcher, size)]
-        launcher.set(f"member/{rank}", json.dumps(asdict(own)))
-        texts = _members_at(launcher, size)
+            members = _members_at(launcher, size)
+            launcher.set(f"member/{rank}", text)  # the members that the next restarted process asks
+            return None, members
+        launcher.set(f"member/{rank}", text)
+        members = _members_at(launcher, size)
         if launcher.add("have met", 1) == size:
             launcher.set("all have met", "")
         launcher.wait(["all have met"], self._timeout)  # the store may end with this process
-        return mailboxes, Membership(0, tuple(Member(**json.loads(text)) for text in texts)), ()
+        return Membership(0, tuple(members)), ()
 
-    def _owners(self, addresses: Sequence[str]) -> list[Member]:
-        """Return the processes that have mailboxes at these addresses."""
-        found = []
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            at = Member("", host, int(port))
-            with suppress(OSError, RuntimeError):
-                _probe(at)
-                found.append(Member(**json.loads(self._client(at, timedelta(seconds=SILENT_S)).get("owner"))))
-        if not found:
-            raise ConnectionError(f"elastic.run: no process of the job to join answers at {', '.join(addresses)}")
-        return found
+    def _owners(self, mailboxes: Mailboxes, addresses: Sequence[str]) -> Collection[Member]:
+        """Return the other processes that have mailboxes at these addresses; wait until there is one."""
+        places = [address.rpartition(":") for address in addresses]
+        nameless = [Member("", host, int(port)) for host, _, port in places]
+        end_s = _concurrency.monotonic() + self._timeout.total_seconds()
+        while True:
+            texts = mailboxes.ask(nameless, lambda store: store.get("owner")).values.values()
+            if owners := {Member(**json.loads(text)) for text in texts} - {mailboxes.own}:
+                return owners
+            if _concurrency.monotonic() > end_s:
+                raise ConnectionError(
+                    f"elastic.run: no process of the job to join answers at {', '.join(addresses)} within "
+                    f"{self._timeout.total_seconds():g} s"
+                )
+            _concurrency.sleep(_LOOK_EVERY_S)
 
     def _connect(self, member: Member) -> dist.Store:
-        return dist.PrefixStore(member.id, self._client(member, timedelta(seconds=SILENT_S)))
+        client = self._client(member, timedelta(seconds=SILENT_S))
+        return dist.PrefixStore(member.id, client) if member.id else client
 
     def _client(self, member: Member, timeout: timedelta) -> dist.Store:
         return dist.TCPStore(member.host, member.port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -725,8 +749,9 @@ def _probe(member: Member) -> None:
     socket.create_connection((member.host, member.port), SILENT_S).close()
 
 
-def _members_at(launcher: StoreRequests, size: int) -> list[str]:
-    return launcher.read_texts([f"member/{number}" for number in range(size)])
+def _members_at(launcher: StoreRequests, size: int) -> list[Member]:
+    texts = launcher.read_texts([f"member/{number}" for number in range(size)])
+    return [Member(**json.loads(text)) for text in texts]
 
 
 def own_address(host: str) -> str:
