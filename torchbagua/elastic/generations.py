@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import wraps
 from types import FrameType
 from typing import Any, Literal, Protocol
 
@@ -71,6 +72,9 @@ _LOG = logging.getLogger("torchbagua.elastic")
 
 # How often a rank looks for processes that want to join.
 _LOOK_EVERY_S = 0.2
+
+# Machines may start one after the other.
+_START = timedelta(minutes=10)
 
 # Generations in a row without a finished step, after which the job ends.
 _MOST_BARREN = 5
@@ -234,16 +238,47 @@ class Training:
         self._stepped = set[int]()
         self._looked_s = 0.0  # for candidates
         self.num_state_bytes = 0  # that this rank has sent to others
+        self._failure: BaseException | None = None  # of communication, within the step of an optimizer
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(lambda stepped, *_: self.count_step(stepped)))
 
     def run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> bool:
         """Call `train` for each generation until it returns on all ranks. Return False if this rank has left before."""
-        try:
-            return self._run(train, on_leave)
-        finally:
+        with ExitStack() as at_end:
             for hook in self._hooks:
-                hook.remove()
+                at_end.callback(hook.remove)
+            for optimizer in self.state.optimizers:
+                at_end.enter_context(self._deferring(optimizer))
+            return self._run(train, on_leave)
+
+    @contextmanager
+    def _deferring(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Raise an error of communication in a step at the next boundary, so that the loop completes the step.
+
+        The weights have changed. A scheduler that the loop steps next must not be left behind.
+        """
+        step = optimizer.step
+
+        @wraps(step)
+        def deferring(*arguments: Any, **named: Any) -> Any:
+            num_steps = self.state.num_steps
+            try:
+                return step(*arguments, **named)
+            except Exception as error:
+                if not is_of_communication(error) or self.state.num_steps == num_steps:
+                    raise
+                self._failure = error
+                return None
+
+        is_patched = "step" in vars(optimizer)  # as by a scheduler
+        optimizer.step = deferring  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if is_patched:
+                optimizer.step = step  # type: ignore[method-assign]
+            else:
+                del optimizer.step
 
     def _run(self, train: Callable[[Run], object], on_leave: Callable[[Run], object] | None) -> bool:
         before, failed_s = self._membership, _concurrency.monotonic()
@@ -260,6 +295,8 @@ class Training:
                         _LOG.warning("%s", describe_change(before, self._membership, self.state.num_steps, seconds))
                     before = self._membership
                     train(run)
+                    if self._failure is not None:
+                        raise self._failure
                     run.attachment.detach()
                     if self._changes.finish(self._membership):
                         self._machine.close_group()
@@ -306,6 +343,7 @@ class Training:
         """Begin a generation. Return None if another member is lost meanwhile."""
         membership = self._membership
         self._has_begun = False
+        self._failure = None
         self._changes.enter(membership)
         if not self._changes.await_entries(membership):
             return None
@@ -396,7 +434,9 @@ class Training:
                 self.sampler.commit()
 
     def check_boundary(self) -> None:
-        """Raise _Leaves or _Changes if this rank leaves, or wants another rank to join."""
+        """Raise _Leaves or _Changes if this rank leaves, or wants another rank to join, or else what has failed."""
+        if self._failure is not None:
+            raise self._failure
         if self._is_leaving:
             raise _Leaves
         if _concurrency.monotonic() > self._looked_s + _LOOK_EVERY_S:
@@ -621,7 +661,7 @@ class TorchMachine:
         is_alone = not addresses and "RANK" not in os.environ
         reachable = addresses[0].rpartition(":")[0] if addresses else os.environ.get("MASTER_ADDR", "localhost")
         host = own_address(reachable)
-        place = f"{host} {os.environ.get('RANK', self._mailbox.port)}"
+        place = f"{host} {os.getppid()} {os.environ.get('RANK', '')}"  # an agent or a shell starts a rank again
         own = self._own = Member(secrets.token_hex(8), host, self._mailbox.port, place)
         self._mailbox.set("owner", json.dumps(asdict(own)))
         store = dist.PrefixStore(own.id, self._mailbox)
@@ -631,19 +671,21 @@ class TorchMachine:
             return mailboxes, None, self._owners(mailboxes, addresses)
         if is_alone:
             return mailboxes, Membership(0, (own,)), ()
+        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        timeout = self._timeout if is_restarted else max(self._timeout, _START)
         try:
-            return mailboxes, *self._meet_at_launcher(own)
+            return mailboxes, *self._meet_at_launcher(own, timeout)
         except RuntimeError as error:
             raise ConnectionError(
                 "elastic.run: the ranks have not met at the launcher's store, "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, within {self._timeout.total_seconds():g} s. "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, within {timeout.total_seconds():g} s. "
                 "A process that joins a job whose launcher's store has ended needs the address of a rank that lives, "
                 "as join or as TORCHBAGUA_JOIN"
             ) from error
 
-    def _meet_at_launcher(self, own: Member) -> tuple[Membership | None, Collection[Member]]:
-        self._launcher, rank, size = next(dist.rendezvous("env://", timeout=self._timeout))
-        launcher = StoreRequests(dist.PrefixStore("torchbagua/elastic", self._launcher), self._timeout)
+    def _meet_at_launcher(self, own: Member, timeout: timedelta) -> tuple[Membership | None, Collection[Member]]:
+        self._launcher, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        launcher = StoreRequests(dist.PrefixStore("torchbagua/elastic", self._launcher), timeout)
         text = json.dumps(asdict(own))
         if launcher.add(f"starts/{rank}", 1) > 1:
             members = _members_at(launcher, size)
@@ -653,12 +695,14 @@ class TorchMachine:
         members = _members_at(launcher, size)
         if launcher.add("have met", 1) == size:
             launcher.set("all have met", "")
-        launcher.wait(["all have met"], self._timeout)  # the store may end with this process
+        launcher.wait(["all have met"], timeout)  # the store may end with this process
         return Membership(0, tuple(members)), ()
 
     def _owners(self, mailboxes: Mailboxes, addresses: Sequence[str]) -> Collection[Member]:
         """Return the other processes that have mailboxes at these addresses; wait until there is one."""
         places = [address.rpartition(":") for address in addresses]
+        if not all(host and port.isdecimal() for host, _, port in places):
+            raise ValueError(f'elastic.run: join must have addresses of the form "host:port", got {list(addresses)}')
         nameless = [Member("", host, int(port)) for host, _, port in places]
         end_s = _concurrency.monotonic() + self._timeout.total_seconds()
         while True:
