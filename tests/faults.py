@@ -98,7 +98,7 @@ class Trial:
             if kind == "join":
                 process, num_processes = num_processes, num_processes + 1
             seconds = draw.choice((SHORT_S, draw.uniform(TIMEOUT_S - 1, LONG_S) if is_elastic else LONG_S))
-            seconds = {"short stall": SHORT_S, "long stall": LONG_S}.get(kind, seconds)
+            seconds = {"short stall": SHORT_S, "long stall": LONG_S}.get(kind, seconds if kind in BRIEF_KINDS else 0.0)
             # Without elastic training, an error of DDP itself, which rebuilds its buckets in step 2, is torch's.
             step = draw.randrange(1 if is_elastic else 4, 15)
             faults.append(Fault(kind, process, step, draw.choice((0.1, 1.0)) * draw.random(), seconds))
@@ -181,14 +181,16 @@ class Course:
 
     def is_quorum(self, generation: int, number: int) -> bool:
         """Return whether the members that a process can reach may decide on the generation after this one."""
-        members = self.members[generation]
-        reached = [each for each in members if each == number or (each >= 0 and self._is_reached(each, number))]
+        members, nodes = self.members[generation], self.trial.nodes
+        reached = {number} & {*members}
+        for other in {*members} - {number, -1}:
+            faults, how = [fault for fault in self.faults_of(other) if fault.is_long], self.processes[other].how
+            is_lost = any(fault.kind != "link" or nodes[other] != nodes[number] for fault in faults)
+            # Whoever was away finds out later than the others whether there is a quorum.
+            was_away = any(fault.is_long and fault.kind != "link" for fault in self.faults_of(number))
+            if not is_lost and "NoProgressError" not in how and (how == ["done"] or not was_away):
+                reached.add(other)
         return 2 * len(reached) > len(members) or (2 * len(reached) == len(members) and members[0] in reached)
-
-    def _is_reached(self, other: int, number: int) -> bool:
-        faults = [fault for fault in self.faults_of(other) if fault.is_long]
-        is_apart = self.trial.nodes[other] != self.trial.nodes[number]
-        return self.processes[other].how == ["done"] and not any(each.kind != "link" or is_apart for each in faults)
 
     def wait_s(self, fault: Fault) -> float | None:
         """Return the seconds until all others have taken a step after a fault; None if they have taken none.
@@ -299,10 +301,10 @@ def violations(course: Course) -> Iterator[str]:
         elif ends_s and process.ended_s > ends_s[0] + MARGIN_S:
             yield f"process {number} needs {process.ended_s - ends_s[0]:.1f} s to exit"
     for fault in course.begun_s:
-        # A busy rank is waited for twice: in a step, and by those who agree on the next members. Faults may follow
-        # each other, so that one change answers all.
-        lasting_s = sum(max(5.0, each.seconds) for each in course.begun_s)
-        limit_s = TIMEOUT_S * (1 + len(course.begun_s)) + lasting_s + MARGIN_S
+        # Faults may follow each other, so that one change answers all. A busy rank is waited for twice: in a step, and
+        # by those who agree on the next members.
+        limits_s = [TIMEOUT_S * (1 + (each.kind == "long stall")) + max(5.0, each.seconds) for each in course.begun_s]
+        limit_s = sum(limits_s) + MARGIN_S
         if (seconds := course.wait_s(fault) or 0.0) > limit_s:
             yield f"{seconds:.1f} s after {fault}, more than {limit_s:.1f} s"
     if course.trial.is_elastic:
