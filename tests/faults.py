@@ -248,20 +248,20 @@ def run_trial(trial: Trial, network: EmulatedNetwork | None, folder: Path) -> Co
             course.processes[number] = Process(stack.enter_context(fork))
 
         def begin(fault: Fault) -> None:
-            process, end_s = course.processes.get(fault.process), time.monotonic() + fault.seconds
+            process, now_s = course.processes.get(fault.process), time.monotonic()
             if fault.kind == "join":
                 start(fault.process)
             elif fault.kind == "link":
                 assert network is not None
                 set_link(network, "down")
-                actions.append((end_s, partial(set_link, network, "up")))
+                actions.append((now_s + fault.seconds, partial(set_link, network, "up")))
             elif process is None or process.ended_s is not None or process.all("ends"):
                 return
             else:
                 process.fork.send_signal(SIGNALS[fault.kind])
                 if fault.kind == "stop":
-                    actions.append((end_s, partial(process.fork.send_signal, signal.SIGCONT)))
-            course.begun_s[fault] = time.monotonic()
+                    actions.append((now_s + fault.seconds, partial(process.fork.send_signal, signal.SIGCONT)))
+            course.begun_s[fault] = now_s
 
         if network is not None:
             set_link(network, "up")
