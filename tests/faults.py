@@ -2,7 +2,7 @@
 
 Each trial is drawn from its seed: an algorithm, 2 to 8 ranks on one or two nodes, training with or without
 `elastic.run`, and one to three faults. A run with the same results file continues where it was stopped. `--only SEED`
-runs one trial again and prints what the ranks wrote. Two nodes are network namespaces, which need root on Linux.
+runs one trial again and prints what the ranks wrote. Needs Linux, and root for two nodes, as network namespaces.
 """
 
 import argparse
@@ -186,9 +186,10 @@ class Course:
         for other in {*members} - {number, -1}:
             faults, how = [fault for fault in self.faults_of(other) if fault.is_long], self.processes[other].how
             is_lost = any(fault.kind != "link" or nodes[other] != nodes[number] for fault in faults)
-            # Whoever was away finds out later than the others whether there is a quorum.
+            # Whoever was away may find that the others have gone on, and have ended.
             was_away = any(fault.is_long and fault.kind != "link" for fault in self.faults_of(number))
-            if not is_lost and "NoProgressError" not in how and (how == ["done"] or not was_away):
+            own_s, end_s = (self.processes[each].ended_s or math.inf for each in (number, other))
+            if not is_lost and "NoProgressError" not in how and (not was_away or end_s >= own_s):
                 reached.add(other)
         return 2 * len(reached) > len(members) or (2 * len(reached) == len(members) and members[0] in reached)
 

@@ -12,6 +12,7 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 @pytest.mark.parametrize("first", range(0, 20, 4))
 def test_every_rank_goes_on_or_ends_as_it_should(first: int, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "benchmarks"), os.environ.get("PYTHONPATH", "")])
