@@ -98,10 +98,11 @@ class Trial:
             if kind == "join":
                 process, num_processes = num_processes, num_processes + 1
             seconds = draw.choice((SHORT_S, draw.uniform(TIMEOUT_S - 1, LONG_S) if is_elastic else LONG_S))
-            seconds = {"short stall": SHORT_S, "long stall": LONG_S}.get(kind, seconds if kind in BRIEF_KINDS else 0.0)
+            # A long stall outlasts the first wait for a busy rank, or also the second, of those who agree.
+            lasting_s = {"stop": seconds, "link": seconds, "short stall": SHORT_S, "long stall": LONG_S + seconds}
             # Without elastic training, an error of DDP itself, which rebuilds its buckets in step 2, is torch's.
             step = draw.randrange(1 if is_elastic else 4, 15)
-            faults.append(Fault(kind, process, step, draw.choice((0.1, 1.0)) * draw.random(), seconds))
+            faults.append(Fault(kind, process, step, draw.choice((0.1, 1.0)) * draw.random(), lasting_s.get(kind, 0.0)))
         has_two = has_nodes and (has_two or "link" in kinds)
         nodes = [int(has_two and num_left <= number < size) for number in range(num_processes)]
         return cls(seed, algorithm, is_elastic, size, nodes, 90 if num_processes > size else 50, faults)
