@@ -427,7 +427,7 @@ def run_seeds(seeds: Iterable[int], path: Path, *, prints: bool = False) -> list
     return [results[seed] for seed in seeds]
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def summary(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the table: by kind of fault, what is averaged, and with or without elastic training."""
     trials, bad = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     waits_s = defaultdict[tuple[str, ...], list[float]](list)
@@ -438,10 +438,11 @@ def summary(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             bad[(kind, *about)] += bool(result["violations"])
         for kind, seconds in result["faults"]:
             waits_s[(kind, *about)] += [] if seconds is None else [seconds]
-    rows = [["fault", "averages", "training", "trials", "failures", "median s", "worst s"]]
+    rows = []
     for key in sorted(trials):
-        seconds = [f"{of(waits_s[key]):.1f}" if waits_s[key] else "" for of in (statistics.median, max)]
-        rows.append([*key, str(trials[key]), str(bad[key]), *seconds])
+        median_s, worst_s = (round(of(waits_s[key]), 1) if waits_s[key] else None for of in (statistics.median, max))
+        row = dict(zip(("fault", "averages", "training"), key, strict=True))
+        rows.append({**row, "trials": trials[key], "failures": bad[key], "median s": median_s, "worst s": worst_s})
     return rows
 
 
@@ -459,7 +460,8 @@ def main() -> int:
         return int(bool(result["violations"]))
     results = run_seeds(range(options.seed, options.seed + options.trials), options.results)
     rows = summary(results)
-    print(text_table(rows, num_left=3))
+    cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
+    print(text_table([[*rows[0]], *cells], num_left=3))
     bad = [result["seed"] for result in results if result["violations"]]
     ends = Counter(end for result in results for end in result["ends"])
     print(
