@@ -320,8 +320,8 @@ def allowed_ends(course: Course, number: int, process: Process) -> set[str]:
     own_kinds, kinds = {fault.kind for fault in own}, {fault.kind for fault in faults}
     ends = {ENDS[kind] for kind in own_kinds if kind in ENDS}
     if not course.trial.is_elastic:
-        # A rank that raises leaves asynchronous averaging, and the others go on.
-        goes_on = {"done"} if (course.trial.algorithm, kinds) == ("async", {"raise"}) else set[str]()
+        # A rank that raises leaves asynchronous averaging, and a busy one averages on in the background.
+        goes_on = {"done"} if course.trial.algorithm == "async" and kinds <= {"raise", "long stall"} else set[str]()
         return ends or ({"CommunicationError"} | goes_on if any(fault.is_long for fault in faults) else {"done"})
     begins = process.all("begins")
     if begins and not course.is_quorum(begins[-1]["generation"], number):
@@ -349,7 +349,9 @@ def wrong_generations(course: Course) -> Iterator[str]:
         seen[event["generation"]].add((event["step"], *event["members"]))
     yield from (f"generation {number} begins as {first}" for number, first in seen.items() if len(first) > 1)
     done = [process for process in course.processes.values() if process.how == ["done"]]
-    yield from ("a process ends early" for each in done if each.num_steps < course.trial.num_steps)
+    for process in done:  # which has the state of another rank that has taken more steps, if a generation begins so
+        if max(process.num_steps, process.all("begins")[-1]["step"]) < course.trial.num_steps:
+            yield "a process ends early"
     if course.averages_weights:  # some may end while others begin one more generation
         done = [process for process in done if process.all("begins")[-1]["generation"] == max(seen)]
     if len({process.all("ends")[0]["weights"] for process in done}) > 1:
