@@ -205,7 +205,8 @@ class Course:
             begun_s = max([begun_s, *(event["at_s"] for event in self.processes[fault.process].all("asks"))])
         waits_s = list[float]()
         for number, process in self.processes.items():
-            if process.how == ["done"] if is_elastic else fault.is_long:
+            is_other = fault.kind == "link" or fault not in self.faults_of(number)
+            if process.how == ["done"] if is_elastic else fault.is_long and is_other:
                 later = {event["generation"] for event in process.all("begins") if event["at_s"] > begun_s}
                 first = min((each for each in later if self._is_answer(fault, number, self.members[each])), default=0)
                 events = [event for event in process.all("steps" if is_elastic else "ends") if event["at_s"] > begun_s]
