@@ -199,6 +199,10 @@ gpu: ## build, test, sanitize and benchmark on an NVIDIA GPU, with the torch of 
 simulate: $(STAMPS)/dev ## run a thousand trainings with faults in a simulated network; ARGS='--seeds 10000'
 	PYTHONPATH=benchmarks $(BIN)/python -W ignore tests/simulate.py $(ARGS)
 
+.PHONY: faults
+faults: $(STAMPS)/dev ## train in real processes that are killed, stopped, cut off and joined at random; ARGS='--trials 200 --seed 0'; as root on Linux, on two nodes
+	PYTHONPATH=benchmarks $(BIN)/python -W ignore tests/faults.py $(ARGS)
+
 .PHONY: mutants
 mutants: $(STAMPS)/dev ## break the package in 150 ways, one after the other, and print which test finds each; takes hours; ARGS='--only NAME'
 	$(BIN)/python tests/run_mutants.py $(ARGS)

@@ -57,7 +57,7 @@ from torchbagua.training.attach import Attachment, attach
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 from torchbagua.transport.gloo import end_waits
-from torchbagua.transport.store_requests import StoreRequests
+from torchbagua.transport.store_requests import SilentStoreError, StoreRequests
 from torchbagua.version import __version__
 
 # A connection without data is tested every second, and closed after three tests, or three seconds without an answer.
@@ -287,7 +287,7 @@ class Training:
             try:
                 try:
                     run = self._begin()
-                except TimeoutError as error:
+                except (TimeoutError, SilentStoreError) as error:
                     raise CommunicationError(str(error)) from error
                 if run is not None:
                     if run.rank == 0 and before != self._membership:
