@@ -145,6 +145,10 @@ bench-page-faults: $(STAMPS)/package ## time the ways to avoid page faults when 
 bench-startup: $(STAMPS)/package ## measure the cost of attach with 8 to 64 ranks: seconds, sockets, threads, memory
 	$(BIN)/python benchmarks/startup.py $(ARGS)
 
+.PHONY: bench-elastic
+bench-elastic: $(STAMPS)/package ## time how elastic training recovers from faults, and what they cost against torchrun's restarts (as root, on Linux)
+	$(BIN)/python benchmarks/elastic.py $(ARGS)
+
 .PHONY: bench-first-step
 bench-first-step: $(STAMPS)/package ## time from pip install of the wheel of make wheels to the first step, without a compiler
 	$(BIN)/python benchmarks/first_step.py $(ARGS)

@@ -139,3 +139,18 @@ def test_a_short_run_of_horizon_and_its_table(tmp_path: Path) -> None:
         finished = warm_python.run(program, cwd=REPOSITORY)
         assert "| DDP | AdamW |" in finished.stdout
     assert len(json.loads(path.read_text())["trainings"]) == 5 + 3
+
+
+@pytest.mark.slow
+def test_a_short_run_of_elastic_and_its_tables(tmp_path: Path) -> None:
+    path = tmp_path / "elastic.json"
+    program = [REPOSITORY / "benchmarks" / "elastic.py", "--quick", "--json", path, "--only", "kill", "generations"]
+    finished = warm_python.run(program, cwd=REPOSITORY, timeout_s=TIMEOUT_S)
+    assert "| one of four killed | loopback | 0.1 | 1 |" in finished.stdout
+    kill, generations = json.loads(path.read_text())["sections"]
+    [killed] = kill["rounds"]
+    assert killed["num_changes"] >= 1
+    assert killed["noticed_s"] < killed["begun_s"] < killed["recovered_s"]
+    assert killed["join"]["begun_s"] < killed["join"]["recovered_s"]
+    assert generations["num_changes"] >= 4
+    assert [len(pair) for pair in generations["resources"]] == 3 * [2], "of the three ranks that stayed"
