@@ -26,6 +26,7 @@ D. Rystsov, "CASPaxos", 2018.
 
 import json
 import queue
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -166,8 +167,8 @@ class Mailboxes:
         own: this process.
         store: its mailbox.
         connect: returns a connection to the mailbox of another process. It may block.
-        probe: raises ConnectionRefusedError if another process has ended. TCPStore would write to stderr in that case,
-            or try to connect for the whole timeout.
+        open_line: opens a connection to the same port that carries nothing, and breaks when the process ends; raises
+            ConnectionRefusedError if it has ended. TCPStore would write to stderr, or try to connect for the timeout.
     """
 
     def __init__(
@@ -175,12 +176,13 @@ class Mailboxes:
         own: Member,
         store: dist.Store,
         connect: Callable[[Member], dist.Store],
-        probe: Callable[[Member], None] = lambda member: None,
+        open_line: Callable[[Member], socket.socket | None] = lambda member: None,
     ) -> None:
         self.own = own
         self.store = store
         self._connect = connect
-        self._probe = probe
+        self._open_line = open_line
+        self._lines: dict[Member, socket.socket | None] = {}
         self._connections: dict[Member, dist.Store] = {}
         self._unanswered: dict[Member, _concurrency.Lock] = {}
 
@@ -223,7 +225,7 @@ class Mailboxes:
     ) -> None:
         value, has_ended = list[T](), False
         try:
-            self._probe(member)
+            self._check_line(member)
             try:
                 value.append(request(self._connection(member)))
             except RuntimeError:  # the connection has been closed
@@ -236,6 +238,18 @@ class Mailboxes:
         pending.release()
         answers.put((member, value, has_ended))
 
+    def _check_line(self, member: Member) -> None:
+        """Raise ConnectionRefusedError if another process has ended."""
+        if member in self._lines and _is_broken(self._lines[member]):
+            self._hang_up(member)
+        if member not in self._lines:
+            self._lines[member] = self._open_line(member)
+
+    def _hang_up(self, member: Member) -> None:
+        self._connections.pop(member, None)
+        if (line := self._lines.pop(member, None)) is not None:
+            line.close()
+
     def _connection(self, member: Member) -> dist.Store:
         if member not in self._connections:
             self._connections[member] = self._connect(member)
@@ -243,10 +257,21 @@ class Mailboxes:
 
     def forget(self, members: Collection[Member]) -> None:
         """Close the connections to all processes but these."""
-        for member in [*self._connections]:
-            if member not in members:
-                del self._connections[member]
+        for member in {*self._connections, *self._lines} - {*members}:
+            self._hang_up(member)
         self._unanswered = {member: pending for member, pending in self._unanswered.items() if member in members}
+
+
+def _is_broken(line: socket.socket | None) -> bool:
+    """Return whether the process at the other end of a line has ended."""
+    if line is None:
+        return False
+    try:
+        return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 @dataclass(frozen=True)
