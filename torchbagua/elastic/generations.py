@@ -797,7 +797,9 @@ def keep_alive(names: Collection[str]) -> int:
 
 
 def _open_line(member: Member) -> socket.socket:
-    return socket.create_connection((member.host, member.port), SILENT_S)
+    line = socket.create_connection((member.host, member.port), SILENT_S)
+    line.setblocking(False)
+    return line
 
 
 def _members_at(launcher: StoreRequests, size: int) -> list[Member]:

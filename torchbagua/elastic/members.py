@@ -267,7 +267,7 @@ def _is_broken(line: socket.socket | None) -> bool:
     if line is None:
         return False
     try:
-        return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return not line.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
