@@ -1,18 +1,21 @@
 """Runs thousands of simulated trainings with faults: `make simulate ARGS='--seeds 10000'`.
 
 `--replay SEED` runs one of them again, prints what became of each rank, and writes a trace. `--every-operation` fails
-the n-th operation of every rank, for every n, of every algorithm with two and with three ranks.
+the n-th operation of every rank, for every n, of every algorithm with two and with three ranks. `--elastic` runs
+elastic trainings instead, see elastic_trials.py: of seeds, with every way to cut the network, or with every request to
+a mailbox failing in turn.
 """
 
 import argparse
 import gc
+import logging
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import elastic_trials
 from environment import write_record
 from past_bugs import PAST_BUGS
 from simulated import SUBJECTS, case, without_fault
@@ -78,10 +82,33 @@ def every_operation() -> Iterator[tuple[str, int, int, int]]:
                     yield from ((name, size, rank, number) for number in range(1, count + 1))
 
 
+def run_elastic(trial: elastic_trials.ElasticTrial) -> Result:
+    """Run a trial of elastic training."""
+    command = f"--elastic seeds --first {trial.seed} --seeds 1" if trial.failing[0] < 0 else repr(trial)
+    gc.collect()
+    gc.freeze()
+    try:
+        violations = elastic_trials.run_trial(trial)
+    except Deadlock as error:
+        violations = [str(error).splitlines()[0]]
+    except Exception as error:
+        violations = [repr(error)]
+    return trial.name, trial.kind, command, violations
+
+
+def elastic_cases(which: str, seeds: range) -> Sequence[elastic_trials.ElasticTrial]:
+    """Return the elastic trials of the command line."""
+    if which == "seeds":
+        return [elastic_trials.ElasticTrial.drawn(seed) for seed in seeds]
+    trials = elastic_trials.cut_trials() if which == "cuts" else elastic_trials.request_trials()
+    return list(tqdm(trials, desc="listing trials"))
+
+
 def prepare(core: int) -> None:
     """Prepare a process: it runs on one core, since its threads run one at a time, and has few objects to collect."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+    logging.getLogger("torchbagua.elastic").setLevel(logging.ERROR)
     gc.collect()
     gc.freeze()  # objects of the imports, among which the package would search for referrers
 
@@ -135,6 +162,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)")
     parser.add_argument("--bug", choices=PAST_BUGS, help="put a bug of the past back, and stop when it is found")
     parser.add_argument("--json", type=Path, help="write the numbers of runs and violations to this file")
+    parser.add_argument(
+        "--elastic", choices=["seeds", "cuts", "requests"], help="elastic trainings: of seeds, or of all of a kind"
+    )
     parser.add_argument("--every-operation", action="store_true", help="fail each operation in turn")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed, and print what happens")
     parser.add_argument(
@@ -157,6 +187,10 @@ def main() -> int:
         cases = list(tqdm(every_operation(), desc="counting operations"))
         return run_all(cases, run_failing_operation, ["2 ranks", "3 ranks"], options.json)
     seeds = range(options.first, options.first + options.seeds)
+    if options.elastic is not None:
+        cases = elastic_cases(options.elastic, seeds)
+        columns = sorted({case.kind for case in cases})
+        return run_all(cases, run_elastic, columns, options.json, names=elastic_trials.ALGORITHMS)
     return run_all(seeds, partial(run_seed, bug=options.bug), FAULTS, options.json, stops=options.bug is not None)
 
 
@@ -166,6 +200,7 @@ def run_all(
     columns: Sequence[str],
     path: Path | None,
     *,
+    names: Collection[str] = SUBJECTS,
     stops: bool = False,
 ) -> int:
     """Run all cases in a pool of processes; print violations with their commands, and a table."""
@@ -181,19 +216,21 @@ def run_all(
             if stops:
                 break
     results.close()
-    print(table(runs, bad, columns))
+    print(table(runs, bad, columns, names))
     seconds = time.monotonic() - start_s
-    counts = {name: {column: [runs[name, column], bad[name, column]] for column in columns} for name in SUBJECTS}
+    counts = {name: {column: [runs[name, column], bad[name, column]] for column in columns} for name in names}
     about = {"arguments": sys.argv[1:], "seconds": round(seconds), "runs and violations": counts}
     write_record(path, about)
     print(f"{sum(runs.values())} runs in {seconds:.0f} s, {sum(bad.values())} with violations")
     return int(bool(bad) != stops)  # of a bug of the past, a violation is the success
 
 
-def table(runs: Counter[tuple[str, str]], bad: Counter[tuple[str, str]], columns: Sequence[str]) -> str:
+def table(
+    runs: Counter[tuple[str, str]], bad: Counter[tuple[str, str]], columns: Sequence[str], names: Collection[str]
+) -> str:
     """Return the number of runs, and of bad ones, of each algorithm and fault."""
     rows = [["", *columns]]
-    for name in SUBJECTS:
+    for name in names:
         cells = [
             f"{runs[name, column]}" + (f" ({bad[name, column]} bad)" if bad[name, column] else "") for column in columns
         ]

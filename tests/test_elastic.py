@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import programs
 import torchbagua as tb
-from elastic_trials import ElasticTrial, run_trial
+from elastic_trials import ALGORITHMS, TIMEOUT, ElasticTrial, Event, loss_of, make_training, run_trial
 from ranks import on_each_rank
-from torchbagua import elastic
-from torchbagua.elastic import members
+from torchbagua import _concurrency, elastic
+from torchbagua.elastic import generations, members
+from torchbagua.testing.simulation import Rank, Simulation
+from torchbagua.testing.simulation.elastic import PostOffice, SimulatedMachine
 
 pytestmark = [pytest.mark.usefixtures("on_one_core"), pytest.mark.filterwarnings("ignore:torchbagua")]
 
@@ -31,6 +33,54 @@ def test_a_training_goes_on_with_the_ranks_that_are_there(seed: int) -> None:
     assert run_trial(ElasticTrial.drawn(seed)) == []
 
 
+def test_progress_between_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many changes are no reason to end, if there are steps between them."""
+    monkeypatch.setattr(generations, "_MOST_BARREN", 2)
+    leaves = [Event("leave", process, 0.3 + 0.3 * process) for process in range(3)]
+    assert run_trial(ElasticTrial(0, 4, events=leaves)) == []
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "topk", "powersgd", "diloco"])
+def test_what_an_algorithm_keeps_when_a_rank_dies(name: str) -> None:
+    """What it owes to the others, and what is equal on all ranks, but not the residuals of the means."""
+    simulation, office, compared = Simulation(3, 0), PostOffice(), list[str]()
+
+    def body(rank: Rank) -> None:
+        model, optimizer, algorithm = make_training(ALGORITHMS[name])
+        before: dict[str, Any] = {}
+
+        def train(run: elastic.Run) -> None:
+            nonlocal before
+            after = tensors_of(run.attachment)
+            for key in before:
+                assert torch.equal(after[key], before[key] * (key[0] != "mean")), key
+                if before[key].any():
+                    compared.append(key[0])
+            while run.step < 20:
+                run.boundary()
+                before = tensors_of(run.attachment)
+                if rank.number == 1 and run.step == 10:
+                    simulation.kill(1)
+                _concurrency.sleep(0.1)
+                optimizer.zero_grad()
+                loss_of(run.module, torch.tensor([rank.number + 3 * run.step])).backward()
+                optimizer.step()
+
+        machine = SimulatedMachine(rank, office, range(3))
+        generations.Training(machine, model, [optimizer], algorithm, {}, None, TIMEOUT).run(train, None)
+
+    assert [outcome.error for outcome in simulation.run(body)] == [None] * 3
+    kinds = {"bytegrad": {"sent", "mean"}, "topk": {"sent", "velocity", "mean"}, "powersgd": {"error", "factor"}}
+    assert {*compared} == kinds.get(name, {"theta", "sent", "mean"})
+
+
+def tensors_of(attachment: tb.Attachment) -> dict[tuple[str, str], torch.Tensor]:
+    impl = attachment.state_dict()["impl"]
+    every = {**impl, **impl.get("residuals", {})}
+    kinds = every.keys() & {"sent", "mean", "velocity", "error", "factor", "theta"}
+    return {(kind, parameter): tensor.clone() for kind in kinds for parameter, tensor in every[kind].items()}
+
+
 def everybody(membership: members.Membership, part: Any) -> bool:
     return True
 
@@ -39,14 +89,27 @@ def nothing(*arguments: Any) -> int:
     return 0
 
 
+def forgets(store: dist.Store, generation: int, change: Any, update: Any = members._update) -> Any:
+    return update(store, generation, lambda register: change(members.Register()))
+
+
+def goes_on(changes: members.Changes, base: members.Membership, agree: Any = members.Changes.agree) -> Any:
+    try:
+        return agree(changes, base)
+    except elastic.EvictedError:
+        return members.Membership(base.generation + 1, (changes.mailboxes.own,))
+
+
 @pytest.mark.parametrize(
     ("seed", "patched", "name", "bug"),
     [
-        (10, members.Membership, "is_quorum", everybody),
-        (0, elastic.Sampler, "commit", nothing),
-        (9, elastic.Sampler, "begin", lambda sampler, rank, size: vars(sampler).update(_rank=rank, _size=size)),
+        (18, members.Membership, "is_quorum", everybody),
+        (684, members, "_update", forgets),
+        (34, members.Changes, "agree", goes_on),
+        (11, elastic.Sampler, "commit", nothing),
+        (11, elastic.Sampler, "begin", lambda sampler, rank, size: vars(sampler).update(_rank=rank, _size=size)),
     ],
-    ids=["a forgotten quorum", "samples twice", "samples never"],
+    ids=["a forgotten quorum", "a second vote", "a zombie's step", "samples twice", "samples never"],
 )
 def test_bugs_that_the_trials_find(
     seed: int, patched: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ def train() -> None:
         first = run.step
         while run.step < first + 5 or run.generation < int(generation) or run.size < int(size):
             run.boundary()
-            if os.environ["RANK"] == victim and run.step == first + 3:
+            if os.environ["RANK"] == victim and run.step == first + 12:  # one that is lost sooner has to wait
                 with suppress(FileExistsError):
                     Path("killed").touch(exist_ok=False)
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -410,7 +410,7 @@ class Training:
         if self._attachment is not None:
             self._attachment.abandon()
             if self._has_begun:
-                self.state.algorithm = remaining(self._attachment.state_dict()["impl"])
+                self.state.algorithm = remaining(self._attachment.state_dict()["impl"]) or None
             self._attachment = None
         self._machine.close_group()
         gc.collect()  # the old DDP

@@ -13,10 +13,11 @@ ends with the process. No other process keeps anything for it, so the loss of no
 Execution order of a change, `Changes.agree`, of each rank that has noticed a failure and closed its groups:
 
 1. It writes that it waits for the next generation, and reads the mailboxes of all members until each of them waits
-   too, has ended, has been silent for 3 s, or has been busy for the timeout.
+   too, has ended, has been silent for 3 s, or has been busy for the timeout and 3 s.
 2. The first of the ranks that wait proposes; the others follow one second after the other, if they see no decision.
 3. A proposal collects promises from the registers of a quorum of the old members. It then has a quorum accept a list:
-   the one that was accepted under the highest ballot, or else the ranks that wait and the processes that want to join.
+   the one that was accepted under the highest ballot, or else the ranks that wait and the processes that want to join,
+   if those that wait or leave are a quorum.
 4. The accepted list is decided. A rank that finds itself missing in it is evicted.
 
 This is Paxos with registers at the members in place of acceptors that run code, since a rank's Python may be busy:
@@ -532,7 +533,8 @@ class _Change:
         self._mailboxes = changes.mailboxes
         self._base = base
         self._generation = base.generation + 1
-        self._end_s = _concurrency.monotonic() + changes.timeout_s
+        # A busy rank notices within the timeout that this one has closed its groups.
+        self._end_s = _concurrency.monotonic() + changes.timeout_s + SILENT_S
         self.gone = set[Member]()
         self.silent = set[Member]()
 
@@ -623,8 +625,12 @@ class _Change:
         latest = max(promised.values(), key=lambda register: register.ballot)
         members = latest.members
         if not latest.ballot:
-            waiting = self._waiting(views)
-            members = (*waiting, *self._changes.candidates())
+            # Registers vote for busy ranks too, but a few ranks must not leave out many that are late.
+            if not self._may_decide(
+                [member for member, view in views.items() if view.has_closed_its_groups(self._generation)]
+            ):
+                return None
+            members = (*self._waiting(views), *self._changes.candidates())
         accepted = Register(ballot, ballot, members)
 
         def accept(register: Register) -> Register | None:

@@ -83,7 +83,9 @@ def of_all_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
 def with_remaining(fresh: Mapping[str, Any], remains: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a new attachment with what remains of that of the rank."""
     nested = {_NESTED: with_remaining(fresh[_NESTED], remains[_NESTED])} if _NESTED in remains else {}
-    return {**fresh, **remains, **nested}
+    # A single rank has sent nothing.
+    kept = {name: value for name, value in remains.items() if name not in OF_RANK or value}
+    return {**fresh, **kept, **nested}
 
 
 def norm_of(state: Mapping[str, Any], kinds: frozenset[str]) -> float:
