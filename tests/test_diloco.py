@@ -178,7 +178,7 @@ def test_a_state_of_another_world_size() -> None:
             return theta_of(attachment)
 
     with pytest.warns(
-        RuntimeWarning, match="start anew on rank 2: the state was saved by rank 0 of 2, and 3 ranks are"
+        RuntimeWarning, match="start again on rank 2: the state was saved by rank 0 of 2, and 3 ranks are"
     ):
         assert_same_weights(run_ranks(3, load))
 

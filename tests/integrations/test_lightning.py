@@ -145,10 +145,7 @@ def test_resumed_runs_are_bitwise_equal(two_rank_results: Results, case: str) ->
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_checkpoint_of_another_world_size(one_rank_results: Results, algorithm: str) -> None:
     (result,) = results_by_rank(one_rank_results, "from_two_ranks")
-    if algorithm in ("gradient_allreduce", "diloco"):  # no state per rank; the shared state loads with any world size
-        assert result[algorithm] == "accepted"
-    else:  # with the settings of these tests the others have a separate state on each rank
-        assert "must be from rank 0 of 1, got a state from rank 0 of 2" in result[algorithm]
+    assert result[algorithm] == "accepted"
 
 
 def test_manual_optimization(two_rank_results: Results) -> None:

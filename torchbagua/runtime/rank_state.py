@@ -4,7 +4,7 @@ One rule holds for all algorithms, by the name of a state:
 
 - What this rank owes to the others is its own: the error of what it has sent, and the velocity of what it sends. It
   remains on this rank, and is lost with it. A new rank starts without.
-- What depends on the place of a rank among the others starts anew: the error of the means that it computes, and its
+- What depends on the place of a rank among the others starts again: the error of the means that it computes, and its
   copies of its neighbors' weights.
 - What is not yet applied to the weights of this rank goes with them.
 - All else is equal on all ranks, and remains.
@@ -60,7 +60,7 @@ def continued(owner: str, state: Mapping[str, Any], group: BaguaProcessGroup) ->
     lost = OF_PLACE if state["rank"] == group.rank else OF_PLACE | OF_RANK
     if norm := norm_of(state, lost):
         warn_user(
-            f"torchbagua: {owner}.load_state_dict: residuals with a norm of {norm:.3g} start anew on rank "
+            f"torchbagua: {owner}.load_state_dict: residuals with a norm of {norm:.3g} start again on rank "
             f"{group.rank}: the state was saved by rank {state['rank']} of {state['num_ranks']}, and {group.size} "
             "ranks are attached"
         )

@@ -386,8 +386,9 @@ class AsyncModelAverageAlgorithmImpl(WeightImpl):
         weights = self._weights
         differences = {bucket: _zeros(bucket) for bucket in weights}
         snapshots = {bucket: _zeros(bucket) for bucket in weights.of_buffers}
-        weights.load_by_name(differences.__getitem__, state["differences"])
-        weights.load_by_name(snapshots.__getitem__, state["buffer_snapshots"], weights.of_buffers)
+        if 1 not in (self.runner.process_group.size, state["num_ranks"]):  # a single rank has no differences
+            weights.load_by_name(differences.__getitem__, state["differences"])
+            weights.load_by_name(snapshots.__getitem__, state["buffer_snapshots"], weights.of_buffers)
         if self._rounds is not None:
             loaded = weights.copy()
             self._stop("load_state_dict")

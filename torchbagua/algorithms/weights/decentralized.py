@@ -195,8 +195,9 @@ class DecentralizedAlgorithmImpl(WeightImpl):
         for bucket in self._in_flight:
             self._wait_for(bucket)
         check_rank_state(self.runner.name, state, _STATE_KEYS, self.runner.process_group)
-        self._weights.load_by_name(DIFFERENCE, state["differences"])
-        self._weights.load_by_name(FLAT, state["buffer_snapshots"], self._weights.of_buffers)
+        if 1 not in (self.runner.process_group.size, state["num_ranks"]):  # a single rank has no differences
+            self._weights.load_by_name(DIFFERENCE, state["differences"])
+            self._weights.load_by_name(FLAT, state["buffer_snapshots"], self._weights.of_buffers)
         self._weights.lockstep.loads.forget()
         self._in_flight = dict.fromkeys(self._weights) if state["has_differences"] else {}
         self.rounds.load(state["step"], state["num_rounds"])

@@ -69,8 +69,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
     round without effect. One RuntimeWarning reports the first dropped round, and another, at the end, their number.
 
     A state can be loaded with another `inner_steps`, `compression`, `delay`, `hierarchical`, `final_average` and
-    `bucket_cap_mb`. With another number of ranks, or other nodes, residuals are dropped with a RuntimeWarning: the
-    residual of one round is lost.
+    `bucket_cap_mb`. On other nodes, residuals are dropped with a RuntimeWarning: the residual of one round is lost.
 
     Args:
         inner_steps: the number of steps between two rounds of a fragment, H. Fragment p of F communicates after step
