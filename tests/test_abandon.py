@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import on_each_rank, run_ranks
 from torchbagua.algorithms.base import Algorithm
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -52,6 +52,47 @@ def test_peers_of_a_rank_that_abandons_notice_at_once(algorithm: Algorithm) -> N
         assert time.monotonic() - begin_s < 20  # the timeout is 60 s
 
     run_ranks(3, body)
+
+
+class Holder:
+    """Keeps an old DDP, as a user's object may."""
+
+    kept: DistributedDataParallel
+
+
+@on_each_rank(1)
+def test_a_ddp_that_is_still_referenced_when_its_module_is_wrapped_again(group: dist.ProcessGroup) -> None:
+    """An error names what refers to it. Without the reference, the module trains on, and no old hook acts."""
+    module, holder = copy.deepcopy(MODEL), Holder()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    holder.kept = DistributedDataParallel(module, process_group=group)
+    attachment = tb.attach(holder.kept, optimizer, "bytegrad", process_group=group)
+    take_steps(holder.kept, optimizer, 0, range(2))
+    attachment.abandon()
+    ddp = DistributedDataParallel(module, process_group=group, init_sync=False)
+    with tb.attach(ddp, optimizer, "bytegrad", process_group=group, init_sync=False):
+        with pytest.raises(RuntimeError, match=r"still referenced by .*an object of the class (Holder|dict)"):
+            ddp(torch.ones(4, 8))
+        del holder.kept
+        take_steps(ddp, optimizer, 0, range(2, 4))
+    expected = copy.deepcopy(MODEL)
+    take_steps(expected, torch.optim.SGD(expected.parameters(), lr=0.1), 0, range(4))
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+
+
+@on_each_rank(2)
+def test_no_hook_of_an_abandoned_ddp_acts(group: dist.ProcessGroup) -> None:
+    """The backward of an earlier forward has this rank's gradients."""
+    module, x = copy.deepcopy(MODEL), torch.full((4, 8), 1.0 + group.rank())
+    ddp = DistributedDataParallel(module, process_group=group)
+    attachment = tb.attach(ddp, torch.optim.SGD(module.parameters(), lr=0.1), "bytegrad", process_group=group)
+    loss = ddp(x).square().mean()
+    attachment.abandon()
+    loss.backward()
+    expected = copy.deepcopy(MODEL)
+    expected(x).square().mean().backward()
+    for parameter, own in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter.grad, own.grad)
 
 
 def test_without_init_sync_a_plain_module_keeps_its_weights() -> None:

@@ -166,6 +166,7 @@ def abandon_ddp(ddp: DistributedDataParallel) -> None:
         if old() is not None:
             gc.collect()
         if (kept := old()) is not None:
+            gc.unfreeze()  # get_referrers does not search what is frozen
             holders = sorted({_name_holder(each) for each in gc.get_referrers(kept) if each is not sys._getframe()})
             raise RuntimeError(
                 "torchbagua: the module was wrapped again while its earlier DistributedDataParallel, which was "
