@@ -89,7 +89,7 @@ def nothing(*arguments: Any) -> int:
     return 0
 
 
-def forgets(store: dist.Store, generation: int, change: Any, update: Any = members._update) -> Any:
+def forgets(store: dist.Store, generation: int, change: Any, update: Any = members.update_register) -> Any:
     return update(store, generation, lambda register: change(members.Register()))
 
 
@@ -104,7 +104,7 @@ def goes_on(changes: members.Changes, base: members.Membership, agree: Any = mem
     ("seed", "patched", "name", "bug"),
     [
         (18, members.Membership, "is_quorum", everybody),
-        (684, members, "_update", forgets),
+        (684, members, "update_register", forgets),
         (34, members.Changes, "agree", goes_on),
         (11, elastic.Sampler, "commit", nothing),
         (11, elastic.Sampler, "begin", lambda sampler, rank, size: vars(sampler).update(_rank=rank, _size=size)),

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import programs
 from documentation import ROOT, blocks_of
@@ -156,6 +157,13 @@ def unused_ports(num: int) -> list[int]:
         return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(num)]
 
 
+@pytest.fixture(autouse=True)
+def no_default_group() -> None:
+    """Close the default group of an earlier test."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def run_alone(**options: Any) -> None:
     model = torch.nn.Linear(2, 1)
     elastic.run(lambda run: None, model, torch.optim.SGD(model.parameters()), "bytegrad", **options)
@@ -167,7 +175,8 @@ def test_a_process_needs_an_address_if_the_store_of_its_launcher_has_ended(
 ) -> None:
     """Rank 0 without an agent, which opens another store, and another rank."""
     (port,) = unused_ports(1)
-    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
+    environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in {**environment, "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     message = f"store, localhost:{port}, within 1 s. .* needs the address .* as join or as TORCHBAGUA_JOIN"
     with pytest.raises(ConnectionError, match=message):

@@ -45,6 +45,7 @@ OF_TORCH_AND_PYTHON = {
     "grad",
     "require_backward_grad_sync",
     "asyncOp",
+    "step",
     "training",
 }
 

@@ -52,7 +52,7 @@ from torchbagua.elastic.sampler import Sampler
 from torchbagua.elastic.state import Stateful, TrainingState, synchronize
 from torchbagua.runtime.optimizer_steps import is_sharded
 from torchbagua.runtime.parameters import sharded_parts
-from torchbagua.runtime.rank_state import remaining, with_remaining
+from torchbagua.runtime.rank_state import with_remaining
 from torchbagua.training.attach import Attachment, attach
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
@@ -410,7 +410,7 @@ class Training:
         if self._attachment is not None:
             self._attachment.abandon()
             if self._has_begun:
-                self.state.algorithm = remaining(self._attachment.state_dict()["impl"]) or None
+                self.state.keep_algorithm(self._attachment.state_dict()["impl"])
             self._attachment = None
         self._machine.close_group()
         gc.collect()  # the old DDP

@@ -334,7 +334,7 @@ def _view(store: dist.Store, generation: int, register: Register | None = None) 
     )
 
 
-def _update(store: dist.Store, generation: int, change: Callable[[Register], Register | None]) -> View:
+def update_register(store: dist.Store, generation: int, change: Callable[[Register], Register | None]) -> View:
     """Replace a register by `change(register)`, unless that is None; return the view with the register afterwards."""
     key = f"register/{generation}"
     register = None
@@ -614,7 +614,7 @@ class _Change:
         def promise(register: Register) -> Register | None:
             return replace(register, promised=ballot) if register.promised < ballot else None
 
-        views = self._ask(self._base.members, lambda store: _update(store, self._generation, promise))
+        views = self._ask(self._base.members, lambda store: update_register(store, self._generation, promise))
         for view in views.values():
             if view.decided is not None:
                 return view.decided
@@ -636,7 +636,7 @@ class _Change:
         def accept(register: Register) -> Register | None:
             return accepted if register.promised <= ballot else None
 
-        views = self._ask(views, lambda store: _update(store, self._generation, accept))
+        views = self._ask(views, lambda store: update_register(store, self._generation, accept))
         if not self._may_decide([member for member, view in views.items() if view.register == accepted]):
             return None
         text = json.dumps([asdict(member) for member in members])

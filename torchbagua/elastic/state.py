@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchbagua.runtime.rank_state import OF_WEIGHTS, of_all_ranks
+from torchbagua.runtime.rank_state import OF_WEIGHTS, of_all_ranks, remaining
 from torchbagua.transport.base import bytes_of
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.store_requests import StoreRequests
@@ -54,6 +54,10 @@ class TrainingState:
     averages_weights: bool
     num_steps: int = -1
     algorithm: Mapping[str, Any] | None = None
+
+    def keep_algorithm(self, state: Mapping[str, Any]) -> None:
+        """Keep what remains of the algorithm's state when the ranks change."""
+        self.algorithm = remaining(state) or None
 
     def forget(self) -> None:
         """Receive the state of the job instead of continuing from this one."""
