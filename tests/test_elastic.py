@@ -44,6 +44,7 @@ def test_progress_between_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_an_algorithm_keeps_when_a_rank_dies(name: str) -> None:
     """What it owes to the others, and what is equal on all ranks, but not the residuals of the means."""
     simulation, office, compared = Simulation(3, 0), PostOffice(), list[str]()
+    summaries: list[tb.observe.Summary] = []
 
     def body(rank: Rank) -> None:
         model, optimizer, algorithm = make_training(ALGORITHMS[name])
@@ -66,12 +67,19 @@ def test_what_an_algorithm_keeps_when_a_rank_dies(name: str) -> None:
                 loss_of(run.module, torch.tensor([rank.number + 3 * run.step])).backward()
                 optimizer.step()
 
+        def observers() -> list[tb.observe.Summary]:
+            summaries.append(tb.observe.Summary())
+            return summaries[-1:]
+
         machine = SimulatedMachine(rank, office, range(3))
-        generations.Training(machine, model, [optimizer], algorithm, {}, None, TIMEOUT).run(train, None)
+        arguments = model, [optimizer], algorithm, {}, None, TIMEOUT
+        generations.Training(machine, *arguments, observers=observers).run(train, None)
 
     assert [outcome.error for outcome in simulation.run(body)] == [None] * 3
     kinds = {"bytegrad": {"sent", "mean"}, "topk": {"sent", "velocity", "mean"}, "powersgd": {"error", "factor"}}
     assert {*compared} == kinds.get(name, {"theta", "sent", "mean"})
+    line = r"rank 0: the change of the membership before took 0.\d+ s: notice 0.\d+ s, agree 0.\d+ s, open .*, share "
+    assert [bool(re.search(line, str(summary))) for summary in summaries if summary.run.rank == 0] == [False, True]
 
 
 def tensors_of(attachment: tb.Attachment) -> dict[tuple[str, str], torch.Tensor]:

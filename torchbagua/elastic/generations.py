@@ -50,6 +50,7 @@ from torchbagua.elastic.members import (
 )
 from torchbagua.elastic.sampler import Sampler
 from torchbagua.elastic.state import Stateful, TrainingState, synchronize
+from torchbagua.observe.events import Observer, Phase
 from torchbagua.runtime.optimizer_steps import is_sharded
 from torchbagua.runtime.parameters import sharded_parts
 from torchbagua.runtime.rank_state import with_remaining
@@ -206,6 +207,7 @@ class Training:
         needs_quorum: bool = True,
         joins_again: bool = False,
         ddp_arguments: Mapping[str, Any] | None = None,
+        observers: Callable[[], Sequence[Observer]] = tuple,
     ) -> None:
         self._machine = machine
         self._algorithm = algorithm
@@ -238,6 +240,9 @@ class Training:
         self._stepped = set[int]()
         self._looked_s = 0.0  # for candidates
         self.num_state_bytes = 0  # that this rank has sent to others
+        self._observers = observers
+        self._marked_ns = _concurrency.perf_counter_ns()
+        self._marks: list[tuple[Phase, int, int]] = []  # the phases of the last change, with their begins and ends
         self._failure: BaseException | None = None  # of communication, within the step of an optimizer
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(lambda stepped, *_: self.count_step(stepped)))
@@ -317,9 +322,12 @@ class Training:
                 _release(error)
             if run is not None:
                 failed_s = _concurrency.monotonic()
+                self._marks.clear()
+                self._mark("notice")
             del run
             self._close()
             self._change()
+            self._mark("agree")
 
     def _change(self) -> None:
         """Agree on the next members, or join them."""
@@ -333,6 +341,11 @@ class Training:
             self._membership = self._changes.join(error.members)
         self._note_change(base, self._membership)
         self.mailboxes.forget(self._membership.members)
+
+    def _mark(self, phase: Phase) -> None:
+        """Note that a phase of a change has ended, which began at the end of the one before."""
+        begin_ns, self._marked_ns = self._marked_ns, _concurrency.perf_counter_ns()
+        self._marks.append((phase, begin_ns, self._marked_ns))
 
     def _note_change(self, before: Membership, after: Membership) -> None:
         num_steps = self.state.num_steps
@@ -361,6 +374,7 @@ class Training:
             self._await_candidates(size)
             return None
         group = self._machine.open_group(membership, own)
+        self._mark("open")
         requests = StoreRequests(dist.PrefixStore("state", self._machine.store(membership)), self._timeout)
 
         with ExitStack() as transfer:
@@ -372,17 +386,27 @@ class Training:
                 return connected.world
 
             self.num_state_bytes += synchronize(self.state, requests, own, size, connect)
+        self._mark("share")
         if self.sampler is not None:
             self.sampler.begin(own, size)
         module = self.state.model
         if not self._algorithm.averages_weights:
             module = self._machine.wrap(module, self._ddp_arguments)
         arguments = module, self.state.optimizers, self._algorithm
-        self._attachment = attach(*arguments, process_group=group, timeout=self._timeout, init_sync=False)
+        self._attachment = attach(
+            *arguments,
+            process_group=group,
+            timeout=self._timeout,
+            observers=self._observers(),
+            init_sync=False,
+        )
         if membership.generation > 0:
             self._continue_algorithm(self._attachment)
+            for mark in self._marks:
+                self._attachment.runner.tracer.tell(*mark)
         self._machine.watch_hosts()
         self._has_begun = True
+        self._marked_ns = _concurrency.perf_counter_ns()
         self._changes.train(membership)
         return Run(self, membership, module, self._attachment)
 
@@ -431,6 +455,7 @@ class Training:
         if len(self._stepped) == len(self.state.optimizers):
             self._stepped.clear()
             self._num_barren = 0
+            self._marked_ns = _concurrency.perf_counter_ns()
             self.state.count_step()
             if self.sampler is not None:
                 self.sampler.commit()
@@ -520,6 +545,7 @@ def run(
     on_leave: Callable[[Run], object] | None = None,
     on_evicted: Literal["raise", "join"] = "raise",
     ddp: Mapping[str, Any] | None = None,
+    observers: Callable[[], Sequence[Observer]] = tuple,
 ) -> None:
     """Call `train` once for each membership of a job, until it returns on all ranks. Collective at the start.
 
@@ -545,6 +571,7 @@ def run(
         on_leave: called with the last `run` if this rank leaves since it got SIGTERM; it may save the model.
         on_evicted: with "join", a rank without which the others have gone on joins them again, and gets their state.
         ddp: arguments of DistributedDataParallel.
+        observers: returns the observers of each membership, since an observer serves one attachment.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -568,6 +595,7 @@ def run(
         needs_quorum=quorum == "majority",
         joins_again=on_evicted == "join",
         ddp_arguments=ddp,
+        observers=observers,
     )
     with _leave_on_sigterm(training):
         training.run(train, on_leave)

@@ -23,9 +23,15 @@ Phase = Literal[
     "wait",  # training blocks until the lane is done: the exposed part of communication
     "apply",  # averaged weights are written into the module
     "detach",  # detach computes the last mean of the weights; after the last step
+    # on the training thread, in the first step after a change of the membership, see torchbagua.elastic
+    "notice",  # from the last finished step until this rank has noticed the change
+    "agree",  # the ranks agree on the next members
+    "open",  # they open the process group
+    "share",  # they compare their states, and ranks that lack the newest one receive it
 ]
 
-TRAINING_PHASES: frozenset[Phase] = frozenset({"step", "backward", "wait", "apply", "detach"})
+CHANGE_PHASES: tuple[Phase, ...] = ("notice", "agree", "open", "share")
+TRAINING_PHASES: frozenset[Phase] = frozenset({"step", "backward", "wait", "apply", "detach", *CHANGE_PHASES})
 
 Timestamp = int | torch.cuda.Event
 """`time.perf_counter_ns`, or a position in a stream, whose time is unknown until the GPU has reached it."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from torchbagua._text_table import table
-from torchbagua.observe.events import CommEvent, Run, Trace
+from torchbagua.observe.events import CHANGE_PHASES, CommEvent, Run, Trace
 from torchbagua.observe.figures import PHASES, Figures
 
 _NS_PER_MS = 1e6
@@ -25,6 +25,7 @@ class Summary(Trace):
     def __init__(self) -> None:
         self.figures = Figures()
         self.bytes_after = self.bytes_in_detaching = 0
+        self.change_ns: dict[str, int] = {}
         self.run: Run | None = None
         self._pending: list[CommEvent] = []
 
@@ -39,6 +40,9 @@ class Summary(Trace):
 
     def on_comm(self, event: CommEvent) -> None:
         """Add the events of a step when it ends."""
+        if event.phase in CHANGE_PHASES:
+            self.change_ns[event.phase] = event.duration_ns
+            return
         self._pending.append(event)
         if event.phase == "step":
             self.figures.add(self._pending)
@@ -79,6 +83,12 @@ def table_of(summaries: Sequence[Summary]) -> str:
         f"{figures.wait_ns / figures.num_rounds / _NS_PER_MS:.2f} ms a round"
         for summary in summaries
         if summary.run is not None and (figures := summary.figures).num_rounds
+    ]
+    notes += [
+        f"rank {summary.run.rank}: the change of the membership before took {sum(each.values()) / 1e9:.2f} s: "
+        + ", ".join(f"{phase} {duration_ns / 1e9:.2f} s" for phase, duration_ns in each.items())
+        for summary in summaries
+        if summary.run is not None and (each := summary.change_ns)
     ]
     notes += [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
     return "\n".join([*titles, rows, "", _LEGEND, *(["", *notes] if notes else [])])
