@@ -200,6 +200,11 @@ def test_an_agent_with_several_ranks_ends_them_all(monkeypatch: pytest.MonkeyPat
     run_alone()
 
 
+def test_any_quorum_is_warned_of() -> None:
+    with pytest.warns(RuntimeWarning, match="a link that is cut makes two trainings out of one"):
+        run_alone(quorum="any")
+
+
 def test_one_agent_a_rank_gets_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -597,6 +597,11 @@ def run(
         ddp_arguments=ddp,
         observers=observers,
     )
+    if quorum == "any":
+        warn_user(
+            'torchbagua: elastic.run: with quorum="any", a link that is cut makes two trainings out of one: each part '
+            "of the ranks goes on by itself, and writes its own checkpoints"
+        )
     with _leave_on_sigterm(training):
         training.run(train, on_leave)
 
