@@ -701,7 +701,8 @@ class TorchMachine:
         is_alone = not addresses and "RANK" not in os.environ
         reachable = addresses[0].rpartition(":")[0] if addresses else os.environ.get("MASTER_ADDR", "localhost")
         host = own_address(reachable)
-        place = f"{host} {os.getppid()} {os.environ.get('RANK', '')}"  # an agent or a shell starts a rank again
+        # An agent or a shell starts a rank again.
+        place = f"{host} {os.getppid()} {os.environ.get('RANK', self._mailbox.port)}"
         own = self._own = Member(secrets.token_hex(8), host, self._mailbox.port, place)
         self._mailbox.set("owner", json.dumps(asdict(own)))
         store = dist.PrefixStore(own.id, self._mailbox)
