@@ -53,7 +53,7 @@ from torchbagua.elastic.state import Stateful, TrainingState, synchronize
 from torchbagua.observe.events import Observer, Phase
 from torchbagua.runtime.optimizer_steps import is_sharded
 from torchbagua.runtime.parameters import sharded_parts
-from torchbagua.runtime.rank_state import with_remaining
+from torchbagua.runtime.rank_state import OF_RANK, norm_of, with_remaining
 from torchbagua.training.attach import Attachment, attach
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
@@ -236,6 +236,7 @@ class Training:
         self._joined = dict[Member, int]()  # after how many steps
         self._attachment: Attachment | None = None
         self._has_begun = False  # the generation, and the algorithm has its state
+        self._norms = 0.0, 0.0  # of the residuals at the end of the last generation: this rank's, and its place's
         self._hooks: list[RemovableHandle] = []
         self._stepped = set[int]()
         self._looked_s = 0.0  # for candidates
@@ -299,7 +300,8 @@ class Training:
                 if run is not None:
                     if run.rank == 0 and before != self._membership:
                         seconds = _concurrency.monotonic() - failed_s
-                        _LOG.warning("%s", describe_change(before, self._membership, self.state.num_steps, seconds))
+                        line = describe_change(before, self._membership, self.state.num_steps, seconds)
+                        _LOG.warning("%s%s", line, _describe_residuals("start again", self._norms[1]))
                     before = self._membership
                     train(run)
                     if self._failure is not None:
@@ -310,6 +312,8 @@ class Training:
                         return True
             except _Leaves:
                 self._leave()
+                lost = _describe_residuals("are lost", self._norms[0])
+                _LOG.warning("torchbagua: this rank leaves after step %s%s", f"{self.state.num_steps:,}", lost)
                 if on_leave is not None and run is not None:
                     on_leave(run)
                 return False
@@ -434,7 +438,9 @@ class Training:
         if self._attachment is not None:
             self._attachment.abandon()
             if self._has_begun:
-                self.state.keep_algorithm(self._attachment.state_dict()["impl"])
+                state = self._attachment.state_dict()["impl"]
+                self._norms = norm_of(state, OF_RANK), norm_of(state, frozenset({"mean"}))
+                self.state.keep_algorithm(state)
             self._attachment = None
         self._machine.close_group()
         gc.collect()  # the old DDP
@@ -470,6 +476,10 @@ class Training:
             self._looked_s = _concurrency.monotonic()
             if self._changes.candidates():
                 raise _Changes
+
+
+def _describe_residuals(what: str, norm: float) -> str:
+    return f"; residuals with a norm of {norm:.3g} {what}" if norm else ""
 
 
 def describe_change(before: Membership, after: Membership, num_steps: int, seconds: float) -> str:
