@@ -711,9 +711,10 @@ class TorchMachine:
         is_alone = not addresses and "RANK" not in os.environ
         reachable = addresses[0].rpartition(":")[0] if addresses else os.environ.get("MASTER_ADDR", "localhost")
         host = own_address(reachable)
-        # An agent or a shell starts a rank again.
-        place = f"{host} {os.getppid()} {os.environ.get('RANK', self._mailbox.port)}"
-        own = self._own = Member(secrets.token_hex(8), host, self._mailbox.port, place)
+        name = secrets.token_hex(8)
+        # An agent or a shell starts a rank again. A port that was chosen at random may be another process's later.
+        place = f"{host} {os.getppid()} {os.environ.get('RANK') or port or name}"
+        own = self._own = Member(name, host, self._mailbox.port, place)
         self._mailbox.set("owner", json.dumps(asdict(own)))
         store = dist.PrefixStore(own.id, self._mailbox)
         store.set("status", f"0 {WAITS}")
