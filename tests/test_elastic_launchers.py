@@ -208,4 +208,6 @@ def test_any_quorum_is_warned_of() -> None:
 def test_one_agent_a_rank_gets_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
+    before = sys.excepthook
     run_alone()
+    assert sys.excepthook is before

@@ -312,8 +312,12 @@ def test_trace_shows_merges_and_draws(
         assert "merged.json.gz: 2 ranks" in run("merge")[0]
     check_format(read(folder / "merged.json.gz"))
     run("show")  # the merged file is in the same folder
-    run("draw", "--step", 3)
-    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    pictures = set()
+    for step in (["--step", 0], ["--step", 5], []):  # the middle one
+        run("draw", *step)
+        pictures.add((folder / "timeline.png").read_bytes())
+    assert len(pictures) == 3
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
 
     for message, arguments in {
         "step 99 is not in this trace, which ranges from step 0 to 5": ("draw", "--step", 99),

@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -696,6 +697,7 @@ class TorchMachine:
         self._own: Member | None = None
         self._mailbox: dist.Store | None = None
         self._has_warned = False
+        self._excepthook = sys.excepthook
         self._other_connections: Collection[str] = ()
 
     def meet(self) -> tuple[Mailboxes, Membership | None, Collection[Member]]:
@@ -786,6 +788,7 @@ class TorchMachine:
         self._other_connections = connections().keys()  # of the user
         store = dist.PrefixStore("group", self.store(membership))
         size = len(membership.members)
+        self._excepthook = sys.excepthook
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=self._timeout)
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -807,6 +810,7 @@ class TorchMachine:
             if group.size() > 1:
                 end_waits(backend_of(group), int(group.rank() == 0))
             dist.destroy_process_group()
+            sys.excepthook = self._excepthook  # torch adds the rank to every line of an error, for each group again
 
 
 def connections() -> dict[str, int]:
