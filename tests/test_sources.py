@@ -41,6 +41,7 @@ OF_TORCH_AND_PYTHON = {
     "atexit",
     "broadcast_buffers",
     "environ",
+    "excepthook",
     "forward",
     "grad",
     "require_backward_grad_sync",
