@@ -232,11 +232,7 @@ def main() -> int:
                 complaints += [f"{plan.title}: {message}" for message in byte_disagreements(section)]
     except Stopped as stopped:
         complaints.append(f"stopped by {stopped}; {len(sections)} networks were measured")
-    if sections:
-        print(f"Results: {path}")
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
-    return 128 + limits.signal if limits.signal else int(bool(complaints))
+    return limits.end(path, sections, complaints)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ class Limits:
         if time.monotonic() - self.start > self.deadline_s:
             raise Stopped(f"the deadline of {self.deadline_s:.0f} s (--deadline)")
 
+    def end(self, path: Path, sections: Sequence[object], complaints: Sequence[str]) -> int:
+        """Print the file of the results, if there are any, and the complaints; return the exit status."""
+        if sections:
+            print(f"Results: {path}")
+        for complaint in complaints:
+            print(complaint, file=sys.stderr)
+        return 128 + self.signal if self.signal else int(bool(complaints))
+
 
 def run_ranks(
     program: str,

@@ -36,8 +36,6 @@ ALGORITHMS: dict[str, tb.Algorithm | str] = {
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=100, warmup_steps=2),
 }
 KINDS = ("death", "stop", "cut link", "cut network", "leave", "raise")
-# Of a process to which one of these happens, nothing else is expected than that it ends.
-HARMLESS = ("none", "failed request")
 NUM_SAMPLES = 60
 X = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(NUM_SAMPLES, 1, generator=torch.Generator().manual_seed(1))

@@ -43,12 +43,12 @@ SEEDS_PER_PROCESS = 1000
 MOST_PRINTED = 20
 
 
-def violations_of(trial: Trial) -> list[str]:
-    """Run a trial; return what was wrong."""
+def violations_of(run: Callable[[], list[str]]) -> list[str]:
+    """Run a trial by a function that returns what was wrong; return that."""
     gc.collect()
     gc.freeze()  # what an earlier trial has left, such as errors that DDP's reducer refers to
     try:
-        return run_trial(trial).violations
+        return run()
     except Deadlock as error:
         return [str(error).splitlines()[0]]
     except Exception as error:
@@ -61,14 +61,20 @@ def run_seed(seed: int, bug: str | None) -> Result:
     with ExitStack() as stack:
         if bug is not None:
             stack.enter_context(PAST_BUGS[bug]())
-        return name, trial.fault.kind, f"--replay {seed}{f' --bug {bug}' if bug else ''}", violations_of(trial)
+        return (
+            name,
+            trial.fault.kind,
+            f"--replay {seed}{f' --bug {bug}' if bug else ''}",
+            violations_of(lambda: run_trial(trial).violations),
+        )
 
 
 def run_failing_operation(which: tuple[str, int, int, int]) -> Result:
     """Run a trial in which one operation fails: of a subject, a number of ranks, a rank and a number."""
     name, size, rank, number = which
     trial = replace(without_fault(name, 0, size), fault=Fault("failed operation", rank=rank, operation=number))
-    return name, f"{size} ranks", f"--operation {name} {size} {rank} {number}", violations_of(trial)
+    violations = violations_of(lambda: run_trial(trial).violations)
+    return name, f"{size} ranks", f"--operation {name} {size} {rank} {number}", violations
 
 
 def every_operation() -> Iterator[tuple[str, int, int, int]]:
@@ -85,15 +91,7 @@ def every_operation() -> Iterator[tuple[str, int, int, int]]:
 def run_elastic(trial: elastic_trials.ElasticTrial) -> Result:
     """Run a trial of elastic training."""
     command = f"--elastic seeds --first {trial.seed} --seeds 1" if trial.failing[0] < 0 else repr(trial)
-    gc.collect()
-    gc.freeze()
-    try:
-        violations = elastic_trials.run_trial(trial)
-    except Deadlock as error:
-        violations = [str(error).splitlines()[0]]
-    except Exception as error:
-        violations = [repr(error)]
-    return trial.name, trial.kind, command, violations
+    return trial.name, trial.kind, command, violations_of(lambda: elastic_trials.run_trial(trial))
 
 
 def elastic_cases(which: str, seeds: range) -> Sequence[elastic_trials.ElasticTrial]:

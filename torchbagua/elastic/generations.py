@@ -11,7 +11,6 @@ Execution order, on each rank:
 """
 
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -38,6 +37,7 @@ from torchbagua import _concurrency
 from torchbagua._torch import backend_of
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, init_for
+from torchbagua.collectives.agreement import fingerprint
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.elastic.members import (
     SILENT_S,
@@ -508,10 +508,9 @@ def describe(
     """Return what must be the same on all ranks, by name."""
     tensors = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.state_dict().items()]
     num = sum(parameter.numel() for parameter in model.parameters())
-    layout = hashlib.blake2b(repr(tensors).encode(), digest_size=4).hexdigest()
     return {
         "torchbagua": __version__,
-        "the model": f"{type(model).__name__} of {num:,} parameters (layout {layout})",
+        "the model": f"{type(model).__name__} of {num:,} parameters (layout {fingerprint(tensors):x})",
         "the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
         "the algorithm": str(algorithm),
     }
